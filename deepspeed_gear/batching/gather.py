@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
 from deepspeed_gear.config import NStepConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
+from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
@@ -38,6 +39,7 @@ PADS = {"zero": Pad.VALUE, "value": Pad.VALUE, "edge": Pad.EDGE}
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
 LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most
+_REWARD = "\0reward"  # the input of an estimate whose mask is that of the window
 _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
 
@@ -189,6 +191,7 @@ class Buffers:
     outs: list[torch.Tensor]
     masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
     n_step: list[torch.Tensor] = dataclasses.field(default_factory=list)  # return_n, discount, steps_n
+    estimates: list[torch.Tensor] = dataclasses.field(default_factory=list)  # as ESTIMATED: whole windows
     # Of a whole batch, by name and all together.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     mask: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -204,10 +207,11 @@ class Buffers:
 
     def part(self, first: int, end: int) -> Buffers:
         """Return the tensors of some samples of the batch."""
-        outs, masks, n_step = (
-            [t[first:end] for t in tensors] for tensors in (self.outs, self.masks, self.n_step)
+        outs, masks, n_step, estimates = (
+            [tensor[first:end] for tensor in tensors]
+            for tensors in (self.outs, self.masks, self.n_step, self.estimates)
         )
-        return Buffers(outs, masks, n_step)
+        return Buffers(outs, masks, n_step, estimates)
 
 
 def n_step_columns(table: Rows) -> list[str | None]:
@@ -250,13 +254,18 @@ class Gatherer:
         self._table, self._ops, self._threads = table, table.ops, threads
         self._gather_into: Any = self._ops.native.gather_into
         self._device = table.device
-        self._fields = list(fields)
+        self._of_batch, self._fields = list(fields), read_fields(fields)
+        self._estimated = next((field for field in fields if field.estimate is not None), None)
+        self._estimates_here = self._estimated is not None  # computed by `fill`
+        if self._estimated is not None and self._estimated.estimate is not None:
+            self._factors, inputs = list(self._estimated.estimate.factors), self._estimated.estimate.inputs
+            self._inputs = [None if field is None else self._fields.index(field) for field in inputs]
         self._n_step = n_step
         self._n_step_here: NStepReturns | None = None  # computed by `fill`
         if n_step is not None:
             self._n_step_here = NStepReturns(n_step, table, table.gather_source, self._device)
         self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
-        self._rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in fields]
+        self._rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in self._fields]
         self._specs: list[GatherSpec] = []
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []  # of each field's part of a sample
         self._mask_lengths: list[int | None] = []
@@ -267,6 +276,8 @@ class Gatherer:
         goal_rows: list[FieldRows] = []
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
+            if field.is_input:  # they may be gathered elsewhere than others
+                own = "\0"
             part = field.collected_length
             place = field.first, field.length, field.align, field.follows, field.part_first, part
             mask = windows.setdefault((rows.source, *place, own), len(windows))
@@ -327,20 +338,33 @@ class Gatherer:
         outs = [((num_samples, *shape), dtype) for shape, dtype in self._shapes]
         masks = [(num_samples,) if length is None else (num_samples, length) for length in self._mask_lengths]
         n_step = N_STEP_DTYPES if self._n_step else ()
+        estimated = [] if self._estimated is None else [(num_samples, self._estimated.length or 1)]
         return [
             *outs,
             *((size, torch.bool) for size in masks),
             *(((num_samples,), dtype) for dtype in n_step),
+            *((size, torch.float32) for size in estimated * len(ESTIMATED)),
         ]
 
     def _named(self, every: list[torch.Tensor]) -> Buffers:
         """Return the buffers of tensors of these sizes."""
         first, end = len(self._shapes), len(self._shapes) + len(self._mask_lengths)
-        outs, masks, n_step = every[:first], every[first:end], every[end:]
-        tensors = {f.name: out for f, out in zip(self._fields, outs, strict=True) if not f.mask_only}
-        mask = {name: masks[index] for name, index in self._mask_of.items()}
+        last = end + (len(N_STEP_NAMES) if self._n_step else 0)
+        outs, masks, n_step, estimates = every[:first], every[first:end], every[end:last], every[last:]
+        known = {field.name: out for field, out in zip(self._fields, outs, strict=True)}
+        tensors, mask = {}, {}
+        for field in self._of_batch:
+            if field.estimate is None:
+                own, real = known[field.name], masks[self._mask_of[field.name]]
+            else:  # windows are estimated whole, also where a rank has a part of them
+                part = slice(field.part_first, field.part_first + (field.collected_length or 1))
+                whole = estimates[ESTIMATED.index(str(field.derived))], masks[self._mask_of[_REWARD]]
+                own, real = (x[:, part] if field.length else x[:, part].squeeze(1) for x in whole)
+            mask[field.name] = real
+            if not field.mask_only:
+                tensors[field.name] = own
         tensors.update(zip(N_STEP_NAMES if n_step else (), n_step, strict=True))
-        return Buffers(outs, masks, n_step, tensors, mask, every)
+        return Buffers(outs, masks, n_step, estimates, tensors, mask, every)
 
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
@@ -397,12 +421,19 @@ class Gatherer:
             self._gather_into(buffers.addresses[0], records, steps)
         else:
             self._here.run(self._ops, buffers, self.counters, records, steps, self._threads)
-        if self._goals is None or goal_step is None:
-            return
-        if buffers.addresses:
-            self._gather_into(buffers.addresses[1], records, goal_step)
-        else:
-            self._goals.run(self._ops, buffers, self.counters, records, goal_step, self._threads)
+        if self._goals is not None and goal_step is not None:
+            if buffers.addresses:
+                self._gather_into(buffers.addresses[1], records, goal_step)
+            else:
+                self._goals.run(self._ops, buffers, self.counters, records, goal_step, self._threads)
+        if self._estimates_here:
+            self._estimate(self._ops, buffers)
+
+    def _estimate(self, ops: Ops, buffers: Buffers) -> None:
+        """Overwrite advantages and value targets, from their inputs in the same buffers."""
+        outs = [None if i is None else buffers.outs[i] for i in self._inputs]
+        mask = buffers.masks[self._mask_of[_REWARD]]
+        ops.advantages_(*buffers.estimates, *outs[:5], mask, *outs[5:], self._factors)
 
 
 def affine(
@@ -516,22 +547,22 @@ class PackGatherer:
         return found
 
 
-def flags_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int) -> np.ndarray:
-    """Return which steps of trajectories have a flag that is not 0, one trajectory after the other.
+def steps_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int, rows: str) -> np.ndarray:
+    """Return the values of the steps of trajectories, one trajectory after the other. [steps], float64.
 
     Args:
-        column: Of bool or uint8. [rows].
+        column: [rows].
         records: Resolutions of the trajectories. [n, 8], int64, contiguous.
-        offset: A place holds the flag of the step that is so much later, or False.
+        offset: A place holds the value of the row that is so much later, or 0.
+        rows: Of the column: "T" or "T+1".
     """
     lengths = records[:, Resolution.NUM_STEPS]
-    out = torch.zeros(int(lengths.sum()), dtype=column.dtype)
+    out = torch.zeros(int(lengths.sum()), dtype=torch.float64)
     places, none = torch.cumsum(lengths, 0) - lengths, torch.empty(0)
-    spec = lower([GatherSpec(SOURCES["T"], offset)])
+    spec = lower([GatherSpec(SOURCES[rows], offset)])
     if out.numel():
         ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())
-    flags = out.numpy()
-    return np.asarray(flags if flags.dtype == bool else flags != 0)
+    return out.numpy()
 
 
 def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any]:

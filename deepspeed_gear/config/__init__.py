@@ -14,6 +14,7 @@ from deepspeed_gear.config.field_checks import ResolvedField as ResolvedField
 from deepspeed_gear.config.field_checks import check_against as check_against
 from deepspeed_gear.config.model import GearConfig as GearConfig
 from deepspeed_gear.config.model import difference as difference
+from deepspeed_gear.config.options import AdvantageConfig as AdvantageConfig
 from deepspeed_gear.config.options import FieldConfig as FieldConfig
 from deepspeed_gear.config.options import NStepConfig as NStepConfig
 from deepspeed_gear.config.options import PipelineConfig as PipelineConfig

@@ -296,7 +296,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
     if field.column is not None:
         rule = f"must not be given together with {part.at}.column ({field.column!r})"
         part.leave_out("derived", rule, "drop one")
-    if name in ("return_to_go", "timestep", "position"):
+    if name in ("return_to_go", "timestep", "position", "advantage", "value_target"):
         part.admit("derived", (None, name), f"must be {name!r} in a field of that name", "rename the field")
     if field.derived is not None:
         remedy = "there are no statistics; use scale"
@@ -326,6 +326,7 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     rule = "must not be given with gear.pack"
     part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", rule, "leave it out")
+    part.leave_out("advantage", rule, 'call rollout.advantages("gae", value=...)')
     remedy = "give the size as gear.batch or gear.rollout"
     part.leave_out("batch_size micro_batch_size gradient_accumulation_steps", rule, remedy)
     if room(pack) == 0:

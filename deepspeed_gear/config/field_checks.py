@@ -15,16 +15,29 @@ from deepspeed_gear.config.cross_checks import (
     Part,
     check_field_names,
 )
-from deepspeed_gear.config.options import FieldConfig, GearOptions
+from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOptions
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
+ESTIMATED = ("advantage", "value_target")
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
+DERIVED |= dict.fromkeys(ESTIMATED, "float32")
+ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 _VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What advantages and value targets are estimated from."""
+
+    #: Windows that are gathered for it alone, in the order of `advantages_`: of reward, value, next_value,
+    #: terminated, truncated, log_prob and behaviour_log_prob; None: there is none.
+    inputs: tuple[ResolvedField | None, ...]
+    factors: tuple[float, ...]  # gamma, lambda, rho_bar, c_bar
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,7 @@ class ResolvedField:
     part_length: int | None = None
     mask_only: bool = False  # for pipeline stages: the mask is made, the column is not read
     hindsight: Column | None = None  # that a relabelled sample takes the row of a drawn step from
+    estimate: Estimate | None = None  # of an advantage or a value target
 
     @property
     def follows(self) -> bool:
@@ -74,6 +88,11 @@ class ResolvedField:
         return self.derived in ("return_to_go", "timestep")
 
     @property
+    def is_input(self) -> bool:
+        """Whether it is gathered only to estimate others from it, and no batch has it."""
+        return self.name.startswith("\0")
+
+    @property
     def is_opaque(self) -> bool:
         """Whether it is a list of opaque values, not a tensor."""
         return self.column is not None and self.column.is_opaque
@@ -82,6 +101,15 @@ class ResolvedField:
     def is_converted(self) -> bool:
         """Whether gathering changes values other than by dtype."""
         return self.normalize is not None or self.scale != 1.0
+
+
+def read_fields(fields: Sequence[ResolvedField]) -> list[ResolvedField]:
+    """Return the fields whose rows are read: in place of estimated ones their inputs, each once."""
+    found: dict[ResolvedField, None] = {}
+    for field in fields:
+        inputs = (field,) if field.estimate is None else field.estimate.inputs
+        found |= dict.fromkeys(each for each in inputs if each is not None)
+    return list(found)
 
 
 def check_against(
@@ -209,8 +237,17 @@ def _fields(
     check_field_names(list(requested), n_step=config.n_step is not None)
     shifts = config.pack is not None and schema.role("token") is not None
     resolved = [
-        _resolve(name, field, schema, statistics_available, shifts) for name, field in requested.items()
+        _resolve(name, field, schema, statistics_available, shifts, config.advantage)
+        for name, field in requested.items()
     ]
+    estimated = [field for field in resolved if field.estimate is not None]
+    if config.advantage is not None and not estimated:
+        rule, remedy = "must have a field that is derived from it", '"advantage": {"length": 32}'
+        raise ConfigError("gear.advantage", rule, None, f"give gear.fields {remedy}")
+    for field in estimated:
+        if field.estimate != estimated[0].estimate or field.length != estimated[0].length:
+            rule = f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}"
+            raise ConfigError(dotted("gear", "fields", field.name), rule, f"{field.offset}, {field.length}")
     seen: dict[ResolvedField, str] = {}
     for field in resolved:
         at, meaning = dotted("gear", "fields", field.name), replace(field, name="")
@@ -277,7 +314,12 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
 
 
 def _resolve(
-    name: str, field: FieldConfig, schema: Schema, statistics: Collection[str] | bool, shifts: bool
+    name: str,
+    field: FieldConfig,
+    schema: Schema,
+    statistics: Collection[str] | bool,
+    shifts: bool,
+    advantage: AdvantageConfig | None,
 ) -> ResolvedField:
     column, derived = _source(name, field, schema)
     part = Part(dotted("gear", "fields", name), field)
@@ -302,6 +344,11 @@ def _resolve(
     if offset is None:  # a pack's columns stand where the token is predicted
         follows = column is not None and column.rows == "T" and column.role != "token"
         offset = int(shifts and follows)
+    estimate = None
+    if derived in ESTIMATED:
+        if advantage is None:
+            raise ConfigError(part.at, "must not be derived without gear.advantage", None, ADVANTAGE_EXAMPLE)
+        estimate = _estimate(advantage, schema, int(offset), field.length or 1)
     return ResolvedField(
         name=name,
         column=column,
@@ -315,7 +362,46 @@ def _resolve(
         scale=field.scale,
         dtype=dtype,
         hindsight=None if field.hindsight is None else _goal(part, field.hindsight, column, schema),
+        estimate=estimate,
     )
+
+
+def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int) -> Estimate:
+    """Return what a window's advantages are estimated from; ConfigError where a column is missing."""
+
+    def window(name: str, column: Column | None, later: int = 0) -> ResolvedField | None:
+        if column is None:
+            return None
+        dtype = "bool" if name in ("terminated", "truncated") else "float64"
+        return ResolvedField(f"\0{name}", column, offset=offset + later, length=length, dtype=dtype)
+
+    def named(option: str, rows: Sequence[str] = ("T",)) -> Column | None:
+        name = getattr(options, option)
+        columns = [c.name for c in schema if c.rows in rows and not c.shape and c.is_floating]
+        if name is not None:
+            rule = f"must name a column with one float per step ({' or '.join(rows)} rows)"
+            _check_listed(f"gear.advantage.{option}", rule, name, columns)
+        return None if name is None else schema[name]
+
+    reward, terminated, truncated = map(schema.role, ("reward", "terminated", "truncated"))
+    for role, column in (("reward", reward), ("terminated", terminated)):
+        if column is None:
+            raise ConfigError(
+                "gear.advantage", f"must have a {role} column in the table", None, _known(schema)
+            )
+    value, following = named("value", ("T", "T+1")), named("next_value")
+    assert value is not None
+    if (value.rows == "T") != (following is not None):
+        rule = (
+            "must be given where value has T rows, and only there: windows are bootstrapped from the next one"
+        )
+        remedy = "store the values in T+1 rows, or those of the next observations in a column of their own"
+        raise ConfigError("gear.advantage.next_value", rule, options.next_value, remedy)
+    after = window("next_value", value, 1) if following is None else window("next_value", following)
+    inputs = [window("reward", reward), window("value", value), after]
+    inputs += [window("terminated", terminated), window("truncated", truncated)]
+    inputs += [window(option, named(option)) for option in ("log_prob", "behaviour_log_prob")]
+    return Estimate(tuple(inputs), options.factors)
 
 
 def _check_column(part: Part, column: Column, statistics: Collection[str] | bool) -> None:
@@ -347,6 +433,11 @@ def _check_derived(part: Part, derived: str) -> None:
         part.need("length", "must be given for positions", "they count the steps of a window")
         remedy = "drop it: a padded step has a position, too"
         part.leave_out("pad", "must not be given for positions", remedy)
+    if derived in ESTIMATED:
+        rule = "must not be given for advantages and value targets"
+        part.leave_out("align pad scale as", rule, "they stand in place, padded by 0")
+        if part.options.model_dump()["offset"] == "n_step":
+            part.refuse("offset", "must be a number for advantages and value targets")
 
 
 def _check_dtype(part: Part, own: str, requested: str, column: Column | None, converted: bool) -> None:
@@ -412,7 +503,7 @@ def _check_goals(fields: Sequence[ResolvedField]) -> None:
             rule = f"must have as many rows as column {first.name} ({first.rows})"
             raise ConfigError(option, rule, f"{achieved.name}: {achieved.rows}")
     for field in fields:
-        if field.derived == "return_to_go":
+        if field.derived in ("return_to_go", *ESTIMATED):
             rule, remedy = "must not be given with gear.hindsight", "it sums rewards for the goal pursued"
             raise ConfigError(dotted("gear", "fields", field.name), rule, None, remedy)
 

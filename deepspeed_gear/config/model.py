@@ -77,6 +77,8 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
 def batch_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that decide the samples of global batches of a given size."""
     section = {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+    if section["advantage"] is None:  # as before there was this option
+        del section["advantage"]
     for field in section["fields"].values():
         if field["offset"] is None and config.pack is None:
             field["offset"] = 0

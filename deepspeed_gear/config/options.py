@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from deepspeed_gear.config.pack_options import BatchSizeConfig, LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
@@ -24,11 +24,13 @@ from deepspeed_gear.config.types import (
     Name64,
     Offset,
     Pad,
+    Positive,
     Steps,
     Text,
     Timeout,
     Words,
     as_data,
+    conflict,
 )
 from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
@@ -38,10 +40,11 @@ class FieldConfig(GearModel):
 
     column: Name | None = None
     """The stored column. null: the one of the field's name."""
-    derived: Literal["return_to_go", "timestep", "position"] | None = None
+    derived: Literal["return_to_go", "timestep", "position", "advantage", "value_target"] | None = None
     """A quantity computed while gathering instead of a stored column: the sum of the rewards from a step on,
-    the number of each step in its trajectory, or its place in the window (0 to length - 1, also where that is
-    padded). A field of this name whose table has no such column is derived by itself."""
+    the number of each step in its trajectory, its place in the window (0 to length - 1, also where that is
+    padded), or what `gear.advantage` estimates. A field of this name whose table has no such column is
+    derived by itself."""
     offset: Offset | None = None
     """First step of the window, relative to the anchor; "n_step" is the step that an n-step return bootstraps
     from: `n_step.n` later, or fewer where the trajectory ends before (of a column of next observations, the
@@ -77,6 +80,55 @@ class NStepConfig(GearModel):
     """Rewards summed; fewer where the trajectory ends before."""
     gamma: Gamma
     """Discount per step."""
+
+
+class AdvantageConfig(GearModel):
+    """Advantages and value targets of windows, by GAE or V-trace: the fields `advantage` and `value_target`.
+
+    What a window does not hold is bootstrapped: after its last step, at a truncation and at the end of a
+    trajectory by the value of the state after the step; not after a termination.
+    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE", 2016; Espeholt et al., "IMPALA",
+    2018.
+    """
+
+    kind: Literal["gae", "vtrace"]
+    """"gae": generalised advantage estimation; the value target is advantage + value, the lambda-return.
+    "vtrace": both are corrected for the policy that has acted, by clipped ratios of probabilities."""
+    value: Name
+    """The column of the states' values: of T+1 rows, the last one that of the state after the last step, or
+    of T rows with `next_value`."""
+    next_value: Name | None = None
+    """The column of the values of the states after each step, where `value` has T rows."""
+    gamma: Gamma
+    """Discount per step."""
+    lam: Gamma = 1.0
+    """Lambda: the weight of longer returns decays by it. 1: none is preferred."""
+    log_prob: Name | None = None
+    """With "vtrace": the column of the actions' log-probabilities under the policy that is trained, such as a
+    late column."""
+    behaviour_log_prob: Name | None = None
+    """With "vtrace": likewise under the policy that has acted."""
+    rho_bar: Positive = 1.0
+    """With "vtrace": the largest ratio that a step's own error is multiplied with."""
+    c_bar: Positive = 1.0
+    """With "vtrace": the largest ratio that what follows is multiplied with."""
+
+    @model_validator(mode="after")
+    def _suits_its_kind(self) -> Any:
+        defaults = {"log_prob": None, "behaviour_log_prob": None, "rho_bar": 1.0, "c_bar": 1.0}
+        for option, default in defaults.items():
+            value = getattr(self, option)
+            if self.kind == "gae" and value != default:
+                raise conflict('must not be given with "kind": "gae"', "drop it", option, value)
+            if self.kind == "vtrace" and value is None:
+                remedy = "V-trace needs the log-probabilities of both policies"
+                raise conflict('must be given with "kind": "vtrace"', remedy, option)
+        return self
+
+    @property
+    def factors(self) -> tuple[float, float, float, float]:
+        """As the op `advantages_` takes them."""
+        return self.gamma, self.lam, self.rho_bar, self.c_bar
 
 
 class HindsightConfig(GearModel):
@@ -159,6 +211,8 @@ class GearOptions(GearModel):
     """What a batch holds, by name. Empty: every column of the table, at the anchor."""
     n_step: NStepConfig | None = None
     """N-step returns."""
+    advantage: AdvantageConfig | None = None
+    """How the fields `advantage` and `value_target` are estimated."""
     hindsight: HindsightConfig | None = None
     """Goals that were achieved instead of those that were pursued."""
     burn_in: Annotated[Int, Ge(0), Lt(2**31)] = 0

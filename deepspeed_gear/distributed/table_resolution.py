@@ -11,6 +11,7 @@ import numpy as np
 
 from deepspeed_gear.config import GearConfig, MixtureSampler, ResolvedField, SamplerOptions, TableConfig
 from deepspeed_gear.config.cross_checks import refuse_split
+from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.config.table_options import MOST_REMEMBERED, GroupConfig, RateLimiterConfig, VersionConfig
 from deepspeed_gear.config.types import defaults_of
@@ -169,7 +170,10 @@ def read_columns(
 ) -> tuple[str, ...]:
     """Return the columns that batches read, or that groups need: late columns among them must be filled."""
     read = {
-        column.name for field in fields for column in (field.column, field.hindsight) if column is not None
+        column.name
+        for field in read_fields(fields)
+        for column in (field.column, field.hindsight)
+        if column is not None
     }
     read.update((*options.where, *options.columns.values()))
     if group is not None:

@@ -44,6 +44,7 @@ class Ops:
     slot_priorities_: Op
     suffix_sum_: Op
     n_step_: Op
+    advantages_: Op
     gather_: Op
     encode_rows_: Op
     decode_rows_: Op

@@ -30,6 +30,7 @@ from deepspeed_gear.batching.transfer.copy_engine import (
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
+from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
@@ -91,7 +92,8 @@ class DeviceTransfer:
         self._figures: dict[str, TransferTimings] = {}
         self._measured: dict[str, int] = {}
         self._tables = list(tables)
-        self._fields = [field for field in needs.fields if not is_computed(field) and not field.mask_only]
+        read = read_fields(needs.fields)
+        self._fields = [field for field in read if not is_computed(field) and not field.mask_only]
         stored = [column_name(field) for field in self._fields]
         #: The columns that batches read, by table, in the order of the fields.
         self._names: dict[str, list[str]] = {}

@@ -14,6 +14,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
+from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.row_exchange.exchange_plan import (
     ReadNeeds,
@@ -164,6 +165,8 @@ def _row_bytes(field: ResolvedField) -> int:
     """Return the bytes of a stored row; values derived from the slot alone are not sent."""
     if field.mask_only:
         return 0
+    if field.estimate is not None:
+        return sum(map(_row_bytes, read_fields([field])))
     if field.column is not None:
         return field.column.row_bytes
     return 4 if field.derived == "return_to_go" else 0

@@ -5,13 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.config import AdvantageConfig
+from deepspeed_gear.config.describe_options import translate
 from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
@@ -201,28 +205,48 @@ class Rollout:
         group: str | None = None,
         member: str | None = None,
         count_masked: bool | None = None,
+        **options: Any,
     ) -> torch.Tensor:
-        """Set and return each trajectory's advantage against its group.
+        """Set and return each trajectory's advantage against its group, or each place's by a critic's values.
 
         Members without loss tokens, such as overlong ones that are masked, are no part of the baseline; their
         own advantage is 0.
 
+        "gae" and "vtrace" also set the column "value_target". A place of the loss mask is an action, others
+        take no time: the rewards after an action, up to the next one, are its own. The last action is
+        bootstrapped from the value after the trajectory unless that was terminated, as it is without a column
+        of the role terminated or truncated.
+
         Args:
-            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`.
-            reward: The per-trajectory column of rewards.
+            kind: "grpo", "dr_grpo" or "rloo": see `batching/loss_weights.py`. "gae" or "vtrace": see
+                `options`.
+            reward: The per-trajectory column of rewards, with "gae" and "vtrace" of the last actions; or, as
+                their options, a column that was filled or set, or a field or column with a number per step.
             name: Of the column in micro batches, the same at all places of a trajectory.
             group: The per-trajectory column of integers that names the group; None: items are groups.
             member: That of its members; None: those of the table's groups, or each trajectory is one.
             count_masked: Whether members without loss tokens count; None: `gear.loss.count_masked`.
+            **options: Of "gae" and "vtrace", as in `gear.advantage`: `value`, `gamma` (1 if left out), `lam`,
+                `next_value`, `log_prob`, `behaviour_log_prob`, `rho_bar`, `c_bar`.
         Returns:
-            [n], float64.
+            [n], float64; of "gae" and "vtrace" [num_tokens], float32.
         Raises:
-            ConfigError: There is no such column or estimator.
-            DataError: A column, or that of the loss mask, is late, and a trajectory does not have it yet.
+            ConfigError: There is no such column, estimator or option.
+            DataError: A column, or that of the loss mask, is late, and a trajectory does not have it yet; or
+                there is no value after a trajectory that was not terminated.
             PeerError: Another rank failed.
         """
         self.check_open()
         data = self._data
+        if kind in ("gae", "vtrace"):
+            of_groups = {"group": group, "member": member, "count_masked": count_masked}
+            options |= {option: value for option, value in of_groups.items() if value is not None}
+            return self._estimate(_advantage_options(kind, options), reward, name)
+        if options:
+            option = next(iter(options))
+            raise ConfigError(
+                f"rollout.advantages.{option}", f"is not an option of {kind!r}", options[option]
+            )
         member = data.settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
         if count_masked is None:
@@ -244,6 +268,22 @@ class Rollout:
         if data.session.is_spread:  # reading is collective: no rank must do so alone
             data.session.agree_on(READ, (*named, count_masked), partial(data.check_values, *named))
             known = read()
+        return torch.from_numpy(data.session.agree(compute))
+
+    def _estimate(self, options: AdvantageConfig, reward: str, name: str) -> torch.Tensor:
+        """Set and return the advantages of places, and set value targets. [num_tokens], float32."""
+        data = self._data
+
+        def compute() -> np.ndarray:
+            found = data.estimate(options, reward) if known is None else known
+            for column, values in zip((name, "value_target"), found, strict=True):
+                data.set_column(column, values)
+            return np.asarray(found[0])
+
+        known = None
+        if data.session.is_spread:  # reading is collective: no rank must do so alone
+            data.session.agree_on(READ, (reward, options.model_dump()))
+            known = data.estimate(options, reward)
         return torch.from_numpy(data.session.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:
@@ -338,6 +378,15 @@ class Rollout:
     def abandon(self) -> None:
         """End the batch without consuming it, as where another position was loaded."""
         self._is_closed = True
+
+
+def _advantage_options(kind: str, options: Mapping[str, Any]) -> AdvantageConfig:
+    try:
+        return AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
+    except ValidationError as error:
+        wrong = translate(AdvantageConfig, error)
+        name = wrong.name.replace("gear", "rollout.advantages", 1)
+        raise ConfigError(name, wrong.rule, wrong.value, wrong.remedy) from None
 
 
 class TrainStep:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import PackGatherer, flags_of, read_opaque
+from deepspeed_gear.batching.gather import PackGatherer, read_opaque, steps_of
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
-from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config import AdvantageConfig, ResolvedField
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane
@@ -29,7 +29,7 @@ from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Resolution, Source
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
@@ -183,15 +183,25 @@ class TablePart:
         return self._joined(self.table.values(name, self._slots))
 
     def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
-        """Return which steps have a flag that is not 0, as `flags_of`. [sum of their steps], bool."""
-        records, column = self.records.resolutions, self.table.tensor(name)
+        """Return which steps have a flag that is not 0, as `steps_of`. [sum of their steps], bool."""
+        found: np.ndarray = self._own_steps(ops, name, offset) != 0
         if self.spread is None:
-            return flags_of(ops, column, records, offset)
-        lengths, is_own = records[:, Resolution.NUM_STEPS].numpy(), np.zeros(len(records), bool)
-        is_own[self._own], found = True, np.zeros(int(lengths.sum()), bool)
-        # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
-        found[np.repeat(is_own, lengths)] = flags_of(ops, column, records[torch.from_numpy(is_own)], offset)
+            return found
         return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
+
+    def steps(self, ops: Ops, name: str, offset: int) -> np.ndarray:
+        """Return the values of a column's steps, as `steps_of`. [sum of their steps], float64."""
+        found = self._own_steps(ops, name, offset)
+        return found if self.spread is None else self._join(found)
+
+    def _own_steps(self, ops: Ops, name: str, offset: int) -> np.ndarray:
+        records, lengths = self.records.resolutions, self.records.resolutions[:, Resolution.NUM_STEPS].numpy()
+        is_own, found = np.zeros(len(records), bool), np.zeros(int(lengths.sum()))
+        is_own[self._own] = True
+        own, rows = records[torch.from_numpy(is_own)], self.table.schema[name].rows
+        # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
+        found[np.repeat(is_own, lengths)] = steps_of(ops, self.table.tensor(name), own, offset, rows)
+        return found
 
     def check_filled(self, name: str) -> None:
         """Raise DataError if a late column is absent in one of the trajectories. Collective over nodes."""
@@ -296,6 +306,84 @@ class RolloutData:
         for part in self.parts:
             part.check_filled(name)
         return np.concatenate([part.values(name) for part in self.parts])
+
+    def _column(self, name: str) -> tuple[Column, int]:
+        """Return the column of numbers per step that micro batches have by a name, and its offset."""
+        fields = {field.name: field for field in self.settings.fields}
+        column = fields[name].column if name in fields else None
+        if column is None and all(name in part.table.schema for part in self.parts):
+            column = self.settings.schema[name]
+        if column is None or column.rows == "1" or column.shape:
+            rule = "must be filled or set before, or be a column with one number per step"
+            raise ConfigError(f"column {name!r}", rule, None, f"filled: {', '.join(self.columns) or 'none'}")
+        follows = int(self.settings.predicts and column.rows == "T")
+        return column, int(fields[name].offset) if name in fields else follows
+
+    def places(self, name: str, later: int = 0) -> np.ndarray:
+        """Return values where micro batches have them, or so many steps later. [num_tokens], float64.
+
+        `name` is of a column of this rollout batch, a per-step field or column. Collective over nodes.
+        """
+        if name in self.columns:
+            return self.columns[name].double().numpy()
+        column, offset = self._column(name)
+        for part in self.parts:
+            part.check_filled(column.name)
+        return np.concatenate([part.steps(self.ops, column.name, offset + later) for part in self.parts])
+
+    def estimate(self, options: AdvantageConfig, reward: str) -> np.ndarray:
+        """Estimate advantages and value targets by the op `advantages_`. [2, num_tokens], float32.
+
+        A place of the loss mask is an action, the others take no time: after an action comes the next one of
+        the trajectory, or its end; a reward at another place is added to that of the action before it.
+        Collective over nodes.
+
+        Raises:
+            ConfigError: There is no such column.
+            DataError: A late column is absent, or a trajectory that was not terminated has no value after it.
+        """
+        schema, actions, last = self.settings.schema, self.mask.nonzero()[0], self.starts + self.lengths - 1
+        found = np.zeros((2, self.num_tokens), np.float32)
+        owner = np.repeat(np.arange(len(last)), self.lengths)
+        of = owner[actions]
+        is_last = np.append(of[1:] != of[:-1], True)[: len(of)]
+        ends = np.ones(len(last), bool)  # without flags trajectories are whole
+        for role in ("truncated", "terminated"):
+            if (flag := schema.role(role)) is not None:
+                flags = np.concatenate([part.flags(self.ops, flag.name, 0) for part in self.parts])[last]
+                ends = flags == (role == "terminated")
+        if reward not in self.columns and reward in schema and schema[reward].rows == "1":
+            rewards = np.zeros(self.num_tokens)
+            rewards[last] = self.values(reward)
+        else:
+            rewards = self.places(reward)
+        value, is_own = self.places(options.value), options.value in self.columns
+        column, offset = (None, 0) if is_own else self._column(options.value)
+        if options.next_value is not None:
+            after = self.places(options.next_value)
+        elif column is not None and column.rows == "T+1":
+            after = self.places(options.value, 1)
+        elif self.settings.predicts and offset == 0:  # the last place is that of the last token
+            after = value
+        elif ends.all():
+            after = np.zeros(self.num_tokens)
+        else:
+            rule = "must have the value of the state after trajectories that were not terminated"
+            remedy = "name the column of the values after each step as next_value"
+            raise DataError(f"column {options.value!r}", rule, f"{(~ends).sum()} of {len(ends)}", remedy)
+        names = options.log_prob, options.behaviour_log_prob
+        logs = [None if name is None else self.places(name)[actions] for name in names]
+        if len(actions):
+            latest = np.cumsum(self.mask) - 1  # for the mask [0, 1, 0, 1] the actions [-1, 0, 0, 1]
+            follows = (latest >= 0) & (of[latest] == owner)
+            summed = np.bincount(latest[follows], rewards[follows], len(actions))
+            following = np.where(is_last, after[last[of]], np.roll(value[actions], -1))
+            given = [summed, value[actions], following, is_last & ends[of], is_last, is_last | True]
+            outs = torch.zeros(2, 1, len(actions))
+            inputs = [None if x is None else torch.from_numpy(x)[None] for x in (*given, *logs)]
+            self.ops.advantages_(*outs, *inputs, list(options.factors))
+            found[:, actions] = outs[:, 0]
+        return found
 
     def fetch(self, packs: PackSequence) -> None:
         """Bring the rows of packs to the nodes whose ranks gather them. Collective over all ranks.

@@ -24,6 +24,7 @@ from gather_support import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from op_cases import advantage_arguments
 from op_comparison import CPU, REFERENCE, REFUSED, at_offset, compare, model_of, refuse, same_bits
 from op_wrappers import powers_of, scaling
 from torch import Tensor
@@ -545,6 +546,20 @@ def test_n_step(native: Ops, dtype: torch.dtype) -> None:
             given = reward, terminated, ends, powers_of(gamma, n), resolutions, n
             found = compare(native, "n_step_", *outs_of(count), *given)
             assert not any(out[5::9].any() for out in found), "of no sample"
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_advantages(native: Ops, off_policy: bool) -> None:
+    for rows, steps in ((0, 3), (1, 1), (33, 7), (300, 40)):
+        *given, factors = advantage_arguments(rows, steps, off_policy=off_policy)
+        found = compare(native, "advantages_", *given, factors)
+        mask, logs = given[7], given[8:10]
+        assert all((out[~mask] == 0).all() for out in found)
+        compare(native, "advantages_", *given[:6], None, mask, *logs, [1.0, 1.0, 1e30, 0.5])
+        for at, special in ((3, torch.nan), (2, torch.inf), (8, -torch.inf), (8, torch.nan), (9, -torch.inf)):
+            if given[at] is not None:
+                given[at].view(-1)[::5] = special
+                compare(native, "advantages_", *given, factors)
 
 
 @pytest.mark.parametrize("n", [1, 2, 9])

@@ -14,7 +14,16 @@ from deepspeed_gear.ops.constants import ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import RingState, SlotState, Source
 
 RING_NAMES = [name for name in OP_NAMES if name.startswith("ring_") or name == "scatter_"]
-ON_DEVICE = ["tree_build_", "mass_", "minima_build_", "suffix_sum_", "n_step_", "gather_", *RING_NAMES]
+ON_DEVICE = [
+    "tree_build_",
+    "mass_",
+    "minima_build_",
+    "suffix_sum_",
+    "n_step_",
+    "advantages_",
+    "gather_",
+    *RING_NAMES,
+]
 # The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
 HOST_ONLY = [name for name in OP_NAMES if name not in (*ON_DEVICE, "copy_pieces_")]
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
@@ -68,6 +77,7 @@ def arguments(name: str) -> tuple[Any, ...]:
         "minima_build_": (minima, built, NUM_SLOTS),
         "suffix_sum_": (reward * 0, reward, extents),
         "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
+        "advantages_": advantage_arguments(9, 7),
         "gather_": (
             outs,
             masks,
@@ -83,6 +93,18 @@ def arguments(name: str) -> tuple[Any, ...]:
             torch.randperm(COUNT),
         ),
     }[name]
+
+
+def advantage_arguments(rows: int, steps: int, *, off_policy: bool = True) -> tuple[Any, ...]:
+    """Arguments of the op: windows that are padded on both sides, with ends inside."""
+    shape = (rows, steps)
+    reward, value, following, *logs = torch.randn(5, *shape, dtype=torch.float64)
+    terminated, truncated = torch.rand(2, *shape) < 0.15
+    mask = torch.arange(steps) >= torch.randint(0, 3, (rows, 1))
+    mask &= torch.arange(steps) < steps - torch.randint(0, 3, (rows, 1))
+    logs = [30.0 * log for log in logs] if off_policy else [None, None]
+    outs = torch.full(shape, 9.0), torch.full(shape, 9.0)
+    return *outs, reward, value, following, terminated, truncated, mask, *logs, [0.99, 0.95, 1.5, 1.25]
 
 
 def host_arguments(name: str) -> tuple[Any, ...]:

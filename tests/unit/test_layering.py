@@ -15,8 +15,8 @@ from deepspeed_gear.ops import load_backend
 
 PACKAGE = "deepspeed_gear"
 LAYERS = (
-    "errors outcome timeouts public_names arguments liveness file_system schema context config ops data store "
-    "sampling batching distributed checkpoint writer device replay actors remote engine cli __main__"
+    "errors outcome timeouts public_names arguments liveness file_system schema context config ops data "
+    "store sampling batching distributed checkpoint writer device replay actors remote engine cli __main__"
 ).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 

@@ -28,6 +28,7 @@ from deepspeed_gear.batching.transfer.copy_engine import (
     ways_of,
 )
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
+from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec
 from deepspeed_gear.ops.records import Resolution
@@ -37,7 +38,7 @@ PINNED = 4  # batches that are staged at once; bounds how many batches the host 
 # these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for short windows, and
 # more with long ones. Of an H200's 132 multiprocessors at least 100 are free of them.
 _DIRECT_BLOCKS = 32
-_NONE = torch.empty(0)
+_NONE = torch.empty(0, 0)
 _NO_BOUNDS = np.empty(0, np.int64)
 
 
@@ -129,6 +130,10 @@ class DeviceGatherer(Gatherer):
             lambda field: transfer.is_reached(column_name(field)),
             transfer.least_copy_bytes,
         )
+        inputs = [i for i, field in enumerate(self._fields) if field.is_input]
+        self._estimates_here = any(self._ways[i] == STAGED for i in inputs)
+        for i in inputs if self._estimates_here else ():  # all of them in one place
+            self._ways[i] = STAGED
         # The device computes n-step returns where it reads all columns and the host needs none.
         ways = zip(self._fields, self._ways, strict=True)
         is_followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
@@ -147,6 +152,7 @@ class DeviceGatherer(Gatherer):
         self._is_staged = [way == STAGED for way in self._ways]  # of each tensor, as in `_sizes`
         self._is_staged += [mask in written for mask in range(len(self._mask_lengths))]
         self._is_staged += [self._n_step_there is None] * len(N_STEP_DTYPES) if self._n_step else []
+        self._is_staged += [self._estimates_here] * len(ESTIMATED) if self._estimated else []
 
     def _there(self, index: int) -> torch.Tensor:
         """Return a field's column on the device; an empty tensor where it is not read there."""
@@ -262,6 +268,8 @@ class DeviceGatherer(Gatherer):
         self._direct.run(ops, buffers, counters, there, steps, self._blocks, order)
         if self._fetched:
             self._fetch(buffers, records)
+        if self._estimated and not self._estimates_here:
+            self._estimate(ops, buffers)
         self._counters_seen.copy_(counters, non_blocking=True)
 
     # ---- the copy engine -------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
-from deepspeed_gear.config.field_checks import LEARNS, MASK
+from deepspeed_gear.config.field_checks import LEARNS, MASK, read_fields
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.distributed.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology
@@ -114,7 +114,7 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
     single: dict[str, None] = {}
     goals: dict[WindowRead, None] = {}
     for need in needs:
-        for field in (*need.fields, *need.opaque):
+        for field in (*read_fields(need.fields), *need.opaque):
             column = field.column
             if field.mask_only or (column is None and field.derived != "return_to_go"):
                 continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from deepspeed_gear.ops.records import Resolution
 from ...errors import ShapeError
 from .convert import narrow, widen
 from .gather import Reads, check_rows, is_no_sample
+from .integers import exp2, float_bits
 
 
 def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
@@ -85,3 +88,60 @@ def n_step_(
     returns.copy_(narrow(total, torch.float32))
     discount.copy_(torch.where(ended, 0.0, powers[taken]).to(torch.float32))
     steps.copy_(taken)
+
+
+def advantages_(
+    advantage: Tensor,
+    target: Tensor,
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor | None,
+    mask: Tensor,
+    log_prob: Tensor | None,
+    behaviour_log_prob: Tensor | None,
+    factors: Sequence[float],
+) -> None:
+    """Estimate the advantages and value targets of windows: GAE, or with log-probabilities V-trace.
+
+    From the last step of a window back: error = reward + gamma next_value - value, without next_value where
+    the step terminates; later = target - value of the step after, 0 after the last step, a termination and
+    a truncation; rho and c are exp(log_prob - behaviour_log_prob), at most rho_bar and c_bar.
+
+    - GAE: advantage = target - value = error + gamma lambda later. Schulman et al. 2016, equation 16.
+    - V-trace: target - value = rho error + gamma lambda c later; advantage = rho (error + gamma later).
+      Espeholt et al. 2018, "IMPALA", section 4.1 and remarks 1 and 2.
+
+    Args:
+        advantage, target: 0 where padded. [B, T], float32.
+        reward, value, next_value: next_value[t] is the value of the state after step t. [B, T], float64.
+        terminated: [B, T], bool.
+        truncated: None: never. [B, T], bool.
+        mask: False: padding. [B, T], bool.
+        log_prob, behaviour_log_prob: Of the actions, under the policy that is trained and the one that has
+            acted; both or none. [B, T], float64.
+        factors: gamma, lambda, rho_bar and c_bar.
+    """
+    gamma, decay, rho_bar, c_bar = factors
+    ratio, is_on_policy = torch.ones_like(reward), log_prob is None or behaviour_log_prob is None
+    if log_prob is not None and behaviour_log_prob is not None:
+        ratio = _exp(log_prob - behaviour_log_prob)
+    rho, c = (ratio if is_on_policy else torch.where(ratio > bar, bar, ratio) for bar in (rho_bar, c_bar))
+    ends = terminated | ~mask if truncated is None else terminated | truncated | ~mask
+    later = reward.new_zeros(len(reward))
+    for t in reversed(range(reward.size(1))):
+        later = torch.where(ends[:, t], 0.0, later)
+        error = reward[:, t] + gamma * torch.where(terminated[:, t], 0.0, next_value[:, t]) - value[:, t]
+        own = rho[:, t] * (error + gamma * later)
+        later = rho[:, t] * error + decay * c[:, t] * gamma * later
+        later, own = (torch.where(mask[:, t], x, 0.0) for x in (later, later if is_on_policy else own))
+        advantage[:, t] = narrow(own, torch.float32)
+        target[:, t] = narrow(torch.where(mask[:, t], value[:, t] + later, 0.0), torch.float32)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Return e^x rounded to float32, as float64, by the steps of `Exp` in returns/returns.h."""
+    log = (x * 1.4426950408889634).clamp(-128.0, 128.0).nan_to_num(0.0) * (1 << 54)
+    power = float_bits(*exp2(log.to(torch.int64))).to(torch.int32).view(torch.float32).double()
+    return torch.where(x.isnan(), x, power)

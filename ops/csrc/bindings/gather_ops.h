@@ -318,6 +318,32 @@ inline void NStepReturn(at::Tensor& returns, at::Tensor& discount, at::Tensor& s
   device.Run(on::NStepReturn, n_step, records, count, sums, discounts, counts);
 }
 
+inline void Advantages(at::Tensor& advantage, at::Tensor& target, const at::Tensor& reward,
+                       const at::Tensor& value, const at::Tensor& next_value,
+                       const at::Tensor& terminated, const std::optional<at::Tensor>& truncated,
+                       const at::Tensor& mask, const std::optional<at::Tensor>& log_prob,
+                       const std::optional<at::Tensor>& behaviour_log_prob,
+                       at::ArrayRef<double> factors) {
+  TORCH_CHECK(advantage.dim() == 2, "gear: advantage must be [B, T], got ", advantage.sizes());
+  TORCH_CHECK(factors.size() == 4 && log_prob.has_value() == behaviour_log_prob.has_value(),
+              "gear: factors must be 4, and log-probabilities of both policies or none");
+  const int64_t count = advantage.numel();
+  Advantage a{Values<double>(reward, "reward", count), Values<double>(value, "value", count),
+              Values<double>(next_value, "next_value", count)};
+  if (log_prob) a.log_prob = Values<double>(*log_prob, "log_prob", count);
+  if (log_prob)
+    a.behaviour_log_prob = Values<double>(*behaviour_log_prob, "behaviour_log_prob", count);
+  a.terminated = Values<bool>(terminated, "terminated", count);
+  if (truncated) a.truncated = Values<bool>(*truncated, "truncated", count);
+  a.mask = Values<bool>(mask, "mask", count);
+  a.gamma = factors[0], a.lambda = factors[1], a.rho_bar = factors[2], a.c_bar = factors[3];
+  a.rows = advantage.size(0), a.length = advantage.size(1);
+  const Device device(advantage, "every tensor", target, reward, value, next_value, terminated,
+                      truncated, mask, log_prob, behaviour_log_prob);
+  device.Run(on::Estimate, a, Values<float>(advantage, "advantage"),
+             Values<float>(target, "target", count));
+}
+
 // A row of `pieces`.
 struct Piece {
   int64_t column, from, to, bytes;  // from, to: first byte in the column, and in `out`

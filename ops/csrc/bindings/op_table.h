@@ -14,6 +14,10 @@
   OP(n_step_, NStepReturn, \
      "Tensor(a!) returns, Tensor(b!) discount, Tensor(c!) steps, Tensor reward, " \
      "Tensor terminated, Tensor? truncated, Tensor powers, Tensor resolutions, int n") \
+  OP(advantages_, Advantages, \
+     "Tensor(a!) advantage, Tensor(b!) target, Tensor reward, Tensor value, Tensor next_value, " \
+     "Tensor terminated, Tensor? truncated, Tensor mask, Tensor? log_prob, " \
+     "Tensor? behaviour_log_prob, float[] factors") \
   OP(gather_, Gather, \
      "Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, " \
      "Tensor[] shifts, Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, " \

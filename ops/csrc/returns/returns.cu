@@ -1,6 +1,5 @@
 // Sums of rewards: a warp for each trajectory or sample. Its lanes load at once; they add one after
 // the other, because the order of the additions is part of the result.
-#include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/window.h"
 #include "returns/returns.h"
@@ -103,6 +102,13 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step,
   }
 }
 
+// A thread for each row: every step needs the one after it.
+__global__ void EstimateKernel(const Advantage a, float* __restrict__ advantage,
+                               float* __restrict__ target) {
+  for (int64_t row = GlobalThread(); row < a.rows; row += GlobalThreads())
+    EstimateRow(a, row, advantage, target);
+}
+
 }  // namespace
 
 void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t num_extents,
@@ -125,6 +131,12 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
         rewards, n_step, resolutions, count, returns, discount, steps);
   });
   CheckLaunch("NStepReturn");
+}
+
+void Estimate(const Advantage& a, float* advantage, float* target, void* stream) {
+  if (a.rows == 0) return;
+  EstimateKernel<<<Blocks(a.rows), kThreads, 0, AsStream(stream)>>>(a, advantage, target);
+  CheckLaunch("Estimate");
 }
 
 }  // namespace gear::cuda

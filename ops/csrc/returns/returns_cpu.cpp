@@ -1,5 +1,4 @@
-// Sums of rewards: returns-to-go and n-step returns.
-#include "common/convert.h"
+// Sums of rewards: returns-to-go, n-step returns and advantages.
 #include "returns/returns.h"
 
 namespace gear::cpu {
@@ -46,6 +45,10 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
       steps[i] = k;
     }
   });
+}
+
+void Estimate(const Advantage& a, float* advantage, float* target) {
+  for (int64_t row = 0; row < a.rows; ++row) EstimateRow(a, row, advantage, target);
 }
 
 }  // namespace gear::cpu
