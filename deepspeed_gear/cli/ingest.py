@@ -1,4 +1,4 @@
-"""`gear ingest SOURCE... DEST`: turn D4RL or Minari files into a data set."""
+"""`gear ingest SOURCE... DEST`: turn files of a known format into a data set."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _PAIRS = {  # options that are repeated: form, example, help
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `gear ingest`."""
     parser.description = "Turn one or more sources into a data set that training maps in place."
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="D4RL HDF5 file, Minari folder or HDF5")
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help="file or folder")
     parser.add_argument("dest", metavar="DEST", help="folder to make")
     parser.add_argument(
-        "--format", default="auto", help="auto (by the content, default), d4rl, minari or module:Class"
+        "--format",
+        default="auto",
+        help="auto (by the content, default), one of docs/how-to/formats.md, or module:Class",
     )
     parser.add_argument(
         "--columns",
@@ -54,6 +56,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)",
     )
+    parser.add_argument(
+        "--episode-length",
+        type=int,
+        metavar="N",
+        help="time limit of the environment, of a source without flags of it: an episode ends after N steps",
+    )
+    parser.add_argument("--mask", metavar="NAME", help="filter of robomimic's demonstrations, e.g. train")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
     place.add_argument("--append", action="store_true", help="add to the data set at DEST")
@@ -63,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Ingest and print one line about the result."""
     from deepspeed_gear.data.dataset_writer import check_destination
-    from deepspeed_gear.data.ingest import ingest, open_source
+    from deepspeed_gear.data.ingest import READERS, ingest, open_source
 
     check_destination(Path(args.dest), args.overwrite or args.append)
     columns = None
@@ -75,8 +84,9 @@ def run(args: argparse.Namespace) -> int:
         split = {name: float(share) for name, share in shares.items()}
     except ValueError as error:
         raise ConfigError("--split", "must be NAME=SHARE", str(error), "for example eval=0.05") from None
+    given = {name: getattr(args, name) for reader in READERS.values() for name in reader.takes}
     dataset = ingest(
-        [open_source(path, args.format, columns, args.max_expansion) for path in args.source],
+        [open_source(path, args.format, columns, args.max_expansion, **given) for path in args.source],
         args.dest,
         split=split or None,
         rename=_pairs(args, "rename"),

@@ -100,10 +100,10 @@ def test_the_ingest_format_of_the_page(
         ingest([source], modules / "set", format=format, overwrite=True)
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [("episode 0", {})])
-        with pytest.raises(DataError, match=r"episode 0 must have the column reward"):
+        with pytest.raises(DataError, match=r"episode 0: column observation must be in every trajectory"):
             ingest([source], modules / "set", format=format, overwrite=True)
     for name, text in {
-        "csv": "must be one of auto, d4rl, minari, or module:Class",
+        "csv": "must be one of auto, d4rl, minari, .*, or module:Class",
         "json:JSONDecoder": "subclass of Reader",
         "absent_module:Reader": "must name what can be imported",
     }.items():

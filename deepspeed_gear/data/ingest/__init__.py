@@ -22,6 +22,7 @@ from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
+from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 from deepspeed_gear.schema import Column, Schema
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     D4rlReader,
     MinariReader,
+    RobomimicReader,
 )
 READERS = {reader.format: reader for reader in _CLASSES}
 

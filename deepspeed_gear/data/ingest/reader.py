@@ -21,7 +21,7 @@ from deepspeed_gear.schema import DTYPES, Column, Rows
 
 _BLOCK_BYTES = 8 * 1024 * 1024
 _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
-_LEAVE_OUT = "leave it out with --columns"
+LEAVE_OUT = "leave it out with --columns"
 
 
 class Reader(ABC):
@@ -129,7 +129,7 @@ def column_name(*parts: str) -> str:
 
 def end_episode(arrays: dict[str, NDArray[Any]]) -> None:
     """Set the truncated flag of the last step where it has no flag."""
-    if len(arrays["reward"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
+    if len(arrays["terminated"]) and not (arrays["terminated"][-1] or arrays["truncated"][-1]):
         arrays["truncated"] = arrays["truncated"].copy()
         arrays["truncated"][-1] = True
 
@@ -151,7 +151,7 @@ def make_column(
     Raises:
         DataError: The dtype or shape cannot be stored.
     """
-    remedy = _LEAVE_OUT if "." in name or role == "other" else ""
+    remedy = LEAVE_OUT if "." in name or role == "other" else ""
     stored = stored_dtype(where, dtype, remedy)
     if any(n < 1 for n in shape):
         raise DataError(where, "must have rows with at least one value", list(shape), remedy)
@@ -170,8 +170,8 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
     Raises:
         DataError: It is not numeric, or a value does not fit.
     """
-    stored_dtype(where, array.dtype, _LEAVE_OUT)
-    return cast(array, column, where, _LEAVE_OUT if column.role == "other" else CORRECT)
+    stored_dtype(where, array.dtype, LEAVE_OUT)
+    return cast(array, column, where, LEAVE_OUT if column.role == "other" else CORRECT)
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -191,6 +191,12 @@ def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray
         raise DataError(where, rule, str(error), DAMAGED) from error
 
 
+def block_rows(array: Any) -> int:
+    """Return how many rows of an array are 8 MiB, at least one."""
+    row_bytes: int = array.dtype.itemsize * math.prod(array.shape[1:])
+    return max(1, _BLOCK_BYTES // max(1, row_bytes))
+
+
 class RowReader:
     """Reads ranges of rows of an HDF5 array in blocks of whole chunks, for ranges that rise.
 
@@ -199,14 +205,24 @@ class RowReader:
 
     Attributes:
         block_rows: Rows of a block.
+        shape, ndim, dtype: Of the array.
     """
 
     def __init__(self, where: str, dataset: h5py.Dataset) -> None:
         self._where, self._dataset = where, dataset
-        row_bytes = max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:]))
+        self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
         chunk = dataset.chunks[0] if dataset.chunks else 1
-        self.block_rows = max(1, _BLOCK_BYTES // row_bytes // chunk) * chunk
+        self.block_rows = max(1, block_rows(dataset) // chunk) * chunk
         self._first, self._block = 0, np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, rows: slice | tuple[()]) -> NDArray[Any]:
+        """Return rows of step 1, as of an array; with () all."""
+        if isinstance(rows, tuple):
+            return read_rows(self._where, self._dataset, 0, len(self)) if self.ndim else self._dataset[()]
+        return self(*rows.indices(len(self))[:2])
 
     def __call__(self, low: int, high: int) -> NDArray[Any]:
         """Return rows [low, high), a copy or a view that later calls do not change."""

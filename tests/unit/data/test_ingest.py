@@ -45,7 +45,7 @@ def test_columns_and_flags_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:
     assert dataset.columns["terminated"].sum() == 2
     assert dataset.columns["truncated"].sum() == 3
     (source,) = dataset.source["sources"]
-    assert source["notes"] == ["the last 3 steps have no end flag: kept as a truncated episode"]
+    assert source["notes"] == ["1 episodes have no end flag: kept as truncated episodes"]
 
 
 def test_next_observations_that_are_not_shifted_are_kept(
@@ -53,7 +53,6 @@ def test_next_observations_that_are_not_shifted_are_kept(
 ) -> None:
     """Also where the last bit of a row differs, in any of several blocks."""
     monkeypatch.setattr("deepspeed_gear.data.ingest.reader._BLOCK_BYTES", 24)
-    monkeypatch.setattr("deepspeed_gear.data.ingest.d4rl._BLOCK_ROWS", 3)
     lengths = (3, 1, 4, 2, 7, 3, 1)
     arrays = d4rl(tmp_path / "a.hdf5", lengths, ("timeouts",) * 7)
     inside = sorted(set(range(sum(lengths))) - set(np.cumsum(lengths) - 1))
@@ -103,7 +102,10 @@ def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
     np.testing.assert_array_equal(
         np.concatenate([dataset.trajectory(i)["infos.qpos"] for i in range(3)]), qpos
     )
-    assert "version is a single value and not a column: left out" in dataset.source["sources"][0]["notes"]
+    assert (
+        "version: not arrays of numbers with a row per step, left out"
+        in dataset.source["sources"][0]["notes"]
+    )
     chosen = ingest([tmp_path / "a.hdf5"], tmp_path / "chosen", columns=["infos.q*"])
     assert chosen.schema.names[5:] == ("infos.qpos", "return", "length")
     none = ingest([tmp_path / "a.hdf5"], tmp_path / "none", columns=[])
@@ -209,7 +211,7 @@ def test_formats_are_found_by_content(tmp_path: Path, d4rl: Maker, minari: Maker
     assert open_source(tmp_path / "no_suffix").format == "d4rl"
     for path in ("set", "set/data", "set/data/main_data.hdf5", "arrow", "arrow/data"):
         assert open_source(tmp_path / path).format == "minari"
-    assert list(READERS) == ["d4rl", "minari"]
+    assert list(READERS) == ["d4rl", "minari", "robomimic"]
 
 
 def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +221,7 @@ def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture
     out, err = capsys.readouterr()
     assert out.startswith(f"{dest}: 6 trajectories, 16 steps, ")
     assert "16.0/16.0" in err
-    assert f"{source}: the last 4 steps have no end flag" in err
+    assert f"{source}: 1 episodes have no end flag" in err
     assert Dataset.open(dest).split == {"eval": 0.1}
     assert run_command(command, source, dest, "--columns", "infos.x", "--overwrite", "--quiet") == 0
     assert capsys.readouterr().err == ""

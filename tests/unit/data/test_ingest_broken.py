@@ -25,7 +25,7 @@ NUMERIC = "must be numeric (bool, integer or float up to 64 bits), got"
 ALLOW_NAN = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
 AGAIN = "the data set is incomplete; download it again"
 TOO_FEW = f"must hold the 3 episodes that metadata.json counts, got 2; {AGAIN}"
-ARRAY, AS_MANY = "must be an array with a row per step", "must have 8 rows as observations has, got"
+ARRAY, AS_MANY = "must be an array with a row per step", "must have 8 rows as rewards has, got"
 DAMAGED = "the file is damaged or incomplete; copy it again"
 EMPTY = {key: np.zeros((0, 2)) for key in ("observations", "actions")}
 EMPTY |= {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")}
@@ -33,20 +33,23 @@ EMPTY |= {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")}
 # changes of a good D4RL file, and the error behind the file's name
 BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
     (
-        {"rewards": None},
-        ": rewards must be in the file, "
-        "got ['actions', 'next_observations', 'observations', 'terminals', 'timeouts']; "
-        "the file is not D4RL data",
+        {"actions": None},
+        " must have observations and actions, "
+        "got ['next_observations', 'observations', 'rewards', 'terminals', 'timeouts']; "
+        "docs/how-to/formats.md has the known names",
     ),
     (
         {"timeouts": None, "next_observations": None},
-        ": timeouts must be in the file, got ['actions', 'observations', 'rewards', 'terminals']; "
-        "add an array of zeros if no episode ends by a time limit",
+        ": timeouts must be in the source, got ['terminated']; --episode-length N ends an episode after N "
+        "steps; or add an array of zeros if no episode ends by a time limit",
     ),
     ({"actions": np.zeros((7, 3))}, f": actions {AS_MANY} 7"),
     ({"rewards": np.zeros((8, 2))}, ": rewards must be one value per step, got [8, 2]"),
     ({"actions": np.float32(1)}, f": actions {ARRAY}"),
-    ({"observations": None, "observations__x": np.zeros((8, 2))}, f": observations {ARRAY}"),
+    (
+        {"observations": None, "observations__x": np.zeros((8, 2))},
+        " must have next and final observations of the parts ['observation.x'], got ['next_observation']",
+    ),
     (
         {"next_observations": np.zeros((8, 1), np.float32)},
         ": next_observations must have the shape of observations, [8, 2], got [8, 1]",
@@ -123,7 +126,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     (made / "schema.json").write_text("{}")
     assert refused(made, dest) == f"{made} must not be a data set already; train from it as it is"
     assert refused(other, dest, format="rlds") == (
-        "format must be one of auto, d4rl, minari, or module:Class, got 'rlds'; "
+        f"format must be one of auto, {', '.join(READERS)}, or module:Class, got 'rlds'; "
         "docs/how-to/add-an-ingest-format.md adds one"
     )
     assert refused(other, dest, format="d4lr").endswith(", got 'd4lr'; did you mean 'd4rl'?")

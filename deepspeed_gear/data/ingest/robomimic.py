@@ -1,0 +1,76 @@
+"""robomimic HDF5: a group for each demonstration, and filters of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.ingest.reader import RowReader, open_hdf5
+from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader
+from deepspeed_gear.errors import DataError, known_names
+
+
+class RobomimicReader(ArrayReader):
+    """Reads robomimic's layout: data/demo_N/{actions,rewards,dones,states,obs,next_obs}, mask/NAME.
+
+    Each group is a trajectory; `dones` inside it, which mark states of success, do not end it.
+    """
+
+    format = "robomimic"
+    takes = (*ArrayReader.takes, "mask")
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if not path.is_file() or not h5py.is_hdf5(path):
+            return False
+        with open_hdf5(path) as file:
+            data = file.get("data")
+            return isinstance(data, h5py.Group) and any(re.fullmatch(r"demo_\d+", name) for name in data)
+
+    def open(self) -> None:
+        """Choose the demonstrations. Cost: a pass over observations and next ones, if there are some."""
+        file = self.files.enter_context(open_hdf5(self.path))
+        self._data = file["data"]
+        numbers = (re.fullmatch(r"demo_(\d+)", name) for name in self._data)
+        self._names = [f"demo_{n}" for n in sorted(int(match[1]) for match in numbers if match)]
+        masks = file.get("mask", {})
+        if (mask := self.options.get("mask")) is not None:
+            if mask not in masks:
+                remedy = known_names(mask, sorted(masks))
+                raise DataError(f"{self.path}: --mask", "must be a filter of the file", mask, remedy)
+            chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in masks[mask][()]}
+            if unknown := sorted(chosen - set(self._names)):
+                rule = "must name demonstrations of the file"
+                raise DataError(f"{self.path}: mask/{mask}", rule, unknown[:8])
+            self._names = [name for name in self._names if name in chosen]
+        self._num_inner = 0
+        self._describe()
+        if self._num_inner:
+            self.notes.append(f"dones before the last step of {self._num_inner} demonstrations end nothing")
+        environment = self._data.attrs.get("env_args", "{}")
+        try:
+            environment = parse_json(environment)
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{self.path}: data: env_args", "must be JSON", None, str(error)) from error
+        self.description.update(env_args=environment, masks=sorted(masks), mask=mask)
+
+    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+        for name in self._names:
+            found: dict[str, Any] = {}
+            self._data[name].visititems(lambda key, node, found=found: found.update({key: node}))
+            arrays: dict[str, Any] = {
+                key: RowReader(f"{self.path}: {name}/{key}", node)
+                for key, node in found.items()
+                if isinstance(node, h5py.Dataset)
+            }
+            for key in [key for key in arrays if KINDS.get(key) == "done" and arrays[key].ndim]:
+                dones = arrays[key][()]
+                self._num_inner += bool(np.any(dones[:-1]))
+                arrays[key] = dones[-1:].reshape(-1)[0] if len(dones) else dones
+            yield name, arrays, True

@@ -1,0 +1,331 @@
+"""Arrays of steps, divided into episodes by the flags in them: D4RL and robomimic."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.ingest.reader import (
+    LEAVE_OUT,
+    Reader,
+    block_rows,
+    column_name,
+    convert,
+    end_episode,
+    make_column,
+)
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Rows
+
+_KEYS = {  # the usual names of each kind of array
+    "observation": ("observations", "observation", "obs"),
+    "action": ("actions", "action", "acts"),
+    "reward": ("rewards", "reward", "rews"),
+    "next_observation": ("next_observations", "next_observation", "next_obs", "new_obs"),
+    "final_observation": ("final_observations", "final_observation", "final_obs"),
+    "terminated": ("terminals", "terminations", "terminated", "terminateds"),
+    "truncated": ("timeouts", "time_outs", "truncations", "truncation", "truncated", "truncateds"),
+    "done": ("dones", "done", "terminal"),  # of either cause
+    "start": ("episode_starts", "episode_start"),
+}
+KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
+FLAG_KINDS = ("terminated", "truncated", "done", "start")
+_STATES = ("next_observation", "final_observation")
+_FLAG = Column("flag", "bool", role="terminated")
+
+
+def _kind(name: str) -> str:
+    return name.split(".")[0]
+
+
+class Steps:
+    """Steps of one environment, one after the other, and where its episodes end.
+
+    Attributes:
+        arrays: Arrays by kind, or kind and part, with a row per step; observations may have one more.
+        keys: The source's key of each array.
+        states: Names of the observations.
+        left_out: Keys of single values and of Python objects.
+        length: Number of steps.
+        ends: Row after the last step of each episode.
+        terminated, truncated: Flags of each step. [T], bool.
+        has_cause: Whether the flags, or `limit`, tell a terminal state from a time limit.
+        has_next: Whether there are next observations.
+        is_shifted: Whether they are the next rows, bit for bit, inside all episodes.
+        resets: Whether those of ended steps, terminal ones too, are the first ones of the next episodes.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        arrays: Mapping[str, Any],
+        keep: Callable[[str], bool],
+        limit: int | None,
+        is_whole: bool,
+    ) -> None:
+        """Check the arrays and find the ends.
+
+        Args:
+            where: Prefix of a key in error texts.
+            arrays: Arrays, or HDF5 arrays, by key; a part of a dict has a key such as "obs/position".
+            keep: Tells whether an optional column is kept.
+            limit: Steps after which an episode ends by a time limit, or None.
+            is_whole: Whether the steps are one episode, and not those of an environment that resets itself.
+        """
+        self._where, self._is_whole = where, is_whole
+        self.arrays: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}
+        self.left_out: list[str] = []
+        for key, array in arrays.items():
+            first, *rest = key.split("/")
+            kind = KINDS.get(first, first)
+            name = column_name(kind, *rest)
+            column = column_name("observation", *rest) if kind in _STATES else name
+            if key == "episode_returns" or (name not in _KEYS and not keep(column)):
+                continue
+            if kind not in _KEYS and (not array.ndim or array.dtype.kind == "O"):
+                self.left_out.append(key)
+                continue
+            if name in self.keys:
+                raise DataError(f"{where}column {name}", "must come from one key only", None, LEAVE_OUT)
+            self.keys[name], self.arrays[name] = key, array
+        self.states = [name for name in self.arrays if _kind(name) == "observation"]
+        self._check_rows(sorted(arrays))
+        self._find_ends(limit, arrays.get("episode_returns"))
+        self._compare_next()
+
+    def _check_rows(self, found: list[str]) -> None:
+        """Set `length`; raise unless every array has a row per step."""
+        source, rows = self._where.rstrip(": "), {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS}
+        action = next((name for name in rows if _kind(name) == "action"), "")
+        if not action or not self.states:
+            rule, remedy = "must have observations and actions", "docs/how-to/formats.md has the known names"
+            raise DataError(source, rule, found, remedy)
+        for name, array in rows.items():
+            if not array.ndim:
+                raise DataError(f"{self._where}{self.keys[name]}", "must be an array with a row per step")
+        steps = "reward" if "reward" in rows else action
+        self.length = len(rows[steps])
+        for name, array in rows.items():
+            where, more = f"{self._where}{self.keys[name]}", len(array) - self.length
+            if more != 0 and not (more == 1 and name in self.states):
+                remedy = LEAVE_OUT if _kind(name) not in _KEYS else ""
+                rule = f"must have {self.length} rows as {self.keys[steps]} has"
+                raise DataError(where, rule, len(array), remedy)
+            if name == "reward" and array.shape not in ((self.length,), (self.length, 1)):
+                raise DataError(where, "must be one value per step", list(array.shape))
+        if not self.length:
+            raise DataError(source, "must hold at least one step", 0, "the data set is empty")
+        for kind in _STATES:
+            names = {f"{kind}{name.removeprefix('observation')}": name for name in self.states}
+            given = [name for name in rows if _kind(name) == kind]
+            if given and set(given) != set(names):
+                rule = f"must have next and final observations of the parts {self.states}"
+                raise DataError(source, rule, given)
+            for name in given:
+                shape = [self.length, *rows[names[name]].shape[1:]]
+                if list(rows[name].shape) != shape:
+                    rule = f"must have the shape of {self.keys[names[name]]}, {shape}"
+                    raise DataError(f"{self._where}{self.keys[name]}", rule, list(rows[name].shape))
+
+    def _find_ends(self, limit: int | None, returns: Any) -> None:
+        """Set the ends and their causes."""
+        given: dict[str, Any] = {kind: self._flag(kind) for kind in FLAG_KINDS if kind in self.arrays}
+        if "start" in given:  # recordings of Stable-Baselines are of whole episodes
+            start = given.pop("start")
+            is_complete = returns is not None and returns.shape == (np.count_nonzero(start),)
+            given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
+        if limit is not None and "truncated" in given:
+            where = f"{self._where}{self.keys['truncated']}"
+            raise DataError(where, "must not be in the source with --episode-length", None, "leave it out")
+        if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
+            remedy = "--episode-length N ends an episode after N steps; or add an array of zeros"
+            remedy += " if no episode ends by a time limit"
+            raise DataError(f"{self._where}timeouts", "must be in the source", sorted(given), remedy)
+        no_flag = np.zeros(self.length, np.bool_)
+        ends = np.logical_or.reduce([no_flag, *given.values()])
+        done, truncated = given.get("done", no_flag), given.get("truncated", no_flag)
+        if limit is not None:  # rows 0, 1, 2, 3 with an end at 0 and limit 2 are steps 1, 1, 2, 1
+            row = np.arange(self.length)
+            first = np.maximum.accumulate(np.where(np.append(True, ends[:-1]), row, 0))
+            truncated = (row - first + 1) % limit == 0
+            ends |= truncated
+        self.has_cause = limit is not None or not done.any() or len(given) > 1
+        self.terminated = given.get("terminated", done & ~truncated)
+        self.truncated = given.get("truncated", ends & ~self.terminated)
+        self.ends = np.flatnonzero(np.append(ends[:-1], True)) + 1
+
+    def _flag(self, kind: str) -> NDArray[np.bool_]:
+        rows, where = np.asarray(self.arrays[kind][()]), f"{self._where}{self.keys[kind]}"
+        if not rows.ndim:  # of the last step
+            rows = np.append(np.zeros(self.length - 1, rows.dtype), rows)
+        if rows.shape not in ((self.length,), (self.length, 1)):
+            raise DataError(where, f"must have one value for each of {self.length} steps", list(rows.shape))
+        return convert(where, rows.reshape(-1), _FLAG)
+
+    def _compare_next(self) -> None:
+        """Set `is_shifted` and `resets` by one pass over observations and next observations."""
+        self.has_next = any(_kind(name) == "next_observation" for name in self.arrays)
+        inner = self.ends[self.ends < self.length] - 1  # a state that follows a terminal one is of a reset
+        self.is_shifted, self.resets = self.has_next, self.has_next and bool(self.terminated[inner].any())
+        ends = np.zeros(self.length, np.bool_)
+        ends[self.ends - 1] = True
+        flags = self.terminated | self.truncated
+        for name in self.states if self.has_next else ():
+            if f"final_{name}" in self.arrays:
+                rows = np.array(self.arrays[f"next_{name}"][: self.length])
+                rows[flags] = self.arrays[f"final_{name}"][: self.length][flags]
+                self.arrays[f"next_{name}"] = rows
+            here, following = self.arrays[name], self.arrays[f"next_{name}"]
+            self.is_shifted &= here.dtype == following.dtype
+            step = block_rows(here)
+            for low in range(0, self.length - 1 if self.is_shifted else 0, step):
+                high = min(low + step, self.length - 1)
+                after, other, is_end = here[low + 1 : high + 1], following[low:high], ends[low:high]
+                self.is_shifted &= after[~is_end].tobytes() == other[~is_end].tobytes()
+                self.resets &= after[is_end].tobytes() == other[is_end].tobytes()
+                if not self.is_shifted:
+                    break
+        self.resets &= self.is_shifted
+
+    def bounds(self, has_own_next: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield each episode's first row, the row after its last kept step, and that after its last step.
+
+        The last step of an episode that does not terminate is left out where the observation after it is not
+        known. With `has_own_next`, next observations are columns, and all steps are kept.
+        """
+        low = 0
+        for high in self.ends.tolist():
+            is_kept = (
+                has_own_next or self.terminated[high - 1] or self._after(self.states[0], high) is not None
+            )
+            yield low, high if is_kept else high - 1, high
+            low = high
+
+    def _after(self, name: str, high: int) -> tuple[str, int] | None:
+        """Return the array and row of the observation after step `high - 1`, or None if it is not known.
+
+        Where an environment resets itself, next observations at ends, and the row T of T+1 rows after an end,
+        may be those of the next episode.
+        """
+        is_end = self.terminated[high - 1] or self.truncated[high - 1]
+        if is_end and f"final_{name}" in self.arrays:
+            return f"final_{name}", high - 1
+        if self.has_next and not (is_end and self.resets):
+            return f"next_{name}", high - 1
+        is_given = high == self.length < len(self.arrays[name]) and (self._is_whole or not is_end)
+        return (name, high) if is_given else None
+
+    def rows(self, column: Column, low: int, end: int, high: int) -> NDArray[Any]:
+        """Return a column's rows of an episode, with bounds as `bounds` yields them."""
+        if column.name in ("terminated", "truncated"):
+            return np.asarray(getattr(self, column.name)[low:end])
+        if column.name not in self.arrays:
+            raise DataError(f"{self._where}{column.name}", "must be in every trajectory", None, LEAVE_OUT)
+        array = self.arrays[column.name]
+        if column.rows == "T":
+            return np.asarray(array[low:end])
+        after = self._after(column.name, high) if end == high else (column.name, end)
+        key, row = after or (column.name, end - 1)
+        return np.concatenate([array[low:end], self.arrays[key][row : row + 1]])
+
+
+class ArrayReader(Reader):
+    """Base of the formats whose arrays have rows for the steps of one or more environments."""
+
+    takes: ClassVar[tuple[str, ...]] = ("episode_length",)
+
+    @abstractmethod
+    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+        """Yield the steps of each environment or trajectory, in the same order in each call.
+
+        Yields:
+            Its name for errors, or "" for the only one; arrays by key; whether they are one whole episode.
+        """
+
+    def _steps(self) -> Iterator[Steps]:
+        limit = self.options.get("episode_length")
+        for name, arrays, is_whole in self._streams():
+            where = f"{self.path}: {name}: " if name else f"{self.path}: "
+            yield Steps(where, arrays, self._keep, limit, is_whole)
+
+    def _describe(self) -> None:
+        """Set the attributes of an open reader. Cost: a pass over flags, observations and next ones."""
+        self._keep = cache(self.select)
+        if (limit := self.options.get("episode_length")) is not None:
+            arguments.count("episode_length", limit)
+        first: Steps | None = None
+        pairs, is_shifted, num_open, num_resets, has_cause = [], True, 0, 0, True
+        for steps in self._steps():
+            first = first or steps
+            if steps.has_next != first.has_next:
+                raise DataError(str(self.path), "must have next observations in all trajectories or in none")
+            is_shifted &= steps.is_shifted
+            has_cause &= steps.has_cause
+            num_open += not (steps.terminated[-1] or steps.truncated[-1])
+            num_resets += steps.resets
+            pairs += [(high - low, end - low) for low, end, high in steps.bounds(False)]
+        if first is None:
+            raise DataError(str(self.path), "must hold at least one step", 0, "the data set is empty")
+        self._has_own_next = first.has_next and not is_shifted
+        lengths, kept = np.array(pairs).T
+        kept = lengths if self._has_own_next else kept
+        self.num_steps, num_short = int(kept.sum()), int((kept < lengths).sum())
+        self.columns = tuple(self._columns_of(first))
+        episodes = int(np.count_nonzero(kept))
+        self.description.update(episodes=episodes, steps=self.num_steps, shifted=is_shifted)
+        unused, short = (
+            ", ".join(first.left_out),
+            f"the last step of {num_short} episodes that do not terminate",
+        )
+        notes = {
+            f"{unused}: not arrays of numbers with a row per step, left out": unused,
+            f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,
+            "next observations at ends are those of the next episodes: not used there": num_resets,
+            "next observations are not the shifted observations: stored as columns": self._has_own_next,
+            f"{short} is left out, as the observation after it is not known": num_short,
+            "end flags are taken as terminated, as they do not tell a terminal state from a time limit: "
+            "--episode-length N takes an end after N steps as truncated": not has_cause,
+        }
+        self.notes += [note for note, is_so in notes.items() if is_so]
+
+    def _columns_of(self, steps: Steps) -> Iterator[Column]:
+        order = ["observation", "action", "reward", "terminated"]  # both flags, before other columns
+        if self._has_own_next:
+            order.insert(1, "next_observation")
+        names = [name for name in steps.arrays if name not in FLAG_KINDS and _kind(name) not in _STATES[1:]]
+        names = [name for name in names if self._has_own_next or _kind(name) != "next_observation"]
+        rank = {name: order.index(_kind(name)) if _kind(name) in order else len(order) for name in names}
+        for name in sorted(
+            [*names, "terminated"], key=lambda name: rank.get(name, order.index("terminated"))
+        ):
+            if name == "terminated":
+                yield from (Column(flag, "bool", role=flag) for flag in ("terminated", "truncated"))
+                continue
+            role = _kind(name).removeprefix("next_") if rank[name] < len(order) else "other"
+            shape = () if role == "reward" else steps.arrays[name].shape[1:]
+            rows: Rows = "T+1" if name in steps.states and not self._has_own_next else "T"
+            where = f"{self.path}: {steps.keys[name]}"
+            yield make_column(where, name, steps.arrays[name].dtype, shape, role, rows)
+
+    def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+        number = 0
+        for steps in self._steps():
+            for low, end, high in steps.bounds(self._has_own_next):
+                if end == low:
+                    continue
+                arrays = {}
+                for column in self.columns:
+                    rows = steps.rows(column, low, end, high)
+                    where = f"{self.path}: {steps.keys.get(column.name, column.name)}, episode {number}"
+                    rows = rows.reshape(-1) if column.role == "reward" else rows
+                    arrays[column.name] = convert(where, rows, column)
+                end_episode(arrays)
+                yield f"episode {number}", arrays
+                number += 1
