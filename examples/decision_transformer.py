@@ -24,8 +24,8 @@ NUM_BINS, BINS_PER_UNIT = 20, 5  # of returns in thousands: a bin is 200 wide
 class Attention(nn.Module):
     """Attention of one window's steps to each other."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor) -> Tensor:
-        """Return the mixed values. [B, T, heads, size], as the three."""
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+        """Return the mixed values, of all steps without a mask. [B, T, heads, size], as the three."""
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=allowed).transpose(1, 2)
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
         self.modulation = nn.Linear(width, 4 * width) if has_goal else None
         self.attend: nn.Module = Attention()
 
-    def forward(self, x: Tensor, allowed: Tensor, goal: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, allowed: Tensor | None, goal: Tensor | None = None) -> Tensor:
         gain1 = shift1 = gain2 = shift2 = torch.zeros((), device=x.device)
         if self.modulation is not None:
             gain1, shift1, gain2, shift2 = self.modulation(goal)[:, None].chunk(4, -1)
