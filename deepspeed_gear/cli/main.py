@@ -13,6 +13,7 @@ from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 COMMANDS = {
     "ingest": "turn an offline data set into the format that gear trains from",
+    "export": "write trajectories as Minari, Parquet, JSON lines or npz",
     "split": "divide a data set into parts that nodes keep on their own disks",
     "inspect": "show what a data set, a checkpoint or a running process holds",
     "preview": "show the batches of every rank of a run, without starting it",

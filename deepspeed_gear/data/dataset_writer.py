@@ -43,7 +43,7 @@ from deepspeed_gear.schema import Column, Schema
 
 SOURCE = Column("source", "int64", rows="1")  # the ordinal of a trajectory's source, where there are several
 _LOCK_FILE, _PARTIAL = ".gear-partial", ".partial"
-_REPLACED = ".replaced"
+REPLACED = ".replaced"
 _BLOCK_BYTES = 4 * 1024 * 1024
 
 
@@ -99,7 +99,7 @@ class DatasetWriter:
         self._closed = False
         self._partial = self.dest.with_name(self.dest.name + _PARTIAL)
         try:
-            self._lock = _claim(self.dest, self._partial)
+            self._lock = claim(self.dest, self._partial)
         except OSError as error:
             raise unwritable(self.dest, error) from error
         with self._failing():
@@ -286,12 +286,12 @@ class DatasetWriter:
         replaced = _lock(self.dest) if self.dest.exists() else None
         if replaced is None or not exchange_names(self._partial, self.dest):
             if replaced is not None:
-                self.dest.rename(self._partial / _REPLACED)
+                self.dest.rename(self._partial / REPLACED)
             self._partial.rename(self.dest)
         sync(self.dest.parent)
         self._closed = True
         if replaced is not None:
-            for folder in (self._partial, self.dest / _REPLACED):
+            for folder in (self._partial, self.dest / REPLACED):
                 shutil.rmtree(folder, ignore_errors=True)
             release(replaced)
         (self.dest / _LOCK_FILE).unlink()
@@ -341,7 +341,7 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _claim(dest: Path, partial: Path) -> int:
+def claim(dest: Path, partial: Path) -> int:
     """Make an empty DEST.partial that this process holds a lock on, and return the lock's descriptor."""
     foreign = partial.exists() and not (partial.is_dir() and not any(partial.iterdir()))
     if foreign and not (partial / _LOCK_FILE).is_file():
@@ -349,8 +349,8 @@ def _claim(dest: Path, partial: Path) -> int:
         raise DataError(str(partial), rule, None, "move it away")
     partial.mkdir(parents=True, exist_ok=True)
     lock = _lock(partial)
-    if (partial / _REPLACED).exists() and not dest.exists():
-        (partial / _REPLACED).rename(dest)
+    if (partial / REPLACED).exists() and not dest.exists():
+        (partial / REPLACED).rename(dest)
     for entry in partial.iterdir():
         if entry.name == _LOCK_FILE:
             continue

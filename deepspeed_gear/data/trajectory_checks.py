@@ -202,7 +202,7 @@ def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
     array = np.asarray(values)
     if column.dtype != "bfloat16":
         return array
-    return torch.from_numpy(np.ascontiguousarray(array)).view(torch.bfloat16).float().numpy()
+    return np.asarray(array.astype(np.uint32) << 16).view(np.float32)
 
 
 # ---- episodes ------------------------------------------------------------------------------------

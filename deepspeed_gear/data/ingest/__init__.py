@@ -20,6 +20,7 @@ from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import SOURCE, DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
+from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack  # typing's from Python 3.11 on
 
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
+    ExportedReader,
     D4rlReader,
     MinariReader,
     RobomimicReader,
@@ -198,14 +200,14 @@ def ingest(
         }
         if changed := {name: value for name, value in changes.items() if value}:
             source["options"] = changed
-        total = sum(reader.num_steps for reader in readers)
+        total = sum(reader.num_steps for reader in readers) or None  # not known of exported files
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar = stack.enter_context(shown)
         made = DatasetWriter(dest, schema, split=split, overwrite=overwrite, append=append, source=source)
         with made as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
-                    if "source" in schema:
+                    if SOURCE.name in schema and SOURCE.name not in arrays:
                         arrays["source"] = np.asarray(number, dtype=np.int64)
                     if options.get("split_by_flags"):
                         writer.add(arrays, name, split_by_flags=True)

@@ -32,7 +32,7 @@ Key = tuple[str, ...]
 _MAIN_FILE, _METADATA_FILE = "main_data.hdf5", "metadata.json"
 _TABLE_FORMS = ("arrow", "parquet")
 _REQUIRED = ("observations", "actions", "rewards", "terminations", "truncations")
-_GROUPS = {
+GROUPS = {
     "observations": "observation",
     "actions": "action",
     "rewards": "reward",
@@ -193,7 +193,7 @@ class MinariReader(Reader):
     def _column(self, number: int, key: Key, name: str) -> Column:
         length = len(self._store.load(number, ("rewards",)))
         array = self._load(number, key, length)
-        role = _GROUPS.get(key[0], "other")
+        role = GROUPS.get(key[0], "other")
         final = role == "observation" or (role == "other" and len(array) == length + 1)
         shape = () if role in ("reward", "terminated", "truncated") else array.shape[1:]
         where = self._store.where(number, *key)
@@ -230,7 +230,7 @@ class MinariReader(Reader):
 
 def _name_of(key: Key) -> str:
     parts = (re.sub(r"^_index_(\d+)$", r"\1", part) for part in key[1:])
-    return column_name(_GROUPS.get(key[0], key[0]), *parts)
+    return column_name(GROUPS.get(key[0], key[0]), *parts)
 
 
 def _natural(part: str) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from deepspeed_gear.cli import init as init_command
 from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter
-from deepspeed_gear.data.ingest import READERS, ingest, open_source
+from deepspeed_gear.data.ingest import ingest, open_source
 from deepspeed_gear.data.ingest.reader import Reader, RowReader
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError
 from deepspeed_gear.schema import Column
@@ -211,7 +211,6 @@ def test_formats_are_found_by_content(tmp_path: Path, d4rl: Maker, minari: Maker
     assert open_source(tmp_path / "no_suffix").format == "d4rl"
     for path in ("set", "set/data", "set/data/main_data.hdf5", "arrow", "arrow/data"):
         assert open_source(tmp_path / path).format == "minari"
-    assert list(READERS) == ["d4rl", "minari", "robomimic"]
 
 
 def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,141 @@
+"""`gear export DATA DEST`: write trajectories in formats of other programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint.table_files import open_rows, read_table
+from deepspeed_gear.cli.inspect_distribution import find_saves
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.export import FORMATS, export
+from deepspeed_gear.data.opaque_rows import decode
+from deepspeed_gear.errors import ConfigError, DataError, known_names
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.records import SlotRetention
+
+_COPY = "export the data set itself, which has the same rows"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `gear export`."""
+    parser.description = (
+        "Write the trajectories of a data set, of a checkpoint's table or of a running process's table. gear "
+        "ingest reads them back bit for bit."
+    )
+    parser.add_argument("data", metavar="DATA", nargs="?", help="folder of a data set or checkpoint")
+    parser.add_argument("dest", metavar="DEST", help="file (parquet, npz) or folder (minari, jsonl) to make")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="format to write")
+    parser.add_argument("--living", metavar="PID", type=int, help="export a table of a running process")
+    parser.add_argument("--table", metavar="NAME", help="which table, where there are several")
+    parser.add_argument(
+        "--columns", action="append", metavar="PATTERN[,PATTERN]", help="optional columns, as of gear ingest"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is of this format at DEST")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export and print one line about the result."""
+    if (args.data is None) == (args.living is None):
+        rule = "or --living must be given" if args.data is None else "and --living must not both be given"
+        raise ConfigError("DATA", rule, args.data, "gear export --help shows both")
+    columns = None
+    if args.columns is not None:
+        columns = [one.strip() for option in args.columns for one in option.split(",") if one.strip()]
+    schema, trajectories = _open(args)
+    count = export(trajectories, schema, args.dest, args.format, columns, args.overwrite)
+    print(f"{args.dest}: {count:,} trajectories, {args.format}")
+    return 0
+
+
+def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
+    """Return the schema and the trajectories of what is exported."""
+    if args.living is not None:
+        stores = {store.table: store for store in living_stores(args.living)}
+        store = stores[_chosen(args.table, list(stores))]
+        views, schema = store.views, Schema.from_json(store.layout.meaning["schema"])
+        if not all(f"column/{column.name}" in views for column in schema):
+            raise DataError(
+                f"process {args.living}", "must hold the rows of its table", "a mapped file", _COPY
+            )
+        columns = {column.name: [views[f"column/{column.name}"]] for column in schema}
+        return _stored(schema, views["slots"], views.get("retention"), columns)
+    position, tables = find_saves(Path(args.data))
+    if position is None and not tables:
+        dataset = Dataset.open(args.data)
+        return dataset.schema, map(dataset.trajectory, range(len(dataset)))
+    by_name = {save_folders.table_in(path): path for path in tables}
+    found = read_table(by_name[_chosen(args.table, list(by_name))])
+    open_rows(found)
+    schema, whole = Schema.from_json(found.manifests[0]["schema"]), found.whole
+    if whole.slots is None:
+        raise DataError(str(found.folders[0]), "must hold rows", "priorities of a data set", _COPY)
+    files = {c.name: [*chain.from_iterable(of[c.name] for of in found.columns)] for c in schema}
+    return _stored(schema, whole.slots, whole.retention, files)
+
+
+def _chosen(table: str | None, tables: list[str]) -> str:
+    if table in tables or (table is None and len(tables) == 1):
+        return table or tables[0]
+    remedy = known_names(table, tables) if table else f"tables are {', '.join(tables)}"
+    raise ConfigError("--table", "must name a table that holds rows", table, remedy if tables else _COPY)
+
+
+def _stored(
+    schema: Schema, slots: np.ndarray, retention: np.ndarray | None, files: dict[str, list[np.ndarray]]
+) -> tuple[Schema, Iterator[dict[str, Any]]]:
+    """Return the trajectories of a table in the order of their ids, and their schema.
+
+    Those that grow, or lack late columns, are left out with a note. While a living table changes, an evicted
+    trajectory is left out too: its slot is compared before and after its rows are copied.
+
+    Args:
+        slots: Of a living table: its own, which change.
+        files: By column arrays of which each holds whole trajectories, one after the other.
+    """
+    late = schema.late_bits(schema.names)
+    starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}
+
+    def rows(name: str, first: int, count: int) -> np.ndarray:
+        index = int(np.searchsorted(starts[name], first, side="right")) - 1
+        first -= int(starts[name][index])
+        return np.array(files[name][index][first : first + count])
+
+    def read(slot: int) -> dict[str, Any] | None:
+        while True:
+            record = slots[slot].copy()
+            words = np.zeros(SlotRetention.NUM_WORDS, np.int64) if retention is None else retention[slot]
+            is_whole = not words[SlotRetention.OPEN] and words[SlotRetention.PRESENT] & late == late
+            if record[Slot.STATE] != SlotState.COMMITTED or not is_whole:
+                return None
+            trajectory: dict[str, Any] = {}
+            for c in schema:
+                first, count = record[Slot.FIRST_ROW], record[Slot.NUM_STEPS] + int(c.rows == "T+1")
+                array = rows(c.name, slot, 1)[0] if c.rows == "1" else rows(c.name, int(first), int(count))
+                trajectory[c.name] = array
+            if np.array_equal(record, slots[slot]):
+                opaque = [c for c in schema if c.is_opaque]
+                return trajectory | {c.name: decode(trajectory[c.name], c, c.name) for c in opaque}
+
+    def every() -> Iterator[dict[str, Any]]:
+        held, num_left_out = np.nonzero(np.array(slots)[:, Slot.STATE] == SlotState.COMMITTED)[0], 0
+        for slot in held[np.argsort(slots[held, Slot.ID])].tolist():
+            trajectory = read(slot)
+            if trajectory is not None:
+                yield trajectory
+            num_left_out += trajectory is None
+        if num_left_out:
+            what = "trajectories that grow, lack late columns or were evicted meanwhile are left out"
+            print(f"{num_left_out:,} {what}", file=sys.stderr)
+
+    return Schema([replace(c, late=False) for c in schema]), every()

@@ -1,0 +1,351 @@
+"""Export: trajectories written in formats of other programs, one writer class a format.
+
+Parquet, JSON lines and npz carry the schema under `SCHEMA_KEY`, so that `gear ingest` reads the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import h5py
+import numpy as np
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.dataset_files import ArrayFile, write_json
+from deepspeed_gear.data.dataset_writer import REPLACED, claim, unwritable
+from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
+from deepspeed_gear.data.ingest.exported import (
+    LENGTHS_KEY,
+    ROWS_FILE,
+    SCHEMA_KEY,
+    ExportedReader,
+    pyarrow_for,
+)
+from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
+from deepspeed_gear.data.ingest.reader import ColumnSelection, make_column
+from deepspeed_gear.data.opaque_rows import encode
+from deepspeed_gear.data.trajectory_checks import as_numbers, not_finite
+from deepspeed_gear.errors import DataError, known_names
+from deepspeed_gear.file_system import exchange_names, sync
+from deepspeed_gear.liveness import release
+from deepspeed_gear.schema import Column, Schema
+
+_GROUP_BYTES = 32 << 20  # of a row group of Parquet
+_ELSE = "use --format parquet, or leave it out with --columns"
+
+
+class TrajectoryFile(ABC):
+    """A file or folder that trajectories are written to, one after the other; memory for a few of them.
+
+    Attributes:
+        format: Name of the format, for `--format`.
+    """
+
+    format: ClassVar[str]
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        self.path, self.schema = path, schema
+
+    @abstractmethod
+    def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
+        """Append a trajectory, as `Dataset.trajectory` returns it; `name` is its name in errors."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Complete the file."""
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        """Return whether what exists at a path is of this format, and may be replaced."""
+        return path.is_file()
+
+
+class MinariFile(TrajectoryFile):
+    """A Minari data set of one HDF5 file, without an environment; spaces are those of the dtypes."""
+
+    format = "minari"
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        super().__init__(path, schema)
+        heads = [column.name.split(".")[0] for column in schema]
+        for group in GROUPS.values():
+            if group not in heads:
+                raise DataError(f"column {group}", "must be there for the format minari", heads, _ELSE)
+        self._keys: dict[str, list[str]] = {}
+        for column in schema:
+            self._keys[column.name] = self._key(column)
+        (path / "data").mkdir(parents=True)
+        self._file = h5py.File(path / "data" / "main_data.hdf5", "w")
+        self._steps, self._actions = 0, (0, 0)
+
+    def _key(self, column: Column) -> list[str]:
+        """Return the path of a column's array; raise DataError if it would be read as another column."""
+        head, *parts = column.name.split(".")
+        if column.name in ("episode_id", "seed") and replace(column, dtype="int64", rows="1") == column:
+            return []
+        name, role = f"column {column.name}", head if head in GROUPS.values() else "other"
+        read = None
+        if not column.is_opaque and column.dtype != "bfloat16" and column.rows != "1":
+            rows = "T+1" if role == "observation" else column.rows
+            read = make_column(name, column.name, column.numpy_dtype, column.shape, role, rows)
+        if read != replace(column, late=False, allow_nan=False):
+            rule = "must be one that Minari's layout holds exactly"
+            raise DataError(name, rule, f"{column.dtype}, role {column.role}, rows {column.rows}", _ELSE)
+        group = next((key for key, of in GROUPS.items() if of == head), head)
+        return [group, *(f"_index_{part}" if part.isdigit() else part for part in parts)]
+
+    def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
+        if not (trajectory["terminated"][-1] or trajectory["truncated"][-1]):
+            raise DataError(name, "must end with a flag for the format minari", None, _ELSE)
+        group = self._file.create_group(f"episode_{len(self._file)}")
+        for column, key in self._keys.items():
+            if key:
+                group.create_dataset("/".join(key), data=trajectory[column])
+            else:
+                group.attrs["id" if column == "episode_id" else column] = trajectory[column]
+        group.attrs["total_steps"] = steps = len(trajectory["reward"])
+        self._steps += steps
+        if "action" in trajectory and trajectory["action"].ndim == 1:
+            low, high = int(trajectory["action"].min()), int(trajectory["action"].max())
+            self._actions = min(low, self._actions[0]), max(high, self._actions[1])
+
+    def close(self) -> None:
+        spaces = {group: self._space(group, []) for group in ("observation", "action")}
+        metadata = {
+            "dataset_id": "gear/export-v0",
+            "minari_version": "0.5.4",
+            "data_format": "hdf5",
+            "jpeg_encoding": False,
+            "total_episodes": len(self._file),
+            "total_steps": self._steps,
+            **{f"{group}_space": json.dumps(space) for group, space in spaces.items()},
+        }
+        self._file.close()
+        metadata["dataset_size"] = (self.path / "data" / "main_data.hdf5").stat().st_size / 1e6
+        write_json(self.path / "data" / "metadata.json", metadata)
+
+    def _space(self, head: str, parts: list[str]) -> dict[str, Any]:
+        """Return the space of a column, or of the columns below a name, as Minari serialises it."""
+        name = ".".join([head, *parts])
+        if name in self.schema:
+            column = self.schema[name]
+            if name == "action" and column.dtype == "int64" and not column.shape:
+                low, high = self._actions
+                return {"type": "Discrete", "dtype": "int64", "start": low, "n": high - low + 1}
+            bounds = [-np.inf, np.inf] if column.is_floating else [0, 1]
+            if column.numpy_dtype.kind in "iu":
+                bounds = [np.iinfo(column.numpy_dtype).min, np.iinfo(column.numpy_dtype).max]
+            low, high = (np.full(column.shape, bound).tolist() for bound in bounds)
+            kind = {"type": "Box", "dtype": column.dtype, "shape": list(column.shape)}
+            return {**kind, "low": low, "high": high}
+        below = [c.name[len(name) + 1 :].split(".")[0] for c in self.schema if c.name.startswith(f"{name}.")]
+        spaces = {key: self._space(head, [*parts, key]) for key in dict.fromkeys(below)}
+        if all(key.isdigit() for key in spaces):
+            return {"type": "Tuple", "subspaces": [spaces[key] for key in sorted(spaces, key=int)]}
+        return {"type": "Dict", "subspaces": spaces}
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        return path.is_dir() and MinariReader.recognises(path)
+
+
+class ParquetFile(TrajectoryFile):
+    """A Parquet file with a row per trajectory: lists of steps, and of fixed sizes inside them."""
+
+    format = "parquet"
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        super().__init__(path, schema)
+        self._arrow = pyarrow_for(str(path))
+        self._rows: list[Mapping[str, Any]] = []
+        self._file: Any = None
+        self._num_bytes = 0
+
+    def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
+        self._rows.append(trajectory)
+        self._num_bytes += sum(getattr(value, "nbytes", 64) for value in trajectory.values())
+        if self._num_bytes >= _GROUP_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write the trajectories so far as a row group."""
+        table = self._arrow.table({column.name: self._array(column) for column in self.schema})
+        table = table.replace_schema_metadata({SCHEMA_KEY: json.dumps(self.schema.to_json())})
+        self._file = self._file or self._arrow.parquet.ParquetWriter(self.path, table.schema)
+        self._file.write_table(table)
+        self._rows, self._num_bytes = [], 0
+
+    def _array(self, column: Column) -> Any:
+        values = [row[column.name] for row in self._rows]
+        if column.is_opaque:
+            return self._arrow.array(values if column.dtype == "bytes" else [*map(json.dumps, values)])
+        steps = np.stack(values) if column.rows == "1" else np.concatenate(values)
+        array = self._arrow.array(steps.reshape(-1))
+        for size in reversed(column.shape):
+            array = self._arrow.FixedSizeListArray.from_arrays(array, size)
+        if column.rows == "1":
+            return array
+        offsets = np.cumsum([0, *map(len, values)]).astype(np.int32)
+        return self._arrow.ListArray.from_arrays(self._arrow.array(offsets), array)
+
+    def close(self) -> None:
+        if self._rows:
+            self._flush()
+        self._file.close()
+
+
+class JsonlFolder(TrajectoryFile):
+    """A folder with JSON lines, a trajectory each, and the schema; floats as Python's repr: exact."""
+
+    format = "jsonl"
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        super().__init__(path, schema)
+        path.mkdir()
+        write_json(path / f"{SCHEMA_KEY}.json", schema.to_json())
+        self._file = (path / ROWS_FILE).open("w", encoding="utf-8")
+
+    def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
+        row = {column.name: self._value(name, column, trajectory[column.name]) for column in self.schema}
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _value(self, name: str, column: Column, value: Any) -> Any:
+        where = f"{name}: column {column.name}"
+        if column.dtype == "bytes":
+            try:
+                return value.decode()
+            except UnicodeDecodeError as error:
+                raise DataError(where, "must be UTF-8 for the format jsonl", str(error), _ELSE) from error
+        if column.is_opaque:
+            return value
+        if column.allow_nan and not_finite(value, column).any():
+            raise DataError(where, "must be finite for the format jsonl", None, _ELSE)
+        return as_numbers(value, column).tolist()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @classmethod
+    def replaces(cls, path: Path) -> bool:
+        return path.is_dir() and ExportedReader.recognises(path)
+
+
+class NpzFile(TrajectoryFile):
+    """An npz file with an array per column, the trajectories one after the other, and their lengths."""
+
+    format = "npz"
+
+    def __init__(self, path: Path, schema: Schema) -> None:
+        super().__init__(path, schema)
+        self._folder = path.with_name("arrays")
+        self._folder.mkdir()
+        self._lengths = ArrayFile(self._folder / LENGTHS_KEY, np.dtype(np.int64), ())
+        files = {c.name: ArrayFile(self._folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema}
+        self._files, self._num_rows = files, Counter[str]()
+
+    def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
+        for column in self.schema:
+            value = trajectory[column.name]
+            rows = encode(value, column, name) if column.is_opaque else value
+            self._files[column.name].append(rows)
+            self._num_rows[column.name] += 1 if column.rows == "1" else len(rows)
+        first = self.schema.step_columns[0]
+        self._lengths.append(np.int64(len(trajectory[first.name]) - int(first.rows == "T+1")).reshape(1))
+        self._num_rows[LENGTHS_KEY] += 1
+
+    def close(self) -> None:
+        with zipfile.ZipFile(self.path, "w") as archive:
+            for name, file in {**self._files, LENGTHS_KEY: self._lengths}.items():
+                file.finish(self._num_rows[name])
+                archive.write(file.path, f"{name}.npy")
+            with archive.open(f"{SCHEMA_KEY}.npy", "w") as entry:
+                np.lib.format.write_array(entry, np.array(json.dumps(self.schema.to_json())))
+
+
+FORMATS = {kind.format: kind for kind in (MinariFile, ParquetFile, JsonlFolder, NpzFile)}
+
+
+def export(
+    trajectories: Iterable[Mapping[str, Any]],
+    schema: Schema,
+    dest: str | Path,
+    format: str,
+    columns: list[str] | None = None,
+    overwrite: bool = False,
+) -> int:
+    """Write trajectories in another format; return their number.
+
+    Everything goes to DEST.partial, and to DEST in one rename when it is on the disk. `return` and `length`
+    are left out where ingest derives them again. Memory: a trajectory, of Parquet a row group of 32 MiB.
+
+    Args:
+        trajectories: As `Dataset.trajectory` returns them.
+        schema: Their columns.
+        dest: The file to make (parquet, npz), or the folder (minari, jsonl).
+        format: A key of `FORMATS`.
+        columns: Patterns of optional columns to keep, as of `ingest`; None keeps all.
+        overwrite: Replace a file, or a folder of the same format.
+    Raises:
+        DataError: A column or a value cannot be held exactly by the format, or `dest` exists or cannot be
+            written; nothing is made.
+    """
+    dest = Path(os.path.abspath(arguments.folder("dest", dest)))
+    if format not in FORMATS:
+        raise DataError(
+            "format", f"must be one of {', '.join(FORMATS)}", format, known_names(format, FORMATS)
+        )
+    kind, select = FORMATS[format], ColumnSelection(columns)
+    names = (LENGTH,) if schema.role("reward") is None else (LENGTH, RETURN)
+    derived = [c for c in schema if replace(c, allow_nan=False) in names]
+    kept = Schema([c for c in schema if c not in derived and (c.role in GROUPS.values() or select(c.name))])
+    select.check_used(dest)
+    if dest.exists() and not (overwrite and kind.replaces(dest)):
+        rule = "must not exist yet" if not overwrite else f"must be of the format {format} to be overwritten"
+        raise DataError(str(dest), rule, None, "choose another DEST, or overwrite it (--overwrite)")
+    partial, count = dest.with_name(dest.name + ".partial"), 0
+    try:
+        lock = claim(dest, partial)
+        try:
+            file = kind(partial / "made", kept)
+            for count, trajectory in enumerate(trajectories, 1):
+                name = f"trajectory {count - 1}"
+                _check_derived(name, trajectory, derived, schema)
+                file.add(name, {column.name: trajectory[column.name] for column in kept})
+            if not count:
+                raise DataError(str(dest), "must get at least one trajectory", 0)
+            file.close()
+            for path in (*file.path.rglob("*"), file.path):
+                sync(path)
+            if not dest.is_dir() or not exchange_names(file.path, dest):
+                if dest.is_dir():
+                    dest.rename(partial / REPLACED)
+                file.path.rename(dest)
+            sync(dest.parent)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            release(lock)
+    except OSError as error:
+        raise unwritable(dest, error) from error
+    return count
+
+
+def _check_derived(name: str, trajectory: Mapping[str, Any], derived: list[Column], schema: Schema) -> None:
+    """Raise DataError unless a trajectory's return and length are those that ingest derives."""
+    first, reward = schema.step_columns[0], schema.role("reward")
+    for column in derived:
+        wanted: Any = len(trajectory[first.name]) - int(first.rows == "T+1")
+        if column.role == "return" and reward is not None:
+            wanted = as_numbers(trajectory[reward.name], reward).astype(np.float64).sum()
+        value = trajectory[column.name]
+        if np.asarray(wanted, value.dtype).tobytes() != value.tobytes():
+            rule, remedy = f"must be {wanted}, as gear ingest derives it", "ingest the data set's own sources"
+            raise DataError(f"{name}: column {column.name}", rule, value.item(), remedy)

@@ -1,0 +1,221 @@
+"""Exports: every format is read back bit for bit, by gear ingest and by the programs that it is for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import SCHEMA, config_of, run_command, trajectory, write_dataset
+from store_support import killed_at
+
+from deepspeed_gear import Column, DatasetWriter, Replay, Schema
+from deepspeed_gear.cli import export as command
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.export import FORMATS, export
+from deepspeed_gear.data.ingest import ingest, open_source
+from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.schema import DTYPES, FLOATING
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
+SUFFIX = {"minari": "", "parquet": ".parquet", "jsonl": "", "npz": ".npz"}
+Maker = Callable[..., Any]
+
+
+def there_and_back(dataset: Dataset, folder: Path, format: str, **options: Any) -> Dataset:
+    made = folder / f"made-{format}{SUFFIX[format]}"
+    assert run_command(command, str(dataset.path), str(made), "--format", format) == 0
+    assert sorted(path.name for path in folder.glob("made-*")) == [made.name]
+    return ingest([made], folder / f"read-{format}", split=dataset.split, **options)
+
+
+def check_same(read: Dataset, dataset: Dataset) -> None:
+    assert {c.name: c for c in read.schema} == {c.name: c for c in dataset.schema}
+    assert read.lengths.tolist() == dataset.lengths.tolist()
+    for column in dataset.schema:
+        assert read.digest_of(column) == dataset.digest_of(column), column.name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ingested_data_come_back(tmp_path: Path, minari: Maker, format: str) -> None:
+    """Of several sources the column `source` is not one of Minari's."""
+    sources = [EXAMPLES / "hopper_expert.hdf5", EXAMPLES / "hopper_medium.hdf5"]
+    dataset = ingest(
+        sources[: 1 if format in ("minari", "jsonl") else 2], tmp_path / "set", split={"eval": 0.2}
+    )
+    read = there_and_back(dataset, tmp_path, format)
+    check_same(read, dataset)
+    if format == "jsonl":
+        assert read.fingerprint == dataset.fingerprint
+    infos = {"infos": lambda n: {"pos": np.arange(n + 1.0), "in": {"flag": np.ones((n, 2), np.int8)}}}
+    minari(tmp_path / "min" / "data", lengths=(3, 1, 5), **infos)
+    (tmp_path / format).mkdir()
+    dataset = ingest([tmp_path / "min"], tmp_path / "min-set")
+    assert there_and_back(dataset, tmp_path / format, format).fingerprint == dataset.fingerprint
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl", "npz"])
+@pytest.mark.parametrize("dtype", [*DTYPES, "bytes", "json"])
+def test_every_dtype_comes_back(tmp_path: Path, format: str, dtype: str) -> None:
+    is_opaque, random = dtype in ("bytes", "json"), np.random.default_rng(3)
+    columns = (
+        [Column("value", dtype, rows="1", max_bytes=60)]
+        if is_opaque
+        else [
+            Column("x.cube", dtype, (2, 3, 1), rows="T+1", allow_nan=dtype in FLOATING),
+            Column("flat", dtype, ()),
+            Column("once", dtype, (3,), rows="1"),
+        ]
+    )
+    schema = Schema([*columns, Column("reward", "float32", (), "reward"), RETURN, LENGTH])
+    values = (
+        [b"\xc3\xa4\x00", b"", "é\n".encode()]
+        if dtype == "bytes"
+        else [{"a": [1, 2.5, None]}, None, "é\u2028"]
+    )
+    with DatasetWriter(tmp_path / "set", schema) as writer:
+        for i, steps in enumerate((3, 1, 7)):
+            rewards = random.standard_normal(steps).astype(np.float32)
+            given: dict[str, Any] = {
+                "reward": rewards,
+                "return": rewards.astype(np.float64).sum(),
+                "length": steps,
+            }
+            given |= {"value": values[i]} if is_opaque else {}
+            for column in () if is_opaque else columns:
+                shape = (*{"T": (steps,), "T+1": (steps + 1,), "1": ()}[column.rows], *column.shape)
+                bits = random.bytes(int(np.prod(shape)) * column.numpy_dtype.itemsize)
+                array = np.frombuffer(bits, column.numpy_dtype).reshape(shape).copy()
+                if dtype == "bool":
+                    array = random.integers(0, 2, shape).astype(bool)
+                finite = np.isfinite(array) if dtype != "bfloat16" else (array & 0x7F80) != 0x7F80
+                if format == "jsonl" or not column.allow_nan:
+                    array[~finite] = 0
+                given[column.name] = array
+            writer.add(given)
+    dataset = Dataset.open(tmp_path / "set")
+    assert there_and_back(dataset, tmp_path, format).fingerprint == dataset.fingerprint
+
+
+LOADS = """
+import sys, json, numpy as np
+from minari import MinariDataset
+data = MinariDataset(sys.argv[1])
+episodes = list(data.iterate_episodes())
+print(json.dumps([len(episodes), data.total_steps, str(data.observation_space), str(data.action_space),
+    float(sum(e.rewards.sum() for e in episodes)), len(episodes[1].observations)]))
+"""
+
+
+def test_other_programs_read_them(tmp_path: Path, minari: Maker) -> None:
+    minari(tmp_path / "a" / "data", lengths=(3, 1, 5))
+    dataset = ingest([tmp_path / "a"], tmp_path / "set")
+    for format in FORMATS:
+        export(
+            map(dataset.trajectory, range(3)),
+            dataset.schema,
+            tmp_path / f"made{SUFFIX[format] or format}",
+            format,
+        )
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, tmp_path / "mademinari" / "data"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found, total = json.loads(done.stdout), float(dataset.columns["reward"].sum())
+    assert found[:2] == [3, 9]
+    assert found[2] == "Box(-inf, inf, (2,), float64)"
+    assert found[3].startswith("Discrete(")
+    assert found[4:] == [pytest.approx(total), 2]
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.read_table(tmp_path / "made.parquet").to_pydict()
+    assert table["reward"] == [dataset.trajectory(i)["reward"].tolist() for i in range(3)]
+    lines = (tmp_path / "madejsonl" / "trajectories.jsonl").read_text().splitlines()
+    assert json.loads(lines[2])["observation"] == dataset.trajectory(2)["observation"].tolist()
+    with np.load(tmp_path / "made.npz", allow_pickle=False) as arrays:
+        assert arrays["gear_lengths"].tolist() == [3, 1, 5]
+        assert arrays["observation"].shape == (12, 2)
+
+
+def test_saved_and_living_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    late = Schema([*SCHEMA, Column("verdict", "json", rows="1", late=True, max_bytes=20)])
+    table = {"capacity_steps": 60, "capacity_trajectories": 9, "remove": "fifo", "max_length": 20}
+    with Replay(config_of(tables={"main": table}, batch_size=2), schemas={"main": late}) as replay:
+        ids = [replay.add(trajectory(number, 3 + number)) for number in range(9)]
+        for number in ids[4:-1]:
+            replay.fill(number, verdict=[number])
+        held = [number for number in ids[4:-1] if replay.read([number])]
+        replay.save(tmp_path / "save")
+        child = ["--living", str(os.getpid())]
+        for given in ([str(tmp_path / "save")], child):
+            dest = str(tmp_path / f"out-{len(given)}")
+            assert run_command(command, *given, dest, "--format", "jsonl") == 0
+            assert "lack late columns" in capsys.readouterr().err
+            read = ingest([dest], dest + "-read")
+            assert [read.trajectory(i)["verdict"] for i in range(len(read))] == [[number] for number in held]
+            for i, number in enumerate(held):
+                for name, rows in trajectory(number, 3 + number).items():
+                    np.testing.assert_array_equal(read.trajectory(i)[name], rows)
+        with pytest.raises(ConfigError, match="--table must name a table that holds rows, got 'mian'"):
+            run_command(command, *child, str(tmp_path / "x"), "--format", "npz", "--table", "mian")
+
+
+def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
+    dataset = Dataset.open(write_dataset(tmp_path / "set", [2, 3]))
+    source = str(dataset.path)
+    cases = [
+        (
+            "minari",
+            [],
+            "column task must be one that Minari's layout holds exactly, got 'int64, role other, rows 1'",
+        ),
+        ("npz", ["--columns", "nothing"], "--columns must match an optional column"),
+    ]
+    for format, options, text in cases:
+        with pytest.raises(DataError, match=text):
+            run_command(command, source, str(tmp_path / "out"), "--format", format, *options)
+    (tmp_path / "there.npz").write_text("mine")
+    with pytest.raises(DataError, match=r"there.npz must not exist yet; choose another DEST, or overwrite"):
+        run_command(command, source, str(tmp_path / "there.npz"), "--format", "npz")
+    with pytest.raises(DataError, match="must be of the format minari to be overwritten"):
+        run_command(command, source, source, "--format", "minari", "--columns", "code", "--overwrite")
+    assert sorted(os.listdir(tmp_path)) == ["set", "there.npz"]
+    assert run_command(command, source, str(tmp_path / "m"), "--format", "minari", "--columns", "code") == 0
+    assert (
+        run_command(
+            command, source, str(tmp_path / "m"), "--format", "minari", "--columns", "", "--overwrite"
+        )
+        == 0
+    )
+    assert "code" not in [c.name for c in open_source(tmp_path / "m").columns]
+
+
+@pytest.mark.parametrize("format", ["parquet", "jsonl"])
+def test_a_kill_leaves_the_old_or_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    dest, line, found = tmp_path / "made.parquet", 1, set()
+    old, new = (
+        Dataset.open(write_dataset(tmp_path / name, lengths)) for name, lengths in (("a", [2]), ("b", [3, 1]))
+    )
+
+    def make(dataset: Dataset) -> None:
+        export(map(dataset.trajectory, range(len(dataset))), dataset.schema, dest, format, overwrite=True)
+
+    make(old)
+    while killed_at(line, lambda: make(new), ["data/export.py", "file_system.py"]):
+        found.add(len(list(open_source(dest).episodes())))
+        line += 11
+    assert found >= {1}
+    assert len(list(open_source(dest).episodes())) == 2
+    make(old)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "made.parquet"]
