@@ -102,7 +102,7 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
         raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
     now, data = fingerprint(plan), entry(state, "data", dict, at)
     is_known = data.keys() == now.keys() and all(
-        data[name] in (dataset.versions if may_grow else (now[name],))
+        str(data[name]) in (dataset.versions if may_grow else (now[name],))
         for name, dataset in plan.datasets.items()
     )
     if not is_known:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pickle
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import npy_header
@@ -62,6 +64,25 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
     for i in (-1, 3):
         with pytest.raises(DataError, match=rf"trajectory id must be in \[0, 3\), got {i}"):
             dataset.trajectory(i)
+
+
+def test_it_is_a_data_set_of_pytorch(tmp_path: Path) -> None:
+    dataset = write(tmp_path / "set")
+    again = pickle.loads(pickle.dumps(dataset))
+    assert again.fingerprint == dataset.fingerprint
+    for i, item in enumerate(again):
+        for name, value in dataset.trajectory(i).items():
+            bits = value if dataset.schema[name].dtype != "bfloat16" else value.view(np.int16)
+            assert item[name].dtype == dataset.schema[name].torch_dtype
+            assert np.array_equal(item[name].view(torch.int16) if bits is not value else item[name], bits)
+            assert value.ndim == 0 or not value.flags.writeable
+            assert value.ndim == 0 or value.base is not None, "a copy"
+    assert len(list(again)) == 3
+    assert dataset[-1]["done"].shape == (33,)
+    with pytest.raises(IndexError):
+        dataset[3]
+    loader = torch.utils.data.DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=list)
+    assert [[len(item["done"]) for item in batch] for batch in loader] == [[3, 1], [33]]
 
 
 NUMPY_ONLY = """
