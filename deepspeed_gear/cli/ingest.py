@@ -15,6 +15,11 @@ _PAIRS = {  # options that are repeated: form, example, help
     ),
     "rename": ("OLD=NEW", "state=observation", "name of a column in the data set"),
     "dtype": ("COLUMN=DTYPE", "observation=float32", "stored dtype of a column"),
+    "tokenize": (
+        "COLUMN=MODULE:FUNCTION",
+        "messages=chat:encode",
+        "function that makes token ids of a text or a chat of a table",
+    ),
     "role": ("COLUMN=ROLE", "score=reward", "role of a column"),
 }
 
@@ -42,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reward",
         metavar="RULE",
         help="rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1",
+    )
+    parser.add_argument(
+        "--episode-id", metavar="COLUMN", help="column of a table of steps that tells its episodes apart"
     )
     parser.add_argument("--allow-nan", action="store_true", help="allow NaN and infinities, and record it")
     parser.add_argument(
@@ -79,14 +87,15 @@ def run(args: argparse.Namespace) -> int:
     if args.columns is not None:
         patterns = (pattern.strip() for option in args.columns for pattern in option.split(","))
         columns = [pattern for pattern in patterns if pattern]
+    own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}
+    own["tokenize"] = _pairs(args, "tokenize") or None
     shares = _pairs(args, "split")
     try:
         split = {name: float(share) for name, share in shares.items()}
     except ValueError as error:
         raise ConfigError("--split", "must be NAME=SHARE", str(error), "for example eval=0.05") from None
-    given = {name: getattr(args, name) for reader in READERS.values() for name in reader.takes}
     dataset = ingest(
-        [open_source(path, args.format, columns, args.max_expansion, **given) for path in args.source],
+        [open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source],
         args.dest,
         split=split or None,
         rename=_pairs(args, "rename"),
@@ -107,12 +116,12 @@ def run(args: argparse.Namespace) -> int:
 def _pairs(args: argparse.Namespace, option: str) -> dict[str, str]:
     """Return the values of a repeated option, by name."""
     form, example, _ = _PAIRS[option]
-    found: dict[str, str] = {}
+    pairs: dict[str, str] = {}
     for pair in getattr(args, option):
         name, _, value = pair.partition("=")
         if not name or not value:
             raise ConfigError(f"--{option}", f"must be {form}", pair, f"for example {example}")
-        if name in found:
+        if name in pairs:
             raise ConfigError(f"--{option}", "must give every name once", pair)
-        found[name] = value
-    return found
+        pairs[name] = value
+    return pairs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,31 @@ class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
             except DataError:
                 if not path.exists() or os.path.samestat(folder, os.stat(path)):
                     raise  # else it has grown meanwhile: its files are others
+
+    @classmethod
+    def from_iterable(
+        cls, iterable: Iterable[Any], dest: str | Path, *, schema: Schema | None = None, **options: Any
+    ) -> Dataset:
+        """Write a data set of what a program has.
+
+        Args:
+            iterable: Mappings by column, one a trajectory, a step or a conversation, as the rows of a table
+                (docs/how-to/formats.md); or a pandas frame, a data set of Hugging Face's `datasets`, or one
+                of Minari. An iterator is read into memory first, unless there is a schema.
+            dest: The folder to make.
+            schema: The columns of the mappings, one a trajectory, as `DatasetWriter.add` takes them. By
+                default they are found by a pass over the rows.
+            **options: Of `ingest` and `open_source`.
+        Raises:
+            DataError: A row does not fit, or `dest` cannot be written; `dest` is not made.
+        """
+        from deepspeed_gear.data.ingest import Options, ingest, open_source
+
+        of_ingest = {"split", "overwrite", "progress", *Options.__annotations__}
+        written = {name: options.pop(name) for name in of_ingest & options.keys()}
+        if schema is not None and not any(c.role in ("reward", "token") for c in schema):
+            written.setdefault("reward", "none")
+        return ingest([open_source(iterable, schema=schema, **options)], dest, **written)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self._records:

@@ -32,7 +32,7 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         if value[LENGTH_BYTES + length :].any():
             raise DataError(name, "must have zeros after its value")
         return value
-    content = _json_text(value, name) if column.dtype == "json" else _byte_string(value, name)
+    content = json_text(value, name) if column.dtype == "json" else byte_string(value, name)
     if len(content) > column.max_bytes:
         rule, remedy = f"must have at most max_bytes = {column.max_bytes} bytes", "raise it, or store less"
         raise DataError(name, rule, len(content), remedy)
@@ -69,7 +69,8 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
         raise DataError(name, "must hold JSON", None, str(error)) from error
 
 
-def _byte_string(value: Any, name: str) -> bytes:
+def byte_string(value: Any, name: str) -> bytes:
+    """Return the content of a bytes column's value; a DataError if it is none."""
     if isinstance(value, str):
         try:
             return value.encode()
@@ -80,7 +81,8 @@ def _byte_string(value: Any, name: str) -> bytes:
     return bytes(value)
 
 
-def _json_text(value: Any, name: str) -> bytes:
+def json_text(value: Any, name: str) -> bytes:
+    """Return the content of a JSON column's value; a DataError if it is none."""
     try:
         _check_keys(value, name)
         text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

@@ -103,7 +103,7 @@ def test_the_ingest_format_of_the_page(
         with pytest.raises(DataError, match=r"episode 0: column observation must be in every trajectory"):
             ingest([source], modules / "set", format=format, overwrite=True)
     for name, text in {
-        "csv": "must be one of auto, d4rl, minari, .*, or module:Class",
+        "csv": "must be one of auto, .*table, or module:Class",
         "json:JSONDecoder": "subclass of Reader",
         "absent_module:Reader": "must name what can be imported",
     }.items():

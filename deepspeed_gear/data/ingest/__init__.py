@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
+from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import ConfigError, DataError, near_name
 from deepspeed_gear.schema import Column, Schema
 
@@ -36,12 +38,13 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     D4rlReader,
     MinariReader,
     RobomimicReader,
+    TableReader,
 )
 READERS = {reader.format: reader for reader in _CLASSES}
 
 
 def open_source(
-    path: str | Path,
+    path: Any,
     format: str = "auto",
     columns: Sequence[str] | None = None,
     max_expansion: float = MAX_EXPANSION,
@@ -50,22 +53,28 @@ def open_source(
     """Check a source, and open it in the given format, or in the one that its content shows.
 
     Args:
+        path: A file or folder; or rows of a program, as `Dataset.from_iterable` takes them.
         format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
         **options: Those of the format, `Reader.takes`; one that is None is not given.
     """
-    path = arguments.folder("source", path)
     select, expansion = ColumnSelection(columns), Expansion(max_expansion)
-    if not path.exists():
+    if not isinstance(path, (str, os.PathLike)):
+        rows = list(path) if isinstance(path, Iterator) and options.get("schema") is None else path
+        options, format, path = {**options, "rows": rows}, TableReader.format, type(path).__name__
+    path = arguments.folder("source", path)
+    if "rows" not in options and not path.exists():
         raise DataError(str(path), "must exist", None, "check the path of the source")
     if (path / SCHEMA_FILE).is_file():
         raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
-    check_source(path, expansion)
+    if "rows" not in options:
+        check_source(path, expansion)
     if format == "auto":
         kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
         if kind is None:
-            remedy = f"known are {', '.join(READERS)}; docs/how-to/formats.md has what each looks like"
+            known = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format)"
+            remedy = f"{known}; docs/how-to/formats.md has what each looks like"
             raise DataError(str(path), "must have a known layout", _content(path), remedy)
     else:
         kind = _reader_class(format)
@@ -111,7 +120,7 @@ def _content(path: Path) -> str:
     if path.is_dir():
         return f"a folder with {', '.join(sorted(entry.name for entry in path.iterdir())[:8]) or 'nothing'}"
     if not h5py.is_hdf5(path):
-        return "a file that is not HDF5"
+        return f"a file that is neither HDF5 nor a table, {path.name}"
     with h5py.File(path, "r") as file:
         return f"HDF5 with {', '.join(sorted(file)[:8]) or 'nothing'}"
 
@@ -193,14 +202,16 @@ def ingest(
             schema = schema.allowing_nan()
         if progress:
             for reader in readers:
-                for note in reader.notes:
+                for note in (f"read as format {reader.format}", *reader.notes):
                     print(f"{reader.path}: {note}", file=sys.stderr)
         source: dict[str, Any] = {
             "sources": [{**reader.description, "notes": reader.notes} for reader in readers]
         }
         if changed := {name: value for name, value in changes.items() if value}:
             source["options"] = changed
-        total = sum(reader.num_steps for reader in readers) or None  # not known of exported files
+        total = (
+            sum(reader.num_steps for reader in readers) or None
+        )  # not known of exported files, and of rows with a schema
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar = stack.enter_context(shown)
         made = DatasetWriter(dest, schema, split=split, overwrite=overwrite, append=append, source=source)

@@ -27,7 +27,15 @@ class ExportedReader(Reader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        return _written_schema(path) is not None
+        try:
+            return _written_schema(path) is not None
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            zipfile.BadZipFile,
+        ):  # the reader of its layout says how
+            return False
 
     def open(self) -> None:
         found = _written_schema(self.path)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.arrow_messages import decompressed_bytes
+from deepspeed_gear.data.arrow_messages import stated_bytes
 from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.reader import (
     Reader,
@@ -337,11 +337,7 @@ class TableStore:
             for file in files:
                 with arrow.memory_map(str(file)) as source:
                     source.seek(_ARROW_MAGIC_BYTES)
-                    stated = sum(
-                        decompressed_bytes(message) or 0
-                        for message in arrow.ipc.MessageReader.open_stream(source)
-                        if message.type in ("record batch", "dictionary")
-                    )
+                    stated = stated_bytes(arrow, source)
                 self._expansion.check(str(file), stated, file.stat().st_size)
         read = arrow.dataset.dataset([str(file) for file in files], format=self._form)
         ahead = {"batch_size": _BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}

@@ -107,7 +107,8 @@ def test_a_pattern_must_match(tmp_path: Path, d4rl: Maker) -> None:
 
 
 def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
-    known = f"known are {', '.join(READERS)}; docs/how-to/formats.md has what each looks like"
+    known = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format); "
+    known += "docs/how-to/formats.md has what each looks like"
     missing, text, folder, other = (tmp_path / name for name in ("missing", "text", "folder", "other.hdf5"))
     text.write_text("hello")
     folder.mkdir()
@@ -117,7 +118,7 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     dest = tmp_path / "out"
     assert refused(missing, dest) == f"{missing} must exist; check the path of the source"
     for source, content in (
-        (text, "a file that is not HDF5"),
+        (text, "a file that is neither HDF5 nor a table, text"),
         (folder, "a folder with episode.npz"),
         (other, "HDF5 with images"),
     ):

@@ -1,0 +1,333 @@
+"""Tables: Parquet, Arrow and JSON files, and tables of a program, of episodes, steps or conversations."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.data.ingest.reader import Reader, column_name, make_column
+from deepspeed_gear.data.ingest.source_checks import Expansion
+from deepspeed_gear.data.ingest.table_rows import (
+    Block,
+    file_blocks,
+    numeric,
+    object_blocks,
+    plain,
+    table_files,
+)
+from deepspeed_gear.data.ingest.token_rows import COLUMNS, TokenRows, has_tokens
+from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.opaque_rows import byte_string, json_text
+from deepspeed_gear.errors import DataError, known_names
+from deepspeed_gear.schema import Column, Rows
+
+_NAMES = {
+    "observation": ("observations", "obs"),
+    "next_observation": ("next_observations", "next_obs"),
+    "action": ("actions",),
+    "reward": ("rewards",),
+    "terminated": ("termination", "terminations", "terminal", "terminals", "done", "dones"),
+    "truncated": ("truncation", "truncations", "timeout", "timeouts"),
+}
+_USUAL = {name: usual for usual, names in _NAMES.items() for name in names}
+_ROLES = {**{name: name for name in _NAMES}, "next_observation": "observation"}
+_FLAGS = ("terminated", "truncated")
+_SCALARS = ("reward", *_FLAGS)
+_MEASURES = ("tokens", "action", *_SCALARS)  # have a row per step: the first one that is there
+_EPISODE_IDS = ("episode_index", "episode_id", "episode")
+_RLLIB = ("SampleBatch", "MultiAgentBatch")  # values of the key "type" of another format
+
+
+class TableReader(Reader):
+    """Reads tables of episodes, of steps or of conversations, which their columns tell apart.
+
+    - A conversation a row: token ids, messages, or a text that is tokenized (`token_rows`).
+    - A step a row: rows repeat the episode's id, or the reward (without one the action) is one value. An
+      episode is the rows with one id, or up to an end flag.
+    - An episode a row: lists of a value per step, or of T + 1 observations.
+
+    Roles follow the usual names. Texts, objects, and lists whose inner lengths differ become opaque columns.
+    An episode whose last step has no flag is truncated, where there is a column of terminations. A column
+    `done` beside one of time limits is set by these too, as Gym's was: such a step does not terminate.
+    """
+
+    format = "table"
+    takes = ("episode_id", "tokenize", "rows", "schema")
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        if (path / "meta" / "info.json").is_file() or not table_files(path):
+            return False
+        try:
+            first = next(file_blocks(table_files(path), Expansion(), True), {})
+        except DataError:
+            return True  # open() raises it
+        return str(first.get("type", [""])[0]) not in _RLLIB
+
+    def open(self) -> None:
+        """Find what a row is, and the columns. Cost: one pass over the source, none with a schema."""
+        self._tokenize = dict(self.options.get("tokenize") or {})
+        self._id: str | None = None
+        if (schema := self.options.get("schema")) is not None:
+            derived = ("return", "length")
+            self.columns = tuple(column for column in schema if column.role not in derived)
+            return
+        if "rows" not in self.options and not table_files(self.path):
+            rule = "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of such files"
+            raise DataError(str(self.path), rule)
+        first = next(self._blocks(True), None)
+        if first is None:
+            raise DataError(str(self.path), "must hold at least one row", 0, "the table is empty")
+        self._row = self._what_a_row_is(first)
+        by_id = f", an episode is the rows of one {self._id}" if self._id else ""
+        self.notes.append(f"read as a table with one {self._row} per row{by_id}")
+        uneven: set[str] = set()  # columns whose values have no common shape
+        while True:
+            kept, num_trajectories = self._facts(uneven)
+            if not (more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}):
+                break
+            uneven |= more
+        if uneven:
+            self.notes.append(f"kept as JSON, without one shape in all rows: {', '.join(sorted(uneven))}")
+        order = [*(COLUMNS if self._row == "conversation" else _NAMES)]
+        heads = {facts.name: facts.name.split(".")[0] for facts in kept}
+        kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
+        self.columns = tuple(facts.column(num_trajectories) for facts in kept)
+        wide = sum(column.max_bytes for column in self.columns) * num_trajectories
+        self.expansion.check(f"{self.path}: columns of texts and objects", wide, self._file_bytes())
+        self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
+
+    def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
+        """Return what a pass over the source tells of each column that is kept, and its trajectories."""
+        known: dict[str, _Facts | None] = {}
+        number = self.num_steps = 0
+        for label, arrays, length in self._trajectories():
+            number, self.num_steps = number + 1, self.num_steps + length
+            for name, value in arrays.items():
+                where = f"{self.path}: {label}: {name}"
+                if name not in known:
+                    is_kept = name in _NAMES or name in COLUMNS or self.select(name)
+                    known[name] = _Facts(where, name, self._row, name in uneven) if is_kept else None
+                if (facts := known[name]) is not None:
+                    facts.add(where, value, length)
+        return [facts for facts in known.values() if facts is not None], number
+
+    def _file_bytes(self) -> int:
+        if "rows" in self.options:
+            return sys.maxsize
+        return sum(file.stat().st_size for file in table_files(self.path))
+
+    def _blocks(self, is_nested: bool) -> Iterator[Block]:
+        if "rows" in self.options:
+            return object_blocks(self.options["rows"], str(self.path), is_nested)
+        return file_blocks(table_files(self.path), self.expansion, is_nested)
+
+    def _what_a_row_is(self, first: Block) -> str:
+        """Return "conversation", "step" or "episode", and set the column of episode ids."""
+        usual = {_usual(name, first): rows for name, rows in first.items()}
+        self._done_is_any_end = bool({"done", "dones"} & first.keys()) and {*_FLAGS} <= usual.keys()
+        if has_tokens(first) or (self._tokenize and not {"observation", "action"} & usual.keys()):
+            return "conversation"
+        self._id = self.options.get("episode_id")
+        if self._id is not None:
+            if self._id not in first:
+                rule = "must name a column of the source"
+                raise DataError(f"{self.path}: --episode-id", rule, self._id, known_names(self._id, first))
+            return "step"
+        self._id = next((name for name in _EPISODE_IDS if name in first), None)
+        ids = [] if self._id is None else [str(one) for one in first[self._id]]
+        measured = usual.get("reward", usual.get("action", [()]))[0]
+        is_single = isinstance(measured, (bool, int, float, np.generic))
+        if len({*ids}) < len(ids) or (is_single and len(ids) < 2):
+            return "step"
+        self._id = None
+        return "episode"
+
+    def _rows(self, is_nested: bool) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the values of each row, without those that are None."""
+        number = 0
+        for block in self._blocks(is_nested):
+            for values in zip(*block.values(), strict=True):
+                row = zip(block, values, strict=True)
+                yield f"row {number}", {name: value for name, value in row if value is not None}
+                number += 1
+
+    def _trajectories(self) -> Iterator[tuple[str, dict[str, Any], int]]:
+        """Yield the label of each trajectory, its columns under their usual names, and its steps."""
+        make = TokenRows(self._tokenize)
+        is_chat = self._row == "conversation"
+        for label, given in self._of_steps() if self._row == "step" else self._rows(is_chat):
+            where = f"{self.path}: {label}"
+            row = make(where, given) if is_chat else {_usual(name, given): given[name] for name in given}
+            arrays = {}
+            for name, value in row.items():
+                array = numeric(value)
+                arrays[column_name(*name.split("."))] = value if array is None else array
+            length = _num_steps(where, arrays)
+            if not is_chat:
+                _set_flags(arrays, length, self._done_is_any_end)
+            yield label, arrays, length
+
+    def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the label and the rows of each episode of a table of steps."""
+        parts: list[Block] = []
+        last, seen, ended = None, set(), 0
+        for block in self._blocks(False):
+            if self._id is not None:
+                ids = list(block[self._id])
+            else:
+                flags = [np.asarray(rows, bool) for name, rows in block.items() if _usual(name, ()) in _FLAGS]
+                if not flags:
+                    rule = "must have a column of episode ids, or of end flags, with one step per row"
+                    raise DataError(str(self.path), rule, ", ".join(block), "name it with --episode-id")
+                ends = ended + np.cumsum(np.logical_or.reduce(flags))
+                ids, ended = [ended, *ends[:-1].tolist()], int(ends[-1])
+            bounds = [0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)]
+            for low, high in pairwise(bounds):
+                if parts and ids[low] != last:
+                    yield f"episode {last}", self._joined(parts)
+                    parts = []
+                if not parts and ids[low] in seen:
+                    rule = f"must have the rows of episode {ids[low]} after each other"
+                    raise DataError(f"{self.path}: {self._id}", rule, None, "sort the table by it")
+                last = ids[low]
+                seen.add(last)
+                parts.append({name: rows[low:high] for name, rows in block.items()})
+        if parts:
+            yield f"episode {last}", self._joined(parts)
+
+    def _joined(self, parts: list[Block]) -> dict[str, Any]:
+        """Return the rows of an episode; its id, and a text that all its steps have, are one value."""
+        joined: dict[str, Any] = {}
+        for name in parts[0]:
+            rows = [part.get(name, []) for part in parts]
+            if name == self._id:
+                joined[name] = rows[0][0]
+            elif all(isinstance(one, np.ndarray) and one.shape[1:] == rows[0].shape[1:] for one in rows):
+                joined[name] = np.concatenate(rows)
+            else:
+                values = [*chain.from_iterable(rows)]
+                is_one = isinstance(values[0], str) and values.count(values[0]) == len(values)
+                joined[name] = values[0] if is_one else values
+        return joined
+
+    def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if (schema := self.options.get("schema")) is not None:
+            for label, row in self._rows(True):
+                yield label, dict(flatten(f"{self.path}: {label}", row, {*schema.names}))
+            return
+        for label, arrays, _ in self._trajectories():
+            opaque = {c.name: plain(label, arrays.get(c.name)) for c in self.columns if c.is_opaque}
+            yield label, {column.name: arrays.get(column.name) for column in self.columns} | opaque
+
+
+class _Facts:
+    """What the values of one column have in common over all trajectories."""
+
+    def __init__(self, where: str, name: str, row: str, is_json: bool) -> None:
+        self.name, self.is_uneven = name, False
+        self._where, self._is_token, self._is_json = where, row == "conversation", is_json
+        self._role = "other" if self._is_token else _ROLES.get(name.split(".")[0], "other")
+        self._dtype: np.dtype[Any] | None = None
+        self._shapes: dict[Rows, tuple[int, ...]] = {}  # of a row, by what the rows may be
+        self._text_bytes, self._json_bytes, self._is_text = 0, 4, not is_json  # 4: null
+        self._count = 0
+
+    def add(self, where: str, value: Any, length: int) -> None:
+        """Add a value of a trajectory with `length` steps; a DataError if a role needs another one."""
+        array = None if self._is_json else numeric(value)
+        self._count += 1
+        if array is None:
+            self.is_uneven |= self._dtype is not None
+            self._add_opaque(where, value)
+            return
+        self.is_uneven |= self._count > 1 and self._dtype is None
+        fits: dict[Rows, tuple[int, ...]] = {"1": array.shape}
+        if array.ndim and len(array) in (length, length + 1):
+            fits["T" if len(array) == length else "T+1"] = array.shape[1:]
+        known = self._shapes if self._dtype is not None else fits
+        self._shapes = {rows: shape for rows, shape in known.items() if fits.get(rows) == shape}
+        self._dtype = array.dtype if self._dtype is None else np.result_type(self._dtype, array.dtype)
+        self.is_uneven |= not self._shapes
+        if self._role != "other" and not {*self._shapes} - {"1"}:
+            rule = f"must have a row for each of {length} steps, of the shape of the episodes before"
+            raise DataError(where, rule, list(array.shape))
+
+    def lacks_numbers(self, num_trajectories: int) -> bool:
+        """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
+        is_partial = self._dtype is not None and self._count < num_trajectories
+        if is_partial and (self._role != "other" or (self._is_token and self.name in COLUMNS)):
+            found = f"{self._count} of {num_trajectories}"
+            raise DataError(self._where, "must be in every row", found)
+        return is_partial
+
+    def _add_opaque(self, where: str, value: Any) -> None:
+        if self._role != "other":
+            rule = "must hold numbers, without gaps and in rows of one shape"
+            raise DataError(where, rule, type(value).__name__)
+        if isinstance(value, (str, bytes)):
+            self._text_bytes = max(self._text_bytes, len(byte_string(value, where)))
+        else:
+            self._is_text = False
+        if not isinstance(value, bytes):
+            self._json_bytes = max(self._json_bytes, len(json_text(plain(where, value), where)))
+
+    def column(self, num_trajectories: int) -> Column:
+        """Return the column that holds all values."""
+        if self._dtype is None:
+            if self._is_text and self._count == num_trajectories:
+                return Column(self.name, "bytes", rows="1", max_bytes=max(1, self._text_bytes))
+            return Column(self.name, "json", rows="1", max_bytes=self._json_bytes)
+        known = COLUMNS.get(self.name) if self._is_token else None
+        if known is not None and self._shapes.get(known.rows) == ():
+            return known
+        rows: Rows = next(rows for rows in ("T", "T+1", "1") if rows in self._shapes)
+        is_scalar = self._shapes[rows] == () and rows == "T"
+        role = "other" if self._role in _SCALARS and not (is_scalar and self.name in _SCALARS) else self._role
+        return make_column(self._where, self.name, self._dtype, self._shapes[rows], role, rows)
+
+
+def _usual(name: str, names: Any) -> str:
+    """Return the column's name: `obs.pos` is `observation.pos`, unless the table has that name too."""
+    head, *rest = name.split(".")
+    usual = ".".join((_USUAL.get(head, head), *rest))
+    return column_name(*(usual if usual not in names else name).split("."))
+
+
+def _num_steps(where: str, arrays: dict[str, Any]) -> int:
+    """Return the steps of a trajectory: the rows of its actions, rewards or flags, or of any other list."""
+    heads = [(name.split(".")[0], name) for name in arrays]
+    measures = [name for measure in _MEASURES for head, name in heads if head == measure]
+    others = [name for head, name in heads if head != "observation"]
+    for name in chain(measures, others, arrays):
+        if isinstance(arrays[name], np.ndarray) and arrays[name].ndim:
+            return len(arrays[name])
+    remedy = "name a text to make tokens of with --tokenize COLUMN=module:function"
+    raise DataError(where, "must have a column with a value per step", ", ".join(arrays), remedy)
+
+
+def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> None:
+    """Give flags a row per step, and mark the last step of an episode without one as truncated.
+
+    With `done_is_any_end`, "done" beside a flag of time limits is set by these too, and does not terminate.
+    """
+    for name in _SCALARS:
+        value = arrays.get(name)
+        if isinstance(value, np.ndarray) and value.shape == (length, 1):
+            arrays[name] = value.reshape(length)
+        elif name != "reward" and isinstance(value, np.ndarray) and not value.ndim and length:
+            arrays[name] = np.append(np.zeros(length - 1, value.dtype), value)
+    terminated, truncated = arrays.get("terminated"), arrays.get("truncated")
+    if terminated is None or not length or len(terminated) != length:
+        return
+    flags = np.zeros(length, bool) if truncated is None else np.array(truncated, copy=True)
+    if done_is_any_end and flags.shape == terminated.shape:
+        arrays["terminated"] = terminated = (terminated != 0) & (flags == 0)
+    if not terminated[-1] and len(flags) == length:
+        flags[-1] = True
+    arrays["truncated"] = flags

@@ -1,0 +1,191 @@
+"""Rows of language models: one conversation or response a row, as TRL, verl and NeMo-RL write them.
+
+A row becomes columns of a row per token, `tokens`, `loss_mask` and `logp`, and values of the trajectory,
+`reward` and `prompt_id`, as docs/how-to/language-models.md trains from them. What a row has besides keeps its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.data.ingest.table_rows import numeric
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column
+
+COLUMNS = {
+    "tokens": Column("tokens", "int32", role="token"),
+    "loss_mask": Column("loss_mask", "bool", role="loss_mask"),
+    "logp": Column("logp", "float32"),
+    "reward": Column("reward", "float32", rows="1"),
+    "prompt_id": Column("prompt_id", "int64", rows="1"),
+}
+_WHOLE = ("input_ids", "token_ids", "tokens")
+_PROMPT = ("prompt_ids", "prompt_token_ids", "prompts")
+_RESPONSE = ("completion_ids", "response_ids", "response_token_ids", "responses")
+_MESSAGES = ("message_log", "messages", "conversations")
+_MASKS = ("loss_mask", "token_loss_mask", "token_mask", "assistant_masks", "completion_mask", "response_mask")
+_LOGP = ("logp", "generation_logprobs", "rollout_log_probs", "logprobs", "old_log_probs")
+_REWARDS = ("reward", "rewards", "score", "total_reward")
+_GROUPS = ("prompt_id", "group_id", "uid", "group")
+_NO_LOSS = -100  # label of a token without loss in transformers and TRL
+_MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat template"
+
+
+def has_tokens(names: Iterable[str]) -> bool:
+    """Return whether rows with these names are those of a language model: with token ids, or messages."""
+    return not {*names}.isdisjoint((*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES))
+
+
+class TokenRows:
+    """Turns rows into trajectories of tokens. Groups named by texts are numbered in the order of the rows."""
+
+    def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
+        """Import the functions that make tokens of a column.
+
+        Args:
+            tokenize: Function, or its "module:function", by column. It returns token ids; the ids and a mask
+                of the tokens with loss; or a mapping with `input_ids`, as a chat template does. Without a
+                mask, only the tokens of the last of several columns have loss.
+        """
+        self._tokenize = {
+            name: imported(given, "--tokenize") if isinstance(given, str) else given
+            for name, given in tokenize.items()
+        }
+        self._groups: dict[str, int] = {}
+
+    def __call__(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the columns of a row: arrays per token, and values.
+
+        Raises:
+            DataError: It has no token ids, or a column of another length than they.
+        """
+        row = {name: value for name, value in given.items() if value is not None}
+        ids, lists = row.get(_first(row, _WHOLE) or ""), (list, np.ndarray)
+        if isinstance(ids, lists) and len(ids) == 1 and np.ndim(ids[0]) == 1:  # a batch of one, as of NeMo-RL
+            row = {key: v[0] if isinstance(v, lists) and len(v) == 1 else v for key, v in row.items()}
+        messages = next((name for name in _MESSAGES if isinstance(row.get(name), list)), None)
+        if self._tokenize:
+            row.update(_joined([self._tokens_of(where, name, row) for name in self._tokenize]))
+            row = {name: value for name, value in row.items() if name not in self._tokenize}
+        elif messages and any(_has_ids(one) for one in row[messages]):
+            row.update(_joined(_message_parts(where, row.pop(messages))))
+        else:
+            row = _from_ids(where, row)
+        if (group := _first(row, _GROUPS)) and isinstance(row[group], (str, int, np.integer)):
+            name = row.pop(group)
+            is_number = not isinstance(name, str)
+            row["prompt_id"] = name if is_number else self._groups.setdefault(name, len(self._groups))
+        arrays = {name: numeric(row.get(name)) for name in _REWARDS}
+        scalar = [name for name, array in arrays.items() if array is not None and not array.ndim]
+        if scalar and (scalar[0] == "reward" or "reward" not in row):
+            row["reward"] = row.pop(scalar[0])
+        return row
+
+    def _tokens_of(self, where: str, name: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tokens that the function makes of a column, with a mask if it makes one."""
+        if name not in row:
+            remedy = f"columns are {', '.join(row)}"
+            raise DataError(f"{where}: --tokenize", "must name a column of every row", name, remedy)
+        made = self._tokenize[name](row[name])
+        if isinstance(made, tuple):
+            made = dict(zip(("input_ids", "loss_mask"), made, strict=True))
+        made = {**made} if isinstance(made, Mapping) else {"input_ids": made}
+        columns = _from_ids(f"{where}: --tokenize {name}", made)
+        is_masked = _first(made, (*_MASKS, "labels"))
+        return {key: columns[key] for key in (("tokens", "loss_mask") if is_masked else ("tokens",))}
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    return next((name for name in names if name in row), None)
+
+
+def _has_ids(message: Any) -> bool:
+    return isinstance(message, Mapping) and message.get("token_ids") is not None
+
+
+def _array(where: str, name: str, value: Any, length: int | None = None) -> np.ndarray:
+    array = numeric(value)
+    if array is None or array.ndim != 1 or (length is not None and len(array) != length):
+        each = "" if length is None else f", one for each of {length} tokens"
+        shown = type(value).__name__ if array is None else list(array.shape)
+        raise DataError(f"{where}: {name}", f"must be a list of numbers{each}", shown)
+    return array
+
+
+def _value(where: str, name: str, value: Any) -> float:
+    array = numeric(value)
+    if array is None or array.ndim:
+        raise DataError(f"{where}: {name}", "must be a number", type(value).__name__)
+    return float(array)
+
+
+def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of token ids with its columns per token, without padding.
+
+    Columns of the response's length get zeros for the prompt.
+    """
+    row = dict(row)
+    prompt, response, whole = (
+        None if (name := _first(row, names)) is None else _array(where, name, row.pop(name))
+        for names in (_PROMPT, _RESPONSE, _WHOLE)
+    )
+    if whole is None and response is None:
+        raise DataError(where, "must have token ids", ", ".join(row), _MAKE_TOKENS)
+    tokens = whole if whole is not None else np.concatenate([*([] if prompt is None else [prompt]), response])
+    if response is not None and len(tokens) < len(response):
+        raise DataError(where, f"must have at least the {len(response)} tokens of its response", len(tokens))
+    before = 0 if response is None else len(tokens) - len(response)
+    columns = {"tokens": tokens}
+    for name, value in row.items():
+        array = numeric(value)
+        if array is not None and array.shape in ((len(tokens),), (len(tokens) - before,)):
+            columns[name] = np.concatenate([np.zeros(len(tokens) - len(array), array.dtype), array])
+    if (mask := _first(row, (*_MASKS, "labels"))) is None:
+        columns["loss_mask"] = np.arange(len(tokens)) >= before
+    else:
+        array = _array(where, mask, columns.pop(mask, row[mask]), len(tokens))
+        columns["loss_mask"] = array != (_NO_LOSS if mask == "labels" else 0)
+    if not _value(where, "sample_loss_mask", row.get("sample_loss_mask", 1)):
+        columns["loss_mask"][:] = False
+    if (logp := _first(row, _LOGP)) is not None:
+        columns["logp"] = _array(where, logp, columns.pop(logp, row[logp]), len(tokens))
+    kept = np.arange(len(tokens)) < _value(where, "input_lengths", row.pop("input_lengths", len(tokens)))
+    kept &= _array(where, "attention_mask", columns.pop("attention_mask", kept), len(tokens)) != 0
+    used = {*columns, mask, logp, "attention_mask"}
+    rest = {name: value for name, value in row.items() if name not in used}
+    return {**rest, **{name: array[kept] for name, array in columns.items()}}
+
+
+def _message_parts(where: str, messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the tokens of each message; those that were generated have loss.
+
+    Generated are messages of the assistant, of those with log-probabilities if any has them.
+    """
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{where}: message {number}", "must be an object", type(message).__name__)
+    given = [{key: one for key, one in message.items() if one is not None} for message in messages]
+    parts, scored = [], any("generation_logprobs" in message for message in given)
+    for number, message in enumerate(given):
+        at = f"{where}: message {number}"
+        tokens = _array(at, "token_ids", message.get("token_ids", []))
+        is_own = message.get("role") == "assistant" and (not scored or "generation_logprobs" in message)
+        mask = message.get("token_loss_mask", np.full(len(tokens), is_own))
+        part = {"tokens": tokens, "loss_mask": _array(at, "token_loss_mask", mask, len(tokens)) != 0}
+        if scored:
+            logp = message.get("generation_logprobs", np.zeros(len(tokens)))
+            part["logp"] = _array(at, "generation_logprobs", logp, len(tokens))
+        parts.append(part)
+    return parts
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the parts of a row one after the other; the last one has loss where no mask is given."""
+    for part in parts:
+        part.setdefault("loss_mask", np.full(len(part["tokens"]), part is parts[-1]))
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

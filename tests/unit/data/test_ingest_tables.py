@@ -1,0 +1,307 @@
+"""Ingest of tables: episodes, steps and conversations, in files and from a program."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import run_command
+
+from deepspeed_gear import Column, Dataset, Schema
+from deepspeed_gear.cli import ingest as command
+from deepspeed_gear.data.ingest import ingest, open_source
+from deepspeed_gear.errors import DataError
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
+LENGTHS = (3, 7, 1, 33)
+
+
+def episodes() -> list[dict[str, Any]]:
+    """Rows of four episodes with nested observations; the second one has no end."""
+    random = np.random.default_rng(0)
+    return [
+        {
+            "obs": {"pos": random.random((n + 1, 2)).tolist(), "sign": [0] * n + [n]},
+            "actions": random.random((n, 1, 3)).tolist(),
+            "reward": random.random(n).tolist(),
+            "done": n != 7,
+            "goal": [1.0, n],
+            "task": "ä" * n,
+            "plan": [[1], list(range(n))] if n != 2 else None,
+        }
+        for n in LENGTHS
+    ]
+
+
+def write_lines(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_arrow(path: Path, table: Any, **options: Any) -> Path:
+    form = arrow.ipc.new_stream if path.name.startswith("stream") else arrow.ipc.new_file
+    with form(str(path), table.schema, options=arrow.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, max_chunksize=3)
+    return path
+
+
+def test_every_form_gives_the_same_data_set(tmp_path: Path) -> None:
+    rows = episodes()
+    table = arrow.Table.from_pylist(rows)
+    lines = write_lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.read_bytes()))
+    (tmp_path / "c.json").write_text(json.dumps(rows, indent=1))
+    parquet.write_table(table, tmp_path / "d.parquet", row_group_size=2)
+    write_arrow(tmp_path / "e.arrow", table, compression="zstd")
+    write_arrow(tmp_path / "stream.arrow", table)
+    (tmp_path / "shards").mkdir()
+    for i in range(2):
+        parquet.write_table(table.slice(2 * i, 2), tmp_path / "shards" / f"{i}.parquet")
+    sources = [path for path in sorted(tmp_path.iterdir()) if path.name != "out"]
+    sets = [ingest([source], tmp_path / "out", overwrite=True) for source in sources]
+    sets.append(Dataset.from_iterable(iter(rows), tmp_path / "out", overwrite=True))
+    assert len(sets) == 8
+    assert len({data.fingerprint for data in sets}) == 1
+    data = sets[-1]
+    assert [(c.name, c.dtype, c.shape, c.role, c.rows) for c in data.schema][:-2] == [
+        ("observation.pos", "float64", (2,), "observation", "T+1"),
+        ("observation.sign", "int64", (), "observation", "T+1"),
+        ("action", "float64", (1, 3), "action", "T"),
+        ("reward", "float64", (), "reward", "T"),
+        ("terminated", "bool", (), "terminated", "T"),
+        ("truncated", "bool", (), "truncated", "T"),
+        ("goal", "float64", (2,), "other", "1"),
+        ("task", "bytes", (4 + 66,), "other", "1"),
+        ("plan", "json", (4 + 96,), "other", "1"),
+    ]
+    for number, row in enumerate(rows):
+        stored, ends = data.trajectory(number), row["done"]
+        np.testing.assert_array_equal(stored["observation.pos"], row["obs"]["pos"])
+        np.testing.assert_array_equal(stored["action"], row["actions"])
+        assert (stored["task"].decode(), stored["plan"]) == (row["task"], row["plan"])
+        assert (stored["terminated"].tolist()[-1], stored["truncated"].tolist()[-1]) == (ends, not ends)
+        assert stored["terminated"].sum() + stored["truncated"].sum() == 1
+        assert stored["return"] == np.sum(row["reward"])
+
+
+def step_rows() -> Iterator[dict[str, Any]]:
+    for number, row in enumerate(episodes()):
+        for step in range(LENGTHS[number]):
+            yield {
+                "episode_index": number,
+                "state": row["obs"]["pos"][step],
+                "reward": row["reward"][step],
+                "dones": step + 1 == LENGTHS[number],
+                "timeouts": step + 1 == LENGTHS[number] == 7,
+                "task": row["task"],
+            }
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_steps_become_episodes_by_their_id_or_their_flags(tmp_path: Path, form: str) -> None:
+    """In blocks of any size; a done step that is also a timeout does not terminate."""
+    rows = list(step_rows())
+    sets = []
+    for left_out in ("", "episode_index"):
+        given = [{name: value for name, value in row.items() if name != left_out} for row in rows]
+        path = write_lines(tmp_path / "a.jsonl", given)
+        if form == "parquet":
+            path = tmp_path / "a.parquet"
+            parquet.write_table(arrow.Table.from_pylist(given), path, row_group_size=5)
+        role = {"state": "observation"}
+        sets.append(ingest([path], tmp_path / f"out{left_out}", role=role))
+    assert sets[0].schema["state"] == Column("state", "float64", (2,), "observation")
+    assert sets[0].schema["episode_index"] == Column("episode_index", "int64", rows="1")
+    for data in sets:
+        assert data.lengths.tolist() == list(LENGTHS)
+        assert np.flatnonzero(data.columns["truncated"]).tolist() == [9]
+        assert np.flatnonzero(data.columns["terminated"]).tolist() == [2, 10, 43]
+        assert data.trajectory(1)["task"].decode() == "ä" * 7
+        np.testing.assert_array_equal(data.columns["state"], [row["state"] for row in rows])
+    named = open_source(write_lines(tmp_path / "b.jsonl", rows), episode_id="task", columns=["state"])
+    assert [*(column.name for column in named.columns)] == ["reward", "terminated", "truncated", "state"]
+
+
+LAYOUTS = {  # of the tokens 5 and 6, and a response of 1 and 2
+    "flat": '{"input_ids": [5, 6, 1, 2], "labels": [-100, -100, 1, 2], "logprobs": [0, 0, -1, -2]}',
+    "TRL": '{"prompt_ids": [5, 6], "completion_ids": [1, 2], "logprobs": [-1, -2]}',
+    "verl": """{"prompts": [0, 5, 6], "responses": [1, 2, 0], "input_ids": [0, 5, 6, 1, 2, 0],
+        "attention_mask": [0, 1, 1, 1, 1, 0], "response_mask": [1, 1, 0],
+        "rollout_log_probs": [-1, -2, 9]}""",
+    "NeMo-RL": """{"token_ids": [[5, 6, 1, 2, 0]], "input_lengths": [4], "sample_loss_mask": [1.0],
+        "token_loss_mask": [[0, 0, 1, 1, 0]], "generation_logprobs": [[0, 0, -1, -2, 0]]}""",
+    "messages": """{"message_log": [{"role": "assistant", "token_ids": [5]},
+        {"role": "user", "token_ids": [6]},
+        {"role": "assistant", "token_ids": [1, 2], "generation_logprobs": [-1, -2]}]}""",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
+    """Each is the same prompt, response, log-probabilities, reward and group, in a line or a table."""
+    row = json.loads(LAYOUTS[layout])
+    rows = [{**row, "score": score, "uid": uid} for score, uid in ((1, "b"), (0, "a"), (0.5, "b"))]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for path in (write_lines(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"):
+        data = ingest([path], tmp_path / "out", overwrite=True)
+        assert [(c.name, c.dtype, c.role, c.rows) for c in data.schema][:5] == [
+            ("tokens", "int32", "token", "T"),
+            ("loss_mask", "bool", "loss_mask", "T"),
+            ("logp", "float32", "other", "T"),
+            ("reward", "float32", "other", "1"),
+            ("prompt_id", "int64", "other", "1"),
+        ]
+        assert data.columns["tokens"].tolist() == [5, 6, 1, 2] * 3
+        assert data.columns["loss_mask"].tolist() == [False, False, True, True] * 3
+        assert data.columns["logp"].tolist() == [0, 0, -1, -2] * 3
+        assert data.columns["reward"].tolist() == [1, 0, 0.5]
+        assert data.columns["prompt_id"].tolist() == [0, 1, 0]
+
+
+def template(messages: list[dict[str, str]]) -> dict[str, list[int]]:
+    parts = [(message["role"] == "assistant", message["content"].encode()) for message in messages]
+    return {
+        "input_ids": [token for _, content in parts for token in content],
+        "assistant_masks": [int(own) for own, content in parts for _ in content],
+    }
+
+
+def test_texts_are_tokenized_by_a_named_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code = "def encode(text):\n    return list(text.encode())\n"
+    (tmp_path / "my_tokens.py").write_text(code)
+    source, dest = str(EXAMPLES / "gsm8k.jsonl"), str(tmp_path / "out")
+    options = [f"--tokenize={name}=my_tokens:encode" for name in ("question", "answer")]
+    assert run_command(command, source, dest, *options) == 0
+    assert "read as a table with one conversation per row" in capsys.readouterr().err
+    data = Dataset.open(dest)
+    for number, line in enumerate((EXAMPLES / "gsm8k.jsonl").read_text().splitlines()):
+        row, stored = json.loads(line), data.trajectory(number)
+        assert bytes(stored["tokens"].tolist()).decode() == row["question"] + row["answer"]
+        assert bytes(stored["tokens"][stored["loss_mask"]].tolist()).decode() == row["answer"]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    rows = [{"messages": chat, "answer": 42}]
+    data = Dataset.from_iterable(rows, tmp_path / "chat", tokenize={"messages": template})
+    assert data.columns["loss_mask"].tolist() == [False] * 2 + [True] * 3
+    assert data.schema["answer"].rows == "1"
+
+
+def test_objects_of_a_program(tmp_path: Path) -> None:
+    """Frames, and data sets of Minari and of Hugging Face, are known by their methods."""
+    columns = {"episode": np.array([0, 0, 1]), "action": np.arange(3.0), "reward": np.ones(3, np.float32)}
+    columns["task"] = np.array(["a", "a", "b"], object)
+
+    class Frame:
+        iloc = None
+
+        def __init__(self) -> None:
+            self.columns = list(columns)
+
+        def __getitem__(self, name: str) -> Any:
+            return SimpleNamespace(to_numpy=lambda: columns[name])
+
+    data = Dataset.from_iterable(Frame(), tmp_path / "frame", dtype={"action": "float32"})
+    assert (data.lengths.tolist(), data.trajectory(1)["task"]) == ([2, 1], b"b")
+    assert data.schema["action"].dtype == data.schema["reward"].dtype == "float32"
+
+    class Hub:
+        features, table = None, arrow.Table.from_pylist(episodes())
+
+        def with_format(self, form: str) -> Any:
+            assert form == "arrow"
+            return SimpleNamespace(iter=lambda batch_size: iter([self.table]))
+
+    hub = Dataset.from_iterable(Hub(), tmp_path / "hub")
+    assert hub.fingerprint == Dataset.from_iterable(episodes(), tmp_path / "rows").fingerprint
+    names = ("observations", "actions", "rewards", "terminations", "truncations", "infos")
+    arrays = (np.zeros((4, 2)), np.ones(3), np.ones(3), np.zeros(3, bool), np.arange(3) == 2, {})
+    episode = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
+    data = Dataset.from_iterable(SimpleNamespace(iterate_episodes=lambda: [episode] * 2), tmp_path / "minari")
+    assert data.schema["observation"].rows == "T+1"
+    assert "infos" not in data.schema
+    schema = Schema([Column("observation", "float32", (), "observation", "T+1"), Column("x.y", "int8")])
+    given = ({"observation": [0, 1, n], "x": {"y": [n, n]}} for n in range(3))
+    data = Dataset.from_iterable(given, tmp_path / "schema", schema=schema)
+    assert data.columns["x.y"].tolist() == [0, 0, 0, 1, 1, 0, 2, 2, 0]
+    assert "reward" not in data.schema
+
+
+BROKEN = """
+[{"action": [1, 2], "obs": [[1], [1, 2]]}] | row 0: observation must hold numbers, without gaps and in rows of
+[{"action": [1, 2], "reward": [1, 1]}, {"action": [1, null], "reward": [1, 1]}] | row 1: action must hold
+[{"action": [1, 2]}, {"action": [1], "obs": [1, 2]}] | row 1: observation must be in every row, got '1 of 2'
+[{"action": [1, 2], "reward": [0, 1]}, {"action": [1], "reward": [0, 1, 2]}] | reward must have a row for each
+[{"action": [1, 2]}, [1]] | row 1 must be a mapping by column, got 'list'
+[{"action": 1, "reward": 0}] | must have a column of episode ids, or of end flags, with one step per row
+[{"episode": 0, "reward": 0}, {"episode": 1, "reward": 0}, {"episode": 0, "reward": 0}] | rows of episode 0
+[{"question": "a", "answer": "b"}] | row 0 must have a column with a value per step, got 'question, answer'
+[{"messages": [{"role": "user", "content": "a"}]}] | row 0 must have token ids, got 'messages'; make them with
+[{"input_ids": [1, 2], "loss_mask": [1]}] | loss_mask must be a list of numbers, one for each of 2 tokens
+[{"message_log": [{"token_ids": [1]}, 3]}] | row 0: message 1 must be an object, got 'int'
+[{"input_ids": [1], "responses": [1, 2]}] | row 0 must have at least the 2 tokens of its response, got 1
+[{"input_ids": [1, 2], "input_lengths": "a"}] | row 0: input_lengths must be a number, got 'str'
+[{"input_ids": ["a"]}] | row 0: input_ids must be a list of numbers, got 'list'
+[] | must hold at least one row, got 0; the table is empty
+"""
+
+
+@pytest.mark.parametrize("case", BROKEN.strip().splitlines())
+def test_broken_tables_are_refused(tmp_path: Path, case: str) -> None:
+    rows, text = case.split(" | ")
+    write_lines(tmp_path / "a.jsonl", json.loads(rows))
+    with pytest.raises(DataError) as caught:
+        ingest([tmp_path / "a.jsonl"], tmp_path / "out", reward="none")
+    assert text in str(caught.value)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+
+
+def test_options_of_tables_name_columns(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    for options, text in (
+        (
+            {"episode_id": "test"},
+            "--episode-id must name a column of the source, got 'test'; did you mean",
+        ),
+        ({"tokenize": {"test": template}}, "row 0: --tokenize must name a column of every row, got 'test'"),
+    ):
+        with pytest.raises(DataError, match=text):
+            open_source(source, **options)
+
+
+def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small files that are large in memory, deep nesting, and files cut anywhere."""
+    monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
+    table = arrow.table({"action": [[0.0] * 200_000] * 4, "reward": [[0.0] * 200_000] * 4})
+    write_arrow(tmp_path / "a.arrow", table, compression="zstd")
+    parquet.write_table(table, tmp_path / "a.parquet", compression="zstd")
+    line = b'{"action": [' + b"0, " * 1_000_000 + b"0]}\n"
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line))
+    for name in ("a.arrow", "a.parquet", "a.jsonl.gz"):
+        with pytest.raises(DataError, match="must hold at most 100 bytes for each of the"):
+            open_source(tmp_path / name)
+    (tmp_path / "deep.jsonl").write_text('{"action": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    with pytest.raises(DataError, match=r"deep.jsonl: line 1 must hold a JSON object per line"):
+        open_source(tmp_path / "deep.jsonl")
+    small = arrow.Table.from_pylist(episodes())
+    parquet.write_table(small, tmp_path / "b.parquet")
+    for path in (write_arrow(tmp_path / "b.arrow", small), tmp_path / "b.parquet"):
+        whole = path.read_bytes()
+        for length in (9, len(whole) // 2, len(whole) - 9):
+            path.write_bytes(whole[:length])
+            with pytest.raises(DataError, match=r"must be a readable|must hold at least one row"):
+                ingest([path], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    rllib = write_lines(tmp_path / "rllib.json", [{"type": "SampleBatch", "obs": [[0.0]], "rewards": [1.0]}])
+    with pytest.raises(DataError, match=r"must have a known layout.*table, and module:Class"):
+        open_source(rllib)
