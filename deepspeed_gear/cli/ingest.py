@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)",
     )
     parser.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        default=None,
+        help="read pickles, of which only arrays and builtins are made",
+    )
+    parser.add_argument(
         "--episode-length",
         type=int,
         metavar="N",

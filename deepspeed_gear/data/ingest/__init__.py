@@ -23,7 +23,10 @@ from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.minari import MinariReader
+from deepspeed_gear.data.ingest.npz import NpzReader
+from deepspeed_gear.data.ingest.pickles import PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
+from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
@@ -38,6 +41,9 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     D4rlReader,
     MinariReader,
     RobomimicReader,
+    NpzReader,
+    PickleReader,
+    RllibReader,
     TableReader,
 )
 READERS = {reader.format: reader for reader in _CLASSES}

@@ -1,4 +1,4 @@
-"""Arrays of steps, divided into episodes by the flags in them: D4RL and robomimic."""
+"""Arrays of steps, divided into episodes by the flags in them: D4RL, npz, pickles, robomimic and RLlib."""
 
 from __future__ import annotations
 
@@ -240,6 +240,7 @@ class ArrayReader(Reader):
     """Base of the formats whose arrays have rows for the steps of one or more environments."""
 
     takes: ClassVar[tuple[str, ...]] = ("episode_length",)
+    _num_bytes = 0  # of the arrays that were made so far
 
     @abstractmethod
     def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
@@ -254,6 +255,23 @@ class ArrayReader(Reader):
         for name, arrays, is_whole in self._streams():
             where = f"{self.path}: {name}: " if name else f"{self.path}: "
             yield Steps(where, arrays, self._keep, limit, is_whole)
+
+    def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
+        """Make an array of nested lists; those of a pickle may hold one list many times.
+
+        Lists of unequal lengths become an array of Python objects, which are left out or refused.
+        """
+        size, part = 8, value
+        for _ in range(64):  # dimensions
+            if not isinstance(part, (list, tuple)) or not part:
+                break
+            size, part = size * len(part), part[0]
+        self._num_bytes += size * int(getattr(part, "size", 1))
+        self.expansion.check(where, self._num_bytes, file_bytes)
+        try:
+            return np.asarray(value)
+        except ValueError:
+            return np.empty(len(value), object)
 
     def _describe(self) -> None:
         """Set the attributes of an open reader. Cost: a pass over flags, observations and next ones."""

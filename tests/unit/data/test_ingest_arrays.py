@@ -1,19 +1,32 @@
-"""Ingest of arrays of steps: robomimic, and D4RL without all flags."""
+"""Ingest of arrays: npz, pickles, robomimic, RLlib; flags inside, the last observation, hostile files."""
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
+import struct
+import sys
+import types
+import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from gear_support import run_command
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from deepspeed_gear.cli import ingest as command
+from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest import ingest, open_source
 from deepspeed_gear.errors import DataError
 
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
 Arrays = dict[str, Any]
 
 
@@ -23,13 +36,102 @@ def read(path: Path, **options: Any) -> list[Arrays]:
         return [arrays for _, arrays in reader.episodes()]
 
 
+def npz(path: Path, **arrays: Any) -> Path:
+    np.savez(path, **arrays)
+    return path
+
+
 def refusal(path: Path, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
         open_source(path, **options)
     return str(caught.value).replace(f"{path}", "FILE")
 
 
-def test_d4rl_without_timeouts(tmp_path: Path, d4rl: Callable[..., Any]) -> None:
+def test_imitation_trajectories(tmp_path: Path) -> None:
+    """A real file: its `terminal` is set at ends of both causes, and the time limit is 500 steps."""
+    source = EXAMPLES / "cartpole_expert.npz"
+    assert run_command(command, str(source), str(tmp_path / "out"), "--episode-length", "500", "--quiet") == 0
+    dataset = Dataset.open(tmp_path / "out")
+    with np.load(source) as file:
+        bounds = [0, *file["indices"], len(file["acts"])]
+        for i in range(57):
+            low, high = bounds[i : i + 2]
+            stored, is_cut = dataset.trajectory(i), high - low == 500
+            np.testing.assert_array_equal(stored["observation"], file["obs"][low + i : high + i + 1])
+            np.testing.assert_array_equal(stored["action"], file["acts"][low:high])
+            assert [stored["terminated"][-1], stored["truncated"][-1]] == [not is_cut, is_cut]
+    assert len(dataset) == 57
+    with open_source(source) as reader:
+        assert [note[:12] for note in reader.notes] == ["infos: not a", "end flags ar"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_rollouts_are_divided_by_their_flags(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+    """Against a loop over the environments, for all ways in which ends and last observations are given."""
+    steps, num, seed = (data.draw(st.integers(1, high)) for high in (12, 3, 99))
+    flags = data.draw(st.sampled_from(["both", "done+truncated", "done+terminated", "truncated"]))
+    last = data.draw(st.sampled_from(["next", "final", "more", "none"]))
+    rng = np.random.default_rng(seed)
+    states, finals = rng.normal(size=(steps + 1, num, 2)), rng.normal(size=(steps, num, 2))
+    actions, rewards = rng.integers(0, 5, (steps, num)), rng.normal(size=(steps, num))
+    terminated, truncated = rng.random((2, steps, num)) < 0.2
+    terminated &= flags != "truncated"
+    truncated &= ~terminated
+    ends = terminated | truncated
+    arrays: Arrays = {"obs": states if last in ("final", "more") else states[:-1]}
+    arrays |= {"actions": actions, "rewards": rewards}
+    arrays |= {"terminated": terminated} if flags in ("both", "done+terminated") else {}
+    arrays |= {"truncations": truncated} if flags in ("both", "done+truncated", "truncated") else {}
+    arrays |= {"dones": ends} if flags.startswith("done") else {}
+    if last == "next":
+        arrays["next_obs"] = np.where(ends[..., None], finals, states[1:])
+    if last == "final":
+        arrays["final_observation"] = np.where(ends[..., None], finals, 0)
+    expected = []
+    for n in range(num):
+        low = 0
+        for t in range(steps):
+            if not (ends[t, n] or t == steps - 1):
+                continue
+            high, is_end = t + 1, bool(ends[t, n])
+            after = finals[t, n] if is_end else states[t + 1, n]
+            if last == "none" or (last == "more" and is_end):  # not known
+                high -= not terminated[t, n]
+                after = states[high, n] if not terminated[t, n] else states[t, n]
+            rows = [*states[low:high, n], after]
+            if high > low:
+                expected.append((rows, actions[low:high, n], rewards[low:high, n], bool(terminated[t, n])))
+            low = t + 1
+    path = npz(tmp_path_factory.mktemp("rollout") / "a.npz", **arrays)
+    if num == 1:  # also without the axis of environments
+        path = npz(path, **{key: array[:, 0] for key, array in arrays.items()})
+    found = read(path)
+    assert len(found) == len(expected)
+    for episode, (rows, acts, gains, is_terminal) in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(episode["observation"], rows)
+        np.testing.assert_array_equal(episode["action"], acts)
+        np.testing.assert_array_equal(episode["reward"], gains)
+        kept = [False] * (len(acts) - 1)
+        assert episode["terminated"].tolist() == [*kept, is_terminal]
+        assert episode["truncated"].tolist() == [*kept, not is_terminal]
+
+
+def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None:
+    """Stable-Baselines' recordings, next observations after a reset, D4RL without timeouts."""
+    starts = np.array([1, 0, 0, 1, 0], bool)
+    steps: Arrays = {"obs": np.arange(5.0)[:, None], "actions": np.arange(5)[:, None], "rewards": np.ones(5)}
+    path = npz(tmp_path / "a.npz", **steps, episode_starts=starts, episode_returns=np.array([3.0, 2.0]))
+    assert [e["terminated"].tolist() for e in read(path)] == [[False, False, True], [False, True]]
+    found = read(npz(path, **steps, episode_starts=starts), episode_length=3)  # the last may go on
+    assert [(len(e["reward"]), bool(e["truncated"][-1])) for e in found] == [(2, True), (1, True)]
+    assert found[1]["observation"].tolist() == [[3.0], [4.0]]
+    states, ends = np.arange(7.0)[:, None], np.array([0, 1, 0, 0, 1, 0], bool)
+    arrays: Arrays = {"observations": states[:-1], "next_observations": states[1:], "actions": np.ones(6)}
+    with open_source(npz(path, **arrays, terminals=ends & (np.arange(6) < 2), timeouts=ends)) as reader:
+        assert "next observations at ends are those of the next episodes: not used there" in reader.notes
+        rows = [episode["observation"][:, 0].tolist() for _, episode in reader.episodes()]
+    assert rows == [[0, 1, 1], [2, 3, 4], [5, 6]]
     d4rl(tmp_path / "a.hdf5", (5, 2, 3), ("terminals", "terminals", ""), timeouts=None)
     flags = [
         (len(e["reward"]), e["terminated"][-1], e["truncated"][-1])
@@ -39,6 +141,106 @@ def test_d4rl_without_timeouts(tmp_path: Path, d4rl: Callable[..., Any]) -> None
     assert (
         refusal(tmp_path / "a.hdf5", mask="x") == "FILE: --mask must be for the format robomimic, got 'd4rl'"
     )
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """As imitation's."""
+
+    obs: np.ndarray
+    acts: np.ndarray
+    infos: Any
+    terminal: bool
+
+
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    """Of NumPy 1 and 2, of dicts and of imitation's class."""
+    rng, path = np.random.default_rng(protocol), tmp_path / "a.pkl"
+    obs, acts = rng.normal(size=(4, 2)), np.asfortranarray(rng.integers(0, 9, (3, 2)).astype(">i4"))
+    part = {"obs": obs, "acts": acts, "rews": [np.float32(1), 2, 3], "env": "door", "terminal": np.bool_(1)}
+    content = pickle.dumps([part, part], protocol)
+    imitation = types.ModuleType("imitation.data.types")
+    for name in ("imitation", "imitation.data", "imitation.data.types"):
+        monkeypatch.setitem(sys.modules, name, imitation)
+    imitation.Trajectory = Trajectory  # type: ignore[attr-defined]
+    monkeypatch.setattr(Trajectory, "__module__", "imitation.data.types")
+    objects = pickle.dumps([Trajectory(obs, acts, None, True)] * 2, protocol)
+    earlier = content.replace(b"numpy._core", b"numpy.core")
+    for name in (b"numpy.core.multiarray", b"numpy.core.numeric") if protocol > 3 else ():
+        earlier = earlier.replace(bytes([len(name) + 1]) + name, bytes([len(name)]) + name)
+    earlier = earlier[:2] + earlier[11:] if protocol > 3 else earlier  # without the frame's length
+    for made, has_reward in ((content, True), (earlier, True), (objects, False)):
+        path.write_bytes(made)
+        found = read(path, allow_pickle=True, columns=[])
+        assert len(found) == 2
+        for episode in found:
+            np.testing.assert_array_equal(episode["observation"], obs)
+            np.testing.assert_array_equal(episode["action"], acts)
+            assert episode["terminated"].tolist() == [False, False, True]
+            assert ("reward" in episode) == has_reward
+    assert "--allow-pickle reads the arrays in it" in refusal(path)
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return (eval, ("1 / 0",))
+
+
+def test_hostile_pickles_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pkl"
+    deep: Any = [0.0] * 10
+    for _ in range(9):
+        deep = [deep] * 10
+    cases = [
+        (pickle.dumps([Runs()]), "builtins.eval"),
+        (b"\x80\x04cos\nsystem\n.", "os.system"),
+        (b"\x80\x04cnumpy\nload\n.", "numpy.load"),
+        (b"\x80\x04]r" + struct.pack("<I", 2**31 - 1) + b".", "at least one step"),  # memo of 32 GiB
+        (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "only"),  # a bytearray of 1 TiB
+        (pickle.dumps([{"obs": deep, "acts": deep}]), "must hold at most 100 bytes for each"),
+        (pickle.dumps([{"obs": np.zeros(9)}])[:-40], "only"),
+        (pickle.dumps(3), "must be a dict of arrays, got 'int'"),
+    ]
+    for size in (2**40, -1):
+        old, new = (pickle.dumps((n,), 2)[2:-3] for n in (1, size))
+        cases.append(
+            (pickle.dumps(np.zeros(1), 2).replace(b"K\1" + old, b"K\1" + new), f"of shape ({size},)")
+        )
+    for content, text in cases:
+        path.write_bytes(content)
+        assert text in refusal(path, allow_pickle=True), content[:40]
+
+
+def test_hostile_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
+    path = tmp_path / "a.npz"
+    good: Arrays = {"obs": np.zeros((3, 2)), "actions": np.zeros(2), "dones": np.array([0, 1])}
+
+    def entry(content: bytes, kind: int = zipfile.ZIP_DEFLATED) -> str:
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            archive.writestr("obs.npy", content)
+        return refusal(path)
+
+    def header(shape: str) -> bytes:
+        text = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}}}\n".encode()
+        return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16)
+
+    for shape in ("(-2,)", "(1000000000000,)", "(3,)"):
+        assert "FILE: obs must have the size of its entry in the archive, 16 bytes" in entry(header(shape))
+    assert "must be stored or deflated" in entry(header("(2,)"), zipfile.ZIP_BZIP2)
+    assert "must hold at most 100 bytes" in entry(bytes(2 << 20))
+    assert "must be a readable npz file" in entry(b"no array")
+    objects = np.array([np.zeros((3, 2)), np.zeros((5, 2))], object)
+    path = npz(path, obs=objects, acts=np.array([np.ones(2), np.ones(4)], object))
+    assert refusal(path).startswith("FILE: obs must not be Python objects, got 'object'; --allow-pickle")
+    assert [len(episode["action"]) for episode in read(path, allow_pickle=True)] == [2, 4]
+    terminals = npz(path, obs=np.zeros((2, 1)), actions=np.zeros(2), terminals=np.zeros(2))
+    assert "timeouts must be in the source" in refusal(terminals)
+    longer = npz(path, **{**good, "obs": np.zeros(7)})
+    assert "FILE: obs must have 2 rows as actions has, got 7" in refusal(longer)
+    bad = {**good, "terminal": good.pop("dones")}
+    assert "indices must rise" in refusal(npz(path, **bad, indices=np.array([-1])))
 
 
 def test_robomimic(tmp_path: Path) -> None:
@@ -77,3 +279,51 @@ def test_robomimic(tmp_path: Path) -> None:
                 assert stored["terminated"].tolist() == [False] * (len(rows) - 2) + [True]
     assert "--mask must be a filter of the file, got 'trian'; did you mean" in refusal(path, mask="trian")
     assert "mask/gone must name demonstrations of the file, got ['demo_7']" in refusal(path, mask="gone")
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_rllib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool) -> None:
+    """Three episodes, interleaved and cut over lines and files; one does not end."""
+    frame = pytest.importorskip("lz4.frame") if is_packed else None
+
+    def pack(value: Any) -> Any:
+        return base64.b64encode(frame.compress(pickle.dumps(value, 5))).decode() if frame else value.tolist()
+
+    rng, folder = np.random.default_rng(1), tmp_path / "out"
+    truth = {episode: rng.normal(size=(length + 1, 2)) for episode, length in ((7, 5), (8, 1), (9, 4))}
+    rows = sorted((t, episode) for episode, states in truth.items() for t in range(len(states) - 1))
+    folder.mkdir()
+    for number, part in enumerate((rows[:4], rows[4:5], rows[5:])):
+        obs, new = (np.array([truth[episode][t + more] for t, episode in part]) for more in (0, 1))
+        ends = [t == len(truth[episode]) - 2 and episode != 9 for t, episode in part]
+        times, episodes = zip(*part, strict=True)
+        batch = {"type": "SampleBatch", "obs": pack(obs), "new_obs": pack(new), "actions": times, "t": times}
+        batch |= {"rewards": [1.0] * len(part), "terminateds": ends, "truncateds": [False] * len(part)}
+        batch |= {"eps_id": episodes, "agent_index": [0] * len(part), "infos": [{}] * len(part)}
+        with (folder / f"output-{number // 2}.json").open("a") as file:
+            file.write(json.dumps(batch) + "\n")
+    found = read(folder, allow_pickle=is_packed or None)
+    for episode, states in zip(found, truth.values(), strict=True):
+        np.testing.assert_array_equal(episode["observation"], states)
+        assert episode["action"].tolist() == list(range(len(states) - 1))
+        assert set(episode) == {"observation", "action", "reward", "terminated", "truncated"}
+    assert [bool(episode["truncated"][-1]) for episode in found] == [False, False, True]
+    monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
+    path, columns = tmp_path / "a.json", {"actions": [1]}
+    policies = {key: value for key, value in batch.items() if key != "type"}
+    path.write_text(json.dumps({"type": "MultiAgentBatch", "policy_batches": {"a": policies, "b": policies}}))
+    assert len(read(path, allow_pickle=True)) == 4
+    refused = [([1, 2], "must have as many rows in each column"), ("QQ==", "must be")]
+    if frame:
+        bomb = base64.b64encode(frame.compress(bytes(2 << 20))).decode()
+        refused += [(bomb, "must hold at most 100 bytes for each"), (pack(Runs()), "builtins.eval")]
+        refused += [(pack(np.zeros(3))[:-8], "must be base64 of an LZ4 frame")]
+    for value, error in refused:
+        path.write_text(json.dumps({"type": "SampleBatch", "obs": value, **columns}))
+        assert error in refusal(path, allow_pickle=True)
+    monkeypatch.setitem(sys.modules, "lz4.frame", None)
+    path.write_text(json.dumps({"type": "SampleBatch", "obs": "QQ==", **columns}))
+    assert "must be decompressed by LZ4; pip install lz4" in refusal(path, allow_pickle=True)
+    assert "obs must not be a pickle, as compressed columns are" in refusal(path)
+    path.write_text('{"type": "SampleBatch", "obs": [1]')
+    assert "line 1 must be the JSON of a SampleBatch" in refusal(path)

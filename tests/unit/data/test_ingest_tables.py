@@ -303,5 +303,5 @@ def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
                 ingest([path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     rllib = write_lines(tmp_path / "rllib.json", [{"type": "SampleBatch", "obs": [[0.0]], "rewards": [1.0]}])
-    with pytest.raises(DataError, match=r"must have a known layout.*table, and module:Class"):
+    with pytest.raises(DataError, match=r"rllib.json: trajectory 0 must have observations"):
         open_source(rllib)

@@ -1,0 +1,149 @@
+"""npz of arrays: imitation's trajectories, Stable-Baselines' recordings, and rollouts with flags inside."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy
+
+from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
+from deepspeed_gear.data.ingest.source_checks import DAMAGED
+from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader
+from deepspeed_gear.errors import DataError
+
+_NPY = ".npy"
+_DEFLATES = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+class NpzReader(ArrayReader):
+    """Reads npz files; all arrays are in memory.
+
+    - With `indices`: imitation's layout. Trajectories one after the other, divided before the actions
+      `indices`, each with one observation more than actions.
+    - Object arrays of actions: an array for each trajectory.
+    - Rewards or flags [T, N]: rollouts of N environments, whose arrays are [T, N, ...].
+    - Otherwise: steps [T] of one environment.
+    """
+
+    format = "npz"
+    takes = (*ArrayReader.takes, "allow_pickle")
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        try:
+            with zipfile.ZipFile(path) as archive:
+                return any(name.endswith(_NPY) for name in archive.namelist())
+        except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+            return False
+
+    def open(self) -> None:
+        """Read all arrays, and find the episodes."""
+        self._arrays = self._load()
+        self._describe()
+
+    def _load(self) -> Any:
+        arrays = {}
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                entries = [entry for entry in archive.infolist() if entry.filename.endswith(_NPY)]
+                num_bytes = sum(entry.file_size for entry in entries)
+                self.expansion.check(str(self.path), num_bytes, self.path.stat().st_size)
+                for entry in entries:
+                    name = entry.filename.removesuffix(_NPY)
+                    arrays[name] = self._read(name, archive, entry)
+        except Exception as error:  # a malformed file can raise any
+            if isinstance(error, DataError):
+                raise
+            raise DataError(str(self.path), "must be a readable npz file", str(error), DAMAGED) from error
+        return arrays
+
+    def _read(self, name: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:
+        """Read one array; its header may not declare another size than the archive does."""
+        where = f"{self.path}: {name}"
+        if entry.compress_type not in _DEFLATES:  # others decompress a block at once
+            rule = "must be stored or deflated, as np.savez_compressed writes it"
+            raise DataError(where, rule, entry.compress_type)
+        with archive.open(entry) as file:
+            read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+            shape, _, dtype = read[npy.read_magic(file)](file)
+            num_bytes = entry.file_size - file.tell()
+            if dtype.hasobject:
+                if self.options.get("allow_pickle"):
+                    return self._objects(where, load_pickle(where, file.read()))
+                if name.split("/")[0] in KINDS:
+                    raise DataError(where, "must not be Python objects", str(dtype), PICKLED)
+                return np.empty(0, object)  # left out with a note
+            if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
+                rule = f"must have the size of its entry in the archive, {num_bytes} bytes"
+                raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
+        with archive.open(entry) as file:
+            return npy.read_array(file, allow_pickle=False)
+
+    def _objects(self, where: str, values: Any) -> Any:
+        """Return an array of arrays, one for each trajectory."""
+        if not isinstance(values, np.ndarray) or values.ndim != 1:
+            raise DataError(where, "must be an array of a value for each trajectory", type(values).__name__)
+        found = np.empty(len(values), object)
+        for i, value in enumerate(values):
+            found[i] = self._as_array(where, value, self.path.stat().st_size)
+        return found
+
+    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+        yield from streams_of(str(self.path), self._arrays)
+
+
+def streams_of(where: str, arrays: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield the steps of arrays of several trajectories or environments, as `ArrayReader._streams`."""
+    kinds = {KINDS.get(key.split("/")[0], ""): array for key, array in reversed(arrays.items())}
+    action, state = kinds.get("action"), kinds.get("observation")
+    if action is None or state is None or not action.ndim or not state.ndim:
+        yield "", arrays, False  # which names what is missing
+        return
+    if "indices" in arrays:
+        yield from _trajectories(where, arrays, len(action))
+        return
+    if action.dtype.kind == "O":
+        for i in range(len(action)):
+            parts = {key: a[i] for key, a in arrays.items() if a.shape[:1] == action.shape}
+            yield f"trajectory {i}", parts, True
+        return
+    flat = next((kinds[kind] for kind in ("reward", *FLAG_KINDS) if kind in kinds), np.empty(0))
+    num = len(flat[0]) if flat.ndim == 2 and len(flat) else 0
+    if num > 1 or (num == 1 and state.ndim > 2 and state.shape[1] == 1):
+        for i in range(num):
+            rows = (len(flat), len(flat) + 1)
+            parts = {
+                key: array[:, i] if array.ndim > 1 and array.shape[1] == num and len(array) in rows else array
+                for key, array in arrays.items()
+            }
+            yield f"environment {i}", parts, False
+        return
+    yield "", arrays, False
+
+
+def _trajectories(
+    where: str, arrays: dict[str, Any], num_steps: int
+) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Yield imitation's trajectories; `terminal` has a value for each."""
+    indices = arrays["indices"]
+    if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
+        raise DataError(f"{where}: indices", "must be the first actions of trajectories", list(indices.shape))
+    bounds = [0, *indices.tolist(), num_steps]
+    if any(low >= high for low, high in pairwise(bounds)):
+        raise DataError(f"{where}: indices", f"must rise, from 1 to {num_steps - 1}", bounds[1:-1][:8])
+    lengths = {num_steps + len(bounds) - 1: 1, num_steps: 0}  # rows more than actions in each trajectory
+    for i, (low, high) in enumerate(pairwise(bounds)):
+        parts = {}
+        for key, array in arrays.items():
+            if KINDS.get(key) == "done" and array.shape == (len(bounds) - 1,):
+                parts[key] = array[i]
+            elif key != "indices":
+                more = lengths.get(len(array), 0) if array.ndim and KINDS.get(key) == "observation" else 0
+                parts[key] = array[low + i * more : high + (i + 1) * more] if array.ndim else array
+        yield f"trajectory {i}", parts, True

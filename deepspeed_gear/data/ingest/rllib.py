@@ -1,0 +1,139 @@
+"""RLlib JSON: a line for each sample batch, with fragments of several episodes."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
+from deepspeed_gear.data.ingest.step_arrays import ArrayReader
+from deepspeed_gear.errors import DataError
+
+_TYPES = ("SampleBatch", "MultiAgentBatch")
+_HEAD_BYTES = 4096
+_PART_BYTES = 1 << 24
+_PLACES = ("eps_id", "agent_index", "t", "unroll_id", "env_id")  # where a row is from
+
+
+class RllibReader(ArrayReader):
+    """Reads the files of RLlib's JsonWriter, or a folder of them; all arrays are in memory.
+
+    A trajectory has the rows of one policy, `eps_id` and `agent_index`, also of several lines, while `t`
+    counts on; without `eps_id`, those of a line. Compressed columns are base64, LZ4 frames and pickles.
+    """
+
+    format = "rllib"
+    takes = (*ArrayReader.takes, "allow_pickle")
+
+    @classmethod
+    def recognises(cls, path: Path) -> bool:
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not files or not files[0].is_file():
+            return False
+        with files[0].open("rb") as file:
+            head = file.read(_HEAD_BYTES)
+        return re.match(rb'\s*\{.*"type":\s*"(SampleBatch|MultiAgentBatch)"', head, re.S) is not None
+
+    def open(self) -> None:
+        """Read all lines, and join the fragments of each episode."""
+        files = sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]
+        self._file_bytes = sum(file.stat().st_size for file in files)
+        fragments: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for file in files:
+            with file.open("rb") as lines:
+                for number, line in enumerate(lines, 1):
+                    where = f"{file}: line {number}"
+                    for policy, columns in self._batches(where, line).items():
+                        for place, rows in self._fragments(where, columns):
+                            fragments.setdefault((policy, *place), []).append(rows)
+        self._trajectories = [part for parts in fragments.values() for part in self._joined(parts)]
+        self._describe()
+
+    def _batches(self, where: str, line: bytes) -> dict[str, dict[str, Any]]:
+        """Return the columns of a line by policy."""
+        if not line.strip():
+            return {}
+        try:
+            batch = parse_json(line)
+            batches = batch["policy_batches"] if batch["type"] == _TYPES[1] else {"": batch}
+            columns = {name: dict(part) for name, part in batches.items()}
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            rule = "must be the JSON of a SampleBatch or MultiAgentBatch"
+            raise DataError(where, rule, repr(error)[:200]) from error
+        if batch["type"] not in _TYPES:
+            raise DataError(f"{where}: type", f"must be one of {', '.join(_TYPES)}", batch["type"])
+        columns.get("", {}).pop("type", None)
+        return columns
+
+    def _fragments(self, where: str, columns: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield where rows are from, episode and agent, and those of the same that follow each other."""
+        arrays = {}
+        for key, value in columns.items():
+            value = self._unpack(f"{where}: {key}", value) if isinstance(value, str) else value
+            arrays[key] = self._as_array(f"{where}: {key}", value, self._file_bytes)
+        lengths = {len(array) for array in arrays.values() if array.ndim}
+        if len(lengths) != 1:
+            shapes = {key: list(array.shape) for key, array in arrays.items()}
+            raise DataError(where, "must have as many rows in each column", shapes)
+        arrays = {key: array for key, array in arrays.items() if array.ndim}
+        for key in set(arrays).intersection(_PLACES[:3]):
+            if arrays[key].ndim != 1 or arrays[key].dtype.kind not in "iuf":
+                raise DataError(f"{where}: {key}", "must be a number per step", list(arrays[key].shape))
+        if "eps_id" not in arrays:
+            yield (where,), arrays
+            return
+        places = np.stack([arrays[key] for key in _PLACES[:2] if key in arrays], axis=1)
+        changes = np.flatnonzero((places[1:] != places[:-1]).any(axis=1)) + 1
+        for low, high in pairwise([0, *changes.tolist(), len(places)]):
+            yield tuple(places[low].tolist()), {key: a[low:high] for key, a in arrays.items()}
+
+    def _unpack(self, where: str, text: str) -> Any:
+        """Return a compressed column; its size is checked before it is in memory."""
+        if not self.options.get("allow_pickle"):
+            raise DataError(where, "must not be a pickle, as compressed columns are", None, PICKLED)
+        try:
+            import lz4.frame
+        except ImportError:
+            raise DataError(where, "must be decompressed by LZ4", None, "pip install lz4") from None
+        try:
+            packed, content = base64.b64decode(text, validate=True), io.BytesIO()
+            decoder = lz4.frame.LZ4FrameDecompressor()
+            while not decoder.eof:
+                part = decoder.decompress(packed, max_length=_PART_BYTES)
+                if not part and not decoder.eof:
+                    raise EOFError("the frame is cut off")
+                packed = b""
+                self._num_bytes += content.write(part)
+                self.expansion.check(where, self._num_bytes, self._file_bytes)
+        except (ValueError, RuntimeError, EOFError) as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(where, "must be base64 of an LZ4 frame", str(error)) from error
+        return load_pickle(where, content.getvalue())
+
+    def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the rows of an episode in the order of `t`, as many as follow each other."""
+        try:
+            rows = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+        except (ValueError, KeyError) as error:
+            raise DataError(str(self.path), "must have the same columns in all lines", repr(error)) from error
+        bounds = [0, len(next(iter(rows.values())))]
+        if "eps_id" in rows and "t" in rows:
+            order = np.argsort(rows["t"], kind="stable")
+            rows = {key: array[order] for key, array in rows.items()}
+            bounds[1:1] = (np.flatnonzero(np.diff(rows["t"]) != 1) + 1).tolist()
+        for low, high in pairwise(bounds):
+            yield {key: array[low:high] for key, array in rows.items()}
+
+    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+        for i, arrays in enumerate(self._trajectories):
+            is_whole = "eps_id" in arrays
+            yield f"trajectory {i}", {key: a for key, a in arrays.items() if key not in _PLACES}, is_whole
