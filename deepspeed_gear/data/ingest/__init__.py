@@ -22,6 +22,7 @@ from deepspeed_gear.data.dataset_writer import SOURCE, DatasetWriter, check_dest
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.exported import ExportedReader
+from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader
 from deepspeed_gear.data.ingest.pickles import PickleReader
@@ -30,7 +31,7 @@ from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.errors import ConfigError, DataError, near_name
+from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     D4rlReader,
     MinariReader,
     RobomimicReader,
+    LerobotReader,
     NpzReader,
     PickleReader,
     RllibReader,
@@ -199,9 +201,8 @@ def ingest(
     with ExitStack() as stack:
         opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
         readers = [stack.enter_context(reader) for reader in opened]
-        changes: dict[str, Any] = {
-            name: options.get(name) for name in ("dtype", "rename", "role", "reward") if name in options
-        }
+        names = "dtype", "rename", "role", "reward"
+        changes: dict[str, Any] = {name: options.get(name) for name in names if name in options}
         outputs = [OutputColumns(reader, **changes) for reader in readers]
         schema = _common_schema(outputs, known)
         if options.get("allow_nan") or (known is not None and any(c.allow_nan for c in known.schema)):
@@ -210,16 +211,14 @@ def ingest(
             for reader in readers:
                 for note in (f"read as format {reader.format}", *reader.notes):
                     print(f"{reader.path}: {note}", file=sys.stderr)
-        source: dict[str, Any] = {
-            "sources": [{**reader.description, "notes": reader.notes} for reader in readers]
-        }
+        described = [{**reader.description, "notes": reader.notes} for reader in readers]
+        source: dict[str, Any] = {"sources": described}
         if changed := {name: value for name, value in changes.items() if value}:
             source["options"] = changed
-        total = (
-            sum(reader.num_steps for reader in readers) or None
-        )  # not known of exported files, and of rows with a schema
+        total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
-        bar = stack.enter_context(shown)
+        bar, num_bytes = stack.enter_context(shown), 0
+        episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
         made = DatasetWriter(dest, schema, split=split, overwrite=overwrite, append=append, source=source)
         with made as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
@@ -230,6 +229,8 @@ def ingest(
                         writer.add(arrays, name, split_by_flags=True)
                     else:
                         writer.add(arrays, name)
+                    num_bytes += length * schema.row_bytes + episode_bytes
+                    bar.set_postfix_str(show_bytes(num_bytes), refresh=False)
                     bar.update(length)
             return writer.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from deepspeed_gear.data.ingest.reader import (
     Reader,
     column_name,
     convert,
+    decode_images,
     end_episode,
     make_column,
     open_hdf5,
@@ -43,23 +43,6 @@ _DESCRIBED = ("dataset_id", "minari_version", "algorithm_name", "author", "code_
 _JPEG = b"\xff\xd8\xff"
 _ARROW_MAGIC_BYTES = 8  # of a file, before the messages
 _BATCH_ROWS = 1024
-
-
-def decode_jpeg(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
-    """Decode Minari's image observations. Returns [N, height, width(, channels)], uint8."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError(where, "must be decoded from JPEG", None, "pip install pillow") from None
-    try:
-        images = [Image.open(io.BytesIO(frame)) for frame in frames]  # reads the headers
-        pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
-        expansion.check(where, pixels, sum(map(len, frames)))
-        return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(where, "must hold images of one size", str(error)) from error
 
 
 class Hdf5Store:
@@ -99,7 +82,7 @@ class Hdf5Store:
         ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
         if ragged or packed:
-            return decode_jpeg(where, [row.tobytes() for row in rows], self._expansion)
+            return decode_images(where, [row.tobytes() for row in rows], self._expansion)
         return rows
 
 
@@ -353,7 +336,7 @@ class TableStore:
             remedy = "leave it out with --columns"
             raise DataError(where, "must not have empty values", array.null_count, remedy)
         if self._arrow.types.is_binary(array.type):
-            return decode_jpeg(where, array.to_pylist(), self._expansion)
+            return decode_images(where, array.to_pylist(), self._expansion)
         if not self._arrow.types.is_fixed_size_list(array.type):
             return np.asarray(array.to_numpy(zero_copy_only=False))
         size = array.type.list_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -172,6 +173,25 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
     """
     stored_dtype(where, array.dtype, LEAVE_OUT)
     return cast(array, column, where, LEAVE_OUT if column.role == "other" else CORRECT)
+
+
+def decode_images(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
+    """Decode JPEG or PNG files. Returns [N, height, width(, channels)], uint8."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise DataError(where, "must be decoded, as it holds images", None, "pip install pillow") from None
+    try:
+        images = [Image.open(io.BytesIO(frame)) for frame in frames]  # reads the headers
+        pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
+        expansion.check(where, pixels, sum(map(len, frames)))
+        if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:  # 16 bits, palettes
+            raise ValueError(f"an image of mode {images[0].mode}")
+        return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(where, "must hold images of one size, with 8 bits a channel", str(error)) from error
 
 
 def open_hdf5(path: Path) -> h5py.File:

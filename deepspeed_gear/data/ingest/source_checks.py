@@ -22,6 +22,7 @@ MAX_EXPANSION = 100.0  # default: bytes of arrays for each byte of their files
 FLOOR_BYTES = 256 << 20  # which any source may take: constant columns compress by more
 DAMAGED = "the file is damaged or incomplete; copy it again"
 _OWN = "take a source that holds its data itself"
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class Expansion:
@@ -48,9 +49,19 @@ def check_source(path: Path, expansion: Expansion) -> None:
             arrays that are too large for it; names file and key.
     Cost: the links and headers of all files; no array is read.
     """
+    if path.is_file():
+        check_no_pointer(path)
     for file in [path] if path.is_file() else _files_in(path):
         if h5py.is_hdf5(file):
             _check_hdf5(file, expansion)
+
+
+def check_no_pointer(path: Path) -> None:
+    """Raise if a file is a Git LFS pointer, which a clone without git-lfs has in place of the data."""
+    with path.open("rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            remedy = "run git lfs pull in the clone that it is from"
+            raise DataError(str(path), "must be the data themselves", "a Git LFS pointer", remedy)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

@@ -126,8 +126,8 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
     (made := tmp_path / "made").mkdir()
     (made / "schema.json").write_text("{}")
     assert refused(made, dest) == f"{made} must not be a data set already; train from it as it is"
-    assert refused(other, dest, format="rlds") == (
-        f"format must be one of auto, {', '.join(READERS)}, or module:Class, got 'rlds'; "
+    assert refused(other, dest, format="rosbag") == (
+        f"format must be one of auto, {', '.join(READERS)}, or module:Class, got 'rosbag'; "
         "docs/how-to/add-an-ingest-format.md adds one"
     )
     assert refused(other, dest, format="d4lr").endswith(", got 'd4lr'; did you mean 'd4rl'?")

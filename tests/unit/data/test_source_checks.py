@@ -17,8 +17,7 @@ import pytest
 
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.ingest import ingest, open_source, source_checks
-from deepspeed_gear.data.ingest.minari import decode_jpeg
-from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.reader import Reader, decode_images
 from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.replay.preview import read_lengths
@@ -200,10 +199,10 @@ def test_images_are_bounded_before_they_are_decoded() -> None:
     sink = io.BytesIO()
     image.new("RGB", (3000, 3000)).save(sink, "JPEG")
     with pytest.raises(DataError, match="it must hold at most 100 bytes for each"):
-        decode_jpeg("it", [sink.getvalue()] * 100, Expansion())
+        decode_images("it", [sink.getvalue()] * 100, Expansion())
     small = io.BytesIO()
     image.new("RGB", (8, 8)).save(small, "JPEG")
-    assert decode_jpeg("it", [small.getvalue()] * 2, Expansion()).shape == (2, 8, 8, 3)
+    assert decode_images("it", [small.getvalue()] * 2, Expansion()).shape == (2, 8, 8, 3)
 
 
 def test_lengths_are_no_archive(tmp_path: Path) -> None:

@@ -1,0 +1,234 @@
+"""Ingest of LeRobot data sets: one that LeRobot wrote, layouts that the test writes, and broken ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.data.ingest.read_ahead import read_ahead
+from deepspeed_gear.errors import DataError
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data" / "lerobot_v3"
+FRONT = "observation.images.front"
+DIGESTS = {  # of the values that LeRobot's own reader (0.6.1) returns for the example, frame by frame
+    "observation.state": "24cb3ceb1fc40ff6",
+    "observation.matrix": "80717a9ef329195b",
+    "action": "2de191fd6d39dba3",
+    "observation.images.wrist": "6ffdbc3f882cddcb",
+    "reward": "440cdd7cc586004f",
+    "next.success": "12ba5a4712202d7d",
+    "timestamp": "09934e32ebd01892",
+    "task_index": "942306482f6de352",
+}
+LENGTHS, TASKS = (1, 7, 33, 4, 12), ["lift", "place it", "wait"]
+
+
+def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    dataset = ingest([EXAMPLE], tmp_path / "out")
+    assert dataset.lengths.tolist() == [5, 8, 11, 14]
+    for name, digest in DIGESTS.items():
+        values = dataset.columns[name]
+        values = values.astype(np.float32) if name == "observation.matrix" else values  # as its reader does
+        assert hashlib.sha256(np.ascontiguousarray(values)).hexdigest()[:16] == digest, name
+    red, tray = b"reach the red block", b"place it on the tray"
+    assert [dataset.trajectory(i)["task"] for i in range(4)] == [red, red + b"\n" + tray, red, tray]
+    ends = np.cumsum(dataset.lengths) - 1  # done without success is a time limit
+    assert np.flatnonzero(dataset.columns["terminated"]).tolist() == ends[[0, 2]].tolist()
+    assert np.flatnonzero(dataset.columns["truncated"]).tolist() == ends[[1, 3]].tolist()
+    for number, steps in enumerate(dataset.lengths.tolist()):  # which one video holds
+        frames = dataset.trajectory(number)[FRONT].astype(np.float64)
+        # Blue is 25 t all over the frame, and green rises by 40 with each episode at the upper edge.
+        np.testing.assert_allclose(frames[..., 2].mean((1, 2)), 25 * np.arange(steps) % 256, atol=9)
+        np.testing.assert_allclose(frames[:, 0, :, 1].mean(1), 40 * number, atol=12)
+
+
+def write(root: Path, version: str, lengths: Sequence[int], per_file: int = 1, **columns: Any) -> None:
+    """Write a set with the columns of all frames; tasks change in the middle of episodes."""
+    total, ends, many = sum(lengths), np.cumsum(lengths), version == "v3.0"
+    frame = np.arange(total) - np.repeat(ends - lengths, lengths)
+    arrays = {**columns, "timestamp": (frame / 10).astype(np.float32), "frame_index": frame}
+    arrays["episode_index"] = np.repeat(np.arange(len(lengths)), lengths)
+    arrays["task_index"] = np.arange(total) // 3 % 3
+    features: dict[str, Any] = {"note": {"dtype": "string", "shape": [1]}}
+    features |= {key: {"dtype": str(a.dtype), "shape": a.shape[1:] or (1,)} for key, a in arrays.items()}
+    path = (
+        "data/{chunk_index:03d}/{file_index:03d}" if many else "data/{episode_chunk:03d}/{episode_index:03d}"
+    )
+    info = {
+        "codebase_version": version,
+        "features": features,
+        "chunks_size": 2,
+        "total_episodes": len(lengths),
+    }
+    table = pa.table({key: pa.array(a.tolist(), _type(a)) for key, a in arrays.items()})
+    rows = []
+    for number, steps in enumerate(lengths):
+        place = {"chunk_index": 0, "file_index": number // per_file}
+        rows.append({"episode_index": number, "length": steps, "tasks": TASKS})
+        rows[-1] |= {f"data/{key}": value for key, value in place.items()} if many else {}
+        if number % per_file == 0:
+            place |= {"episode_chunk": number // 2, "episode_index": number}
+            low, high = int(ends[number]) - steps, int(ends[min(number + per_file, len(lengths)) - 1])
+            file = root / f"{path}.parquet".format(**place)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            pq.write_table(table.slice(low, high - low), file, row_group_size=5)
+    (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
+    (root / "meta" / "info.json").write_text(json.dumps({**info, "data_path": f"{path}.parquet"}))
+    texts = [{"task_index": i, "task": text} for i, text in enumerate(TASKS)]
+    for name, entries in (("episodes/chunk-000/file-000" if many else "episodes", rows), ("tasks", texts)):
+        if many:
+            pq.write_table(pa.Table.from_pylist(entries), root / "meta" / f"{name}.parquet")
+        else:
+            lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+            (root / "meta" / f"{name}.jsonl").write_text(lines)
+
+
+def _type(array: np.ndarray) -> Any:
+    kind = pa.from_numpy_dtype(array.dtype)
+    for size in reversed(array.shape[1:]):
+        kind = pa.list_(kind, size) if size % 2 else pa.list_(kind)
+    return kind
+
+
+def some_columns() -> dict[str, np.ndarray]:
+    rng, ends = np.random.default_rng(3), np.zeros(sum(LENGTHS), bool)
+    ends[np.cumsum(LENGTHS) - 1] = True
+    return {
+        "observation.state": rng.standard_normal((len(ends), 3)).astype(np.float32),
+        "observation.map": rng.integers(0, 9, (len(ends), 2, 3)),
+        "action": rng.standard_normal((len(ends), 4)),
+        "next.reward": rng.standard_normal(len(ends)).astype(np.float32),
+        "next.done": ends,
+        "next.truncated": ends & (np.arange(len(ends)) % 2 == 0),
+    }
+
+
+def test_all_layouts_give_the_rows_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes of any number per file, in row groups and batches that divide them."""
+    monkeypatch.setattr("deepspeed_gear.data.ingest.lerobot._BATCH_ROWS", 7)
+    given, made = some_columns(), []
+    for name, version, per_file in (("a", "v2.1", 1), ("b", "v3.0", 2), ("c", "v3.0", 5), ("d", "v2.0", 1)):
+        write(tmp_path / name, version, LENGTHS, per_file, **given)
+        made.append(ingest([tmp_path / name], tmp_path / f"out_{name}"))
+    assert len({dataset.fingerprint for dataset in made}) == 1
+    done, truncated = given.pop("next.done"), given.pop("next.truncated")
+    expected = {"terminated": done & ~truncated, "truncated": truncated, **given}
+    for key, values in expected.items():
+        np.testing.assert_array_equal(made[0].columns[key.removeprefix("next.")], values)
+    assert made[0].lengths.tolist() == list(LENGTHS)
+    assert made[0].trajectory(1)["task"] == b"lift\nplace it\nwait"
+    assert "note is text per frame, which no column holds: left out" in made[0].source["sources"][0]["notes"]
+
+
+def _info(**changes: Any) -> Callable[[Path], None]:
+    def edit(root: Path) -> None:
+        path = root / "meta" / "info.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def _rows(key: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
+    def edit(root: Path) -> None:
+        table = pq.read_table(root / SECOND)
+        changed = pa.array(change(table[key].to_pylist()))
+        pq.write_table(table.set_column(table.column_names.index(key), key, changed), root / SECOND)
+
+    return edit
+
+
+FIRST, SECOND = "data/000/000.parquet", "data/000/001.parquet"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
+PATH = "data_path must be a path below the folder, with episode_chunk, episode_index in braces, got"
+BROKEN: list[tuple[Callable[[Path], Any], str]] = [
+    (lambda root: (root / FIRST).write_text(POINTER), f"{FIRST} must be the data themselves, got 'a Git LFS"),
+    (lambda root: (root / FIRST).write_text("PAR1"), f"{FIRST} must be a readable Parquet file"),
+    (lambda root: (root / SECOND).unlink(), f"{SECOND} must exist; the data set is incomplete"),
+    (lambda root: shutil.copy(root / FIRST, root / SECOND), f"{SECOND} must have the 7 rows of its episodes"),
+    (_info(codebase_version="v1.6"), "codebase_version must be one of v2.0, v2.1, v3.0, got 'v1.6'"),
+    (_info(total_episodes=6), "episodes must list total_episodes = 6 episodes, and at least one, got 5"),
+    (_info(data_path="../{episode_index:03d}"), PATH),
+    (_info(data_path="{episode_index:099999999d}"), PATH),
+    (_info(data_path="{episode_index.__class__}"), PATH),
+    (_rows("frame_index", lambda rows: rows[::-1]), "frame_index, episode 1 must be 0 at step 0, got 6"),
+    (_rows("episode_index", lambda rows: [*rows[1:], 2]), "episode_index, episode 1 must be 1 at step 6"),
+    (_rows("task_index", lambda rows: [3] * 7), "task_index, episode 1 must be a task of the"),
+    (_rows("action", lambda rows: [None, *rows[1:]]), "action, episode 1 must not have empty values, got 1"),
+    (
+        _rows("action", lambda rows: [[], rows[1] * 2, *rows[2:]]),
+        "action, episode 1 must have lists of shape [4]",
+    ),
+    (_rows("action", lambda rows: [0.0] * 7), "action, episode 1 must have rows of shape [4]"),
+]
+
+
+@pytest.mark.parametrize(("edit", "text"), BROKEN, ids=range(len(BROKEN)))
+def test_broken_sets_are_refused(tmp_path: Path, edit: Callable[[Path], Any], text: str) -> None:
+    write(tmp_path / "set", "v2.1", LENGTHS, **some_columns())
+    edit(tmp_path / "set")
+    with pytest.raises(DataError) as caught:
+        ingest([tmp_path / "set"], tmp_path / "out")
+    assert text in str(caught.value)
+    assert os.listdir(tmp_path) == ["set"]
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        (range(7), ""),
+        (range(6), "episode 0 must have 7 frames, one for each row, got 6"),
+        (range(8), "episode 0 must have 7 frames, one for each row, got 8"),
+        ((0, 1, 2, 4, 5, 6, 7), "episode 0 must have frame 3 at 0.300000 s, got '0.400000 s'"),
+    ],
+)
+def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], text: str) -> None:
+    """Frames are at tenths of a second; the brightness of each is 20 times its number."""
+    av = pytest.importorskip("av")
+    source, shape = tmp_path / "set", {"shape": [3, 16, 32], "names": ["channels", "height", "width"]}
+    write(source, "v2.1", [7], action=np.zeros((7, 1)))
+    _info(features={FRONT: {"dtype": "video", **shape}}, video_path="{video_key}.mp4")(source)
+    with av.open(str(source / f"{FRONT}.mp4"), "w") as file:
+        stream = file.add_stream("mpeg4", 10, width=32, height=16, pix_fmt="yuv420p")
+        for number, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), 20 * number, np.uint8), format="rgb24")
+            frame.pts = time
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode(None))
+    with pytest.raises(DataError) as caught:
+        ingest([source], tmp_path / "out", **({"reward": "none"} if text else {}))
+    assert (text or "--reward must be given, as the source has no rewards") in str(caught.value)
+    if not text:
+        frames = ingest([source], tmp_path / "out", reward="none").columns[FRONT]
+        assert frames.shape == (7, 16, 32, 3)
+        np.testing.assert_allclose(frames.mean((1, 2, 3)), 20 * np.arange(7), atol=3)
+
+
+def test_reading_ahead_keeps_order_bound_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deepspeed_gear.data.ingest.read_ahead._AHEAD_BYTES", 10)
+    started: list[int] = []
+
+    def read(item: int) -> int:
+        started.append(item)
+        if item == 7:
+            raise DataError("item 7", "must be readable")
+        return item
+
+    results = read_ahead(read, range(100), lambda item: 3 if item != 5 else 50)
+    for item in range(7):
+        assert next(results) == item
+        assert max(started) <= item + 4
+    with pytest.raises(DataError, match="item 7"):
+        next(results)
+    assert max(started) <= 11
