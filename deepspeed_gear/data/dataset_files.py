@@ -198,7 +198,7 @@ class ArrayFile:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
-    # Indented JSON is written by Python and not by C: 30 s for the statistics of images of 172,800 values.
+    # Indented JSON is written by Python and not by C: about 10 s more for images of 172,800 values.
     indent = None if path.name == STATS_FILE else 1
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(data, indent=indent, allow_nan=False))
