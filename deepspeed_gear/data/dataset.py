@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.utils.data
 from numpy.typing import NDArray
+from torch.utils.data import Dataset as MapDataset
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset_files import (
@@ -37,7 +37,7 @@ from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column, Schema
 
 
-class Dataset(torch.utils.data.Dataset[dict[str, Any]]):
+class Dataset(MapDataset[dict[str, Any]]):
     """A data set on disk: read-only and memory-mapped, so it may be larger than memory.
 
     It is a map-style data set of PyTorch: item i is trajectory i, as tensors. `trajectory` and `columns` are
