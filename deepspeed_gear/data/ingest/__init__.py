@@ -245,7 +245,7 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
     if known is not None:
         pairs.append((known.path, tuple(c for c in known.schema if c != SOURCE), first))
     for path, columns, other in pairs:
-        here, there = ({c.name: replace(c, allow_nan=False) for c in of} for of in (columns, other.columns))
+        here, there = ({c.name: _without_bounds(c) for c in of} for of in (columns, other.columns))
         for name in {**here, **there}:
             if here.get(name) != there.get(name):
                 rule = f"must be as in {path}, {_describe(here.get(name))}"
@@ -257,7 +257,18 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
         rule = "must not have the name of a derived column"
         remedy = "leave it out with --columns, or give it another name with --rename"
         raise DataError(f"{first.reader.path}: {SOURCE.name}", rule, None, remedy)
-    return Schema([*first.columns, *((SOURCE,) if has_several else ())])
+    given = [c for output in outputs for c in output.columns] if known is None else [*known.schema]
+    widest = [
+        max((c for c in given if c.name == one.name), key=lambda c: c.max_bytes) for one in first.columns
+    ]
+    return Schema([*widest, *((SOURCE,) if has_several else ())])
+
+
+def _without_bounds(column: Column) -> Column:
+    """Return a column as sources must agree in it: without `allow_nan` and the size of the longest value."""
+    if column.is_opaque:
+        return Column(column.name, column.dtype, rows="1", max_bytes=1)
+    return replace(column, allow_nan=False)
 
 
 def _describe(column: Column | None) -> str:

@@ -93,6 +93,20 @@ def test_every_form_gives_the_same_data_set(tmp_path: Path) -> None:
         assert stored["return"] == np.sum(row["reward"])
 
 
+def test_several_tables_have_room_for_the_longest_text(tmp_path: Path) -> None:
+    """Also where one is added to a data set whose texts are longer; longer ones than it has do not fit."""
+    for name, text in (("a", "12"), ("b", "1234"), ("c", "123456")):
+        write_lines(tmp_path / f"{name}.jsonl", [{"action": [1], "reward": [1], "task": text}])
+    a, b, c = (tmp_path / f"{name}.jsonl" for name in "abc")
+    data = ingest([a, b], tmp_path / "out")
+    assert data.schema["task"].max_bytes == 4
+    data = ingest([a], tmp_path / "out", append=True)
+    assert [data.trajectory(i)["task"] for i in range(3)] == [b"12", b"1234", b"12"]
+    with pytest.raises(DataError, match="column task must have at most max_bytes = 4 bytes, got 6"):
+        ingest([c], tmp_path / "out", append=True)
+    assert len(Dataset.open(tmp_path / "out")) == 3
+
+
 def step_rows() -> Iterator[dict[str, Any]]:
     for number, row in enumerate(episodes()):
         for step in range(LENGTHS[number]):
