@@ -37,7 +37,12 @@ def read_bytes() -> int:
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process holds, shared memory included."""
+    """Return the bytes of memory that this process uses, shared memory included.
+
+    What earlier jobs have left is freed first: the next one would get it for nothing.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -157,13 +162,12 @@ def stored(module: Any, options: dict[str, Any]) -> Sampled:
 
 def larger(module: Any, options: dict[str, Any]) -> Sampled:
     """Open what was written, none of it in the page cache, as a member of the system's control group."""
-    gc.collect()  # a page that is mapped stays
+    resident()  # a page that is mapped stays; what the process holds and does not use would be free of charge
     for path in _own(module, options).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    ctypes.CDLL(None).malloc_trim(0)  # what the process holds and does not use would be free of charge
     (_own(module, {"folder": options.pop("group")}) / "cgroup.procs").write_text("0")
     kind = "read" if hasattr(module, "read") else "stored"
     return Sampled(kind, module, {**options, "folder": _own(module, options)}, checked=1)
