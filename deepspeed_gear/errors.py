@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -21,6 +22,24 @@ class GearError(Exception):
         self.name, self.rule, self.value, self.remedy = name, rule, value, remedy
         got = "" if value is None else f", got {value!r}"
         super().__init__(f"{name} {rule}{got}" + (f"; {remedy}" if remedy else ""))
+
+    @classmethod
+    @contextmanager
+    def on(
+        cls, name: str, rule: str, *kinds: type[Exception], value: Any = None, remedy: str | None = None
+    ) -> Iterator[None]:
+        """Raise exceptions of these kinds, as libraries raise them, as this error; itself it stays.
+
+        With a remedy the exception's text is the value, else it is the remedy.
+        """
+        try:
+            yield
+        except cls:
+            raise
+        except kinds as error:
+            if remedy is None:
+                raise cls(name, rule, value, str(error)) from error
+            raise cls(name, rule, str(error), remedy) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by parts, so that an error crosses a process group unchanged."""

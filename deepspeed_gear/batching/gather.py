@@ -158,31 +158,6 @@ class FieldGroup:
         given = records, steps, self.spec, self.pads, threads
         ops.gather_(outs, masks, counters, *converted, *given, order)
 
-    def call(
-        self,
-        native: Any,
-        buffers: Buffers,
-        counters: torch.Tensor,
-        threads: int,
-        overwritten: list[torch.Tensor],
-    ) -> Any:
-        """Return the native GatherCall into these tensors of all fields, which does what `run` does.
-
-        It increments the versions of the tensors in `overwritten`.
-        """
-        return native.GatherCall(
-            outs=[buffers.outs[i] for i in self.which],
-            masks=[buffers.masks[i] for i in self.masks],
-            counters=counters,
-            columns=self.columns,
-            shifts=self.shifts,
-            gains=self.gains,
-            spec=self.spec,
-            pad_values=self.pads,
-            threads=threads,
-            overwritten=overwritten,
-        )
-
 
 @dataclass
 class Buffers:
@@ -326,10 +301,22 @@ class Gatherer:
         sizes = self._sizes(num_samples)
         buffers = self._named([torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes])
         if self._ops.is_direct and self._fields:
-            groups = [self._all] if self._goals is None else [self._all, self._goals]
-            into = self._ops.native, buffers, self.counters, self._threads
-            noted = [buffers.all, []]  # the first call increments the versions of all
-            buffers.calls = [group.call(*into, some) for group, some in zip(groups, noted, strict=False)]
+            overwritten = buffers.all  # the first call increments their versions
+            for group in [self._all] if self._goals is None else [self._all, self._goals]:
+                call = self._ops.native.GatherCall(
+                    outs=[buffers.outs[i] for i in group.which],
+                    masks=[buffers.masks[i] for i in group.masks],
+                    counters=self.counters,
+                    columns=group.columns,
+                    shifts=group.shifts,
+                    gains=group.gains,
+                    spec=group.spec,
+                    pad_values=group.pads,
+                    threads=self._threads,
+                    overwritten=overwritten,
+                )
+                buffers.calls.append(call)
+                overwritten = []
             buffers.addresses = [call.address for call in buffers.calls]
         return buffers
 

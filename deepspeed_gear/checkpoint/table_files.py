@@ -335,12 +335,10 @@ def _loaded(path: Path, digest: str) -> np.ndarray:
 
 
 def _mapped(path: Path, digest: str) -> np.ndarray:
-    try:
-        with save_folders.open_checked(path, digest) as file:
-            found: np.ndarray = np.load(save_folders.link_of(file), mmap_mode="r")
-            return found
-    except OSError as error:
-        raise CheckpointError(str(path), "must be readable", None, str(error)) from error
+    is_readable = CheckpointError.on(str(path), "must be readable", OSError)
+    with is_readable, save_folders.open_checked(path, digest) as file:
+        found: np.ndarray = np.load(save_folders.link_of(file), mmap_mode="r")
+        return found
 
 
 def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:

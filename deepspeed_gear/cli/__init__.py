@@ -27,3 +27,10 @@ def grouped(things: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     for thing in things:
         groups.setdefault(key(thing), []).append(thing)
     return list(groups.values())
+
+
+def listed(options: list[str] | None) -> list[str] | None:
+    """Return the parts of an option that is repeated, or has commas; None where it is not given."""
+    if options is None:
+        return None
+    return [part.strip() for option in options for part in option.split(",") if part.strip()]

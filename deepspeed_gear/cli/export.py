@@ -14,6 +14,7 @@ import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
+from deepspeed_gear.cli import listed
 from deepspeed_gear.cli.inspect_distribution import find_saves
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.export import FORMATS, export
@@ -49,11 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if (args.data is None) == (args.living is None):
         rule = "or --living must be given" if args.data is None else "and --living must not both be given"
         raise ConfigError("DATA", rule, args.data, "gear export --help shows both")
-    columns = None
-    if args.columns is not None:
-        columns = [one.strip() for option in args.columns for one in option.split(",") if one.strip()]
     schema, trajectories = _open(args)
-    count = export(trajectories, schema, args.dest, args.format, columns, args.overwrite)
+    count = export(trajectories, schema, args.dest, args.format, listed(args.columns), args.overwrite)
     print(f"{args.dest}: {count:,} trajectories, {args.format}")
     return 0
 

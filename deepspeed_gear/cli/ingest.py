@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+from deepspeed_gear.cli import listed
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 _PAIRS = {  # options that are repeated: form, example, help
@@ -89,31 +91,16 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
 
     check_destination(Path(args.dest), args.overwrite or args.append)
-    columns = None
-    if args.columns is not None:
-        patterns = (pattern.strip() for option in args.columns for pattern in option.split(","))
-        columns = [pattern for pattern in patterns if pattern]
+    columns = listed(args.columns)
     own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}
-    own["tokenize"] = _pairs(args, "tokenize") or None
-    shares = _pairs(args, "split")
-    try:
-        split = {name: float(share) for name, share in shares.items()}
-    except ValueError as error:
-        raise ConfigError("--split", "must be NAME=SHARE", str(error), "for example eval=0.05") from None
-    dataset = ingest(
-        [open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source],
-        args.dest,
-        split=split or None,
-        rename=_pairs(args, "rename"),
-        dtype=_pairs(args, "dtype"),
-        role=_pairs(args, "role"),
-        reward=args.reward,
-        allow_nan=args.allow_nan,
-        overwrite=args.overwrite,
-        append=args.append,
-        progress=not args.quiet,
-        split_by_flags=args.split_by_flags,
-    )
+    pairs = {option: _pairs(args, option) for option in _PAIRS}
+    own["tokenize"] = pairs.pop("tokenize") or None
+    with ConfigError.on("--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"):
+        split = {name: float(share) for name, share in pairs.pop("split").items()}
+    names = "reward", "allow_nan", "overwrite", "append", "split_by_flags"
+    options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
+    sources = [open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source]
+    dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
     size = show_bytes(dataset.num_bytes)
     print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")
     return 0

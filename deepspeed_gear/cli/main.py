@@ -22,7 +22,6 @@ COMMANDS = {
     "doctor": "check that a machine, or all hosts of a hostfile, are fit to train together",
     "serve": "add trajectories of actors on other machines to this node's store",
     "clean": "remove stores of ended runs from shared memory",
-    "completion": "print a script that completes this command in bash, zsh or fish",
 }
 
 

@@ -69,12 +69,11 @@ def end_of(schedule: Any) -> int | None:
 def imported(path: str, name: str) -> Callable[..., Any]:
     """Import and return the attribute that "module:attribute" names; `name` is the option, for the error."""
     module, _, attribute = path.partition(":")
-    try:
+    rule, kinds = "must name what can be imported", (ImportError, AttributeError)
+    with ConfigError.on(name, rule, *kinds, value=path):
         found: Any = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(name, "must name what can be imported", path, str(error)) from error
     made: Callable[..., Any] = found
     return made
 

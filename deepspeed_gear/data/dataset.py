@@ -70,16 +70,13 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.split: dict[str, float] = dict(manifest["split"])
         self.source: dict[str, Any] = dict(manifest["source"])
         self.num_rows: int = manifest["num_rows"]
-        try:
+        name, kinds = str(path / SCHEMA_FILE), (SchemaError, AttributeError)
+        with DataError.on(name, "must hold a valid schema", *kinds, remedy=REMAKE):
             self.schema = Schema.from_json(manifest["schema"])
-        except (SchemaError, AttributeError) as error:
-            rule = "must hold a valid schema"
-            raise DataError(str(path / SCHEMA_FILE), rule, str(error), REMAKE) from error
         num_trajectories: int = manifest["num_trajectories"]
         self.part: DatasetPart | None = None
         if "part" in manifest:
-            name = f"{path / SCHEMA_FILE}: part"
-            self.part = DatasetPart.from_json(name, manifest["part"], num_trajectories)
+            self.part = DatasetPart.from_json(f"{name}: part", manifest["part"], num_trajectories)
         extents = self._map(EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
         self.first_rows = np.ascontiguousarray(extents[:, 0])
         self.lengths = np.ascontiguousarray(extents[:, 1])
@@ -95,7 +92,6 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.versions: dict[str, int] = {**grown_from, self.whole_fingerprint: self.num_trajectories_of_whole}
         expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records, self.part)
         if expected != self.fingerprint:
-            name = str(path / SCHEMA_FILE)
             raise DataError(name, "must match its own fingerprint", self.fingerprint, REMAKE)
 
     @classmethod
@@ -222,13 +218,11 @@ class Dataset(MapDataset[dict[str, Any]]):
         if data.get("split") != self.split:
             rule = f"must have been computed for the split {self.split}"
             raise DataError(str(path), rule, data.get("split"), REMAKE)
-        try:
+        rule, kinds = "must hold the statistics of every column", (KeyError, TypeError, ValueError)
+        with DataError.on(str(path), rule, *kinds, remedy=REMAKE):
             entries = data["columns"]
             numeric = [column for column in self.schema if not column.is_opaque]
             return {c.name: ColumnStatistics.from_json(entries[c.name], c) for c in numeric}
-        except (KeyError, TypeError, ValueError) as error:
-            rule = "must hold the statistics of every column"
-            raise DataError(str(path), rule, str(error), REMAKE) from error
 
     def verify(self) -> None:
         """Compare every byte with what was written.

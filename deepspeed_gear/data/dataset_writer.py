@@ -98,10 +98,8 @@ class DatasetWriter:
         self._statistics: dict[str, Any] | None = None  # those of the whole, where this is a part
         self._closed = False
         self._partial = self.dest.with_name(self.dest.name + _PARTIAL)
-        try:
+        with writing(self.dest):
             self._lock = claim(self.dest, self._partial)
-        except OSError as error:
-            raise unwritable(self.dest, error) from error
         with self._failing():
             check_destination(self.dest, self._overwrite)
             (self._partial / "columns").mkdir()
@@ -232,11 +230,10 @@ class DatasetWriter:
     def _failing(self) -> Iterator[None]:
         """Discard all files on an exception; one of the file system becomes a DataError."""
         try:
-            yield
-        except BaseException as error:
+            with writing(self.dest):
+                yield
+        except BaseException:
             self.discard()
-            if isinstance(error, OSError):
-                raise unwritable(self.dest, error) from error
             raise
 
     def _complete(self) -> None:
@@ -369,9 +366,14 @@ def check_copied(dataset: Dataset, digests: Mapping[str, Any]) -> None:
             raise DataError(f"{dataset.path}: column {column.name}", rule, None, REMAKE)
 
 
-def unwritable(dest: Path, error: OSError) -> DataError:
-    remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
-    return DataError(str(dest), "must be writable", error.strerror or str(error), remedy)
+@contextlib.contextmanager
+def writing(dest: Path) -> Iterator[None]:
+    """Raise errors of the file system as DataErrors of `dest`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
+        raise DataError(str(dest), "must be writable", error.strerror or str(error), remedy) from error
 
 
 # ---- parts: contiguous slices, each a data set of its own ----------------------------------------------
@@ -434,19 +436,18 @@ def write_parts(
 
 def _make_folder(folder: Path, overwrite: bool) -> None:
     """Make the folder, or raise DataError unless it holds nothing but parts and may be replaced."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir()
-    except FileExistsError:
-        if not overwrite:
-            remedy = "choose another OUT or overwrite it (--overwrite)"
-            raise DataError(str(folder), "must not exist yet", None, remedy) from None
-        is_folder = folder.is_dir() and not folder.is_symlink()
-        if not is_folder or len(_entries(folder)) < len(list(folder.iterdir())):
-            rule = "must hold parts only to be overwritten"
-            raise DataError(str(folder), rule, None, "choose another OUT") from None
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    with writing(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            if not overwrite:
+                remedy = "choose another OUT or overwrite it (--overwrite)"
+                raise DataError(str(folder), "must not exist yet", None, remedy) from None
+            is_folder = folder.is_dir() and not folder.is_symlink()
+            if not is_folder or len(_entries(folder)) < len(list(folder.iterdir())):
+                rule = "must hold parts only to be overwritten"
+                raise DataError(str(folder), rule, None, "choose another OUT") from None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -21,17 +21,12 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset_files import ArrayFile, write_json
-from deepspeed_gear.data.dataset_writer import REPLACED, claim, unwritable
+from deepspeed_gear.data.dataset_writer import REPLACED, claim, writing
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
-from deepspeed_gear.data.ingest.exported import (
-    LENGTHS_KEY,
-    ROWS_FILE,
-    SCHEMA_KEY,
-    ExportedReader,
-    pyarrow_for,
-)
+from deepspeed_gear.data.ingest.exported import LENGTHS_KEY, ROWS_FILE, SCHEMA_KEY, ExportedReader
 from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
-from deepspeed_gear.data.ingest.reader import ColumnSelection, make_column
+from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, make_column
+from deepspeed_gear.data.ingest.source_checks import pyarrow_for
 from deepspeed_gear.data.opaque_rows import encode
 from deepspeed_gear.data.trajectory_checks import as_numbers, not_finite
 from deepspeed_gear.errors import DataError, known_names
@@ -48,9 +43,11 @@ class TrajectoryFile(ABC):
 
     Attributes:
         format: Name of the format, for `--format`.
+        reader: Its reader, which recognises what is of the format, if it is a folder; None: it is a file.
     """
 
     format: ClassVar[str]
+    reader: ClassVar[type[Reader] | None] = None
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self.path, self.schema = path, schema
@@ -66,13 +63,16 @@ class TrajectoryFile(ABC):
     @classmethod
     def replaces(cls, path: Path) -> bool:
         """Return whether what exists at a path is of this format, and may be replaced."""
-        return path.is_file()
+        if cls.reader is None:
+            return path.is_file()
+        return path.is_dir() and cls.reader.recognises(path)
 
 
 class MinariFile(TrajectoryFile):
     """A Minari data set of one HDF5 file, without an environment; spaces are those of the dtypes."""
 
     format = "minari"
+    reader = MinariReader
 
     def __init__(self, path: Path, schema: Schema) -> None:
         super().__init__(path, schema)
@@ -153,10 +153,6 @@ class MinariFile(TrajectoryFile):
             return {"type": "Tuple", "subspaces": [spaces[key] for key in sorted(spaces, key=int)]}
         return {"type": "Dict", "subspaces": spaces}
 
-    @classmethod
-    def replaces(cls, path: Path) -> bool:
-        return path.is_dir() and MinariReader.recognises(path)
-
 
 class ParquetFile(TrajectoryFile):
     """A Parquet file with a row per trajectory: lists of steps, and of fixed sizes inside them."""
@@ -165,7 +161,7 @@ class ParquetFile(TrajectoryFile):
 
     def __init__(self, path: Path, schema: Schema) -> None:
         super().__init__(path, schema)
-        self._arrow = pyarrow_for(str(path))
+        self._arrow = pyarrow_for(str(path), "needs pyarrow")
         self._rows: list[Mapping[str, Any]] = []
         self._file: Any = None
         self._num_bytes = 0
@@ -207,6 +203,7 @@ class JsonlFolder(TrajectoryFile):
     """A folder with JSON lines, a trajectory each, and the schema; floats as Python's repr: exact."""
 
     format = "jsonl"
+    reader = ExportedReader
 
     def __init__(self, path: Path, schema: Schema) -> None:
         super().__init__(path, schema)
@@ -221,10 +218,9 @@ class JsonlFolder(TrajectoryFile):
     def _value(self, name: str, column: Column, value: Any) -> Any:
         where = f"{name}: column {column.name}"
         if column.dtype == "bytes":
-            try:
+            rule = "must be UTF-8 for the format jsonl"
+            with DataError.on(where, rule, UnicodeDecodeError, remedy=_ELSE):
                 return value.decode()
-            except UnicodeDecodeError as error:
-                raise DataError(where, "must be UTF-8 for the format jsonl", str(error), _ELSE) from error
         if column.is_opaque:
             return value
         if column.allow_nan and not_finite(value, column).any():
@@ -233,10 +229,6 @@ class JsonlFolder(TrajectoryFile):
 
     def close(self) -> None:
         self._file.close()
-
-    @classmethod
-    def replaces(cls, path: Path) -> bool:
-        return path.is_dir() and ExportedReader.recognises(path)
 
 
 class NpzFile(TrajectoryFile):
@@ -312,7 +304,7 @@ def export(
         rule = "must not exist yet" if not overwrite else f"must be of the format {format} to be overwritten"
         raise DataError(str(dest), rule, None, "choose another DEST, or overwrite it (--overwrite)")
     partial, count = dest.with_name(dest.name + ".partial"), 0
-    try:
+    with writing(dest):
         lock = claim(dest, partial)
         try:
             file = kind(partial / "made", kept)
@@ -333,8 +325,6 @@ def export(
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             release(lock)
-    except OSError as error:
-        raise unwritable(dest, error) from error
     return count
 
 

@@ -72,10 +72,8 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
 def byte_string(value: Any, name: str) -> bytes:
     """Return the content of a bytes column's value; a DataError if it is none."""
     if isinstance(value, str):
-        try:
+        with DataError.on(name, "must be a str that UTF-8 can hold", UnicodeEncodeError):
             return value.encode()
-        except UnicodeEncodeError as error:
-            raise DataError(name, "must be a str that UTF-8 can hold", None, str(error)) from error
     if not isinstance(value, (bytes, bytearray, memoryview)):
         raise DataError(name, "must be bytes or a str", type(value).__name__, "convert arrays by tobytes()")
     return bytes(value)

@@ -112,19 +112,16 @@ def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
     folder, remedy = given, "give attach the folder that load_checkpoint got, or that of the tag"
     if not deepspeed_compat.model_states(given):  # then the tag that `load_checkpoint` takes by default
         name = given / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
-        try:
+        rule = "must name the checkpoint's tag"
+        with CheckpointError.on(str(name), rule, OSError, remedy=remedy):
             folder = given / name.read_text().strip()
-        except OSError as error:
-            rule = "must name the checkpoint's tag"
-            raise CheckpointError(str(name), rule, str(error), remedy) from error
     files = deepspeed_compat.model_states(folder)
     if not files:
         raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)
-    try:  # weights stay in the file; it is trusted, as by DeepSpeed
+    other = "take another checkpoint"
+    with CheckpointError.on(str(files[0]), "must be readable", Exception, remedy=other):
+        # Weights stay in the file; it is trusted, as by DeepSpeed.
         state = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)
-    except Exception as error:
-        remedy = "take another checkpoint"
-        raise CheckpointError(str(files[0]), "must be readable", str(error), remedy) from error
     if state.get("global_steps") != engine.global_steps:
         rule = f"must be the checkpoint that the engine has loaded, of global step {engine.global_steps}"
         raise CheckpointError(str(folder), rule, state.get("global_steps"), "give attach that one")

@@ -74,12 +74,10 @@ def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
         return True
 
     try:
-        try:
+        remedy = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write"
+        with BuildError.on(str(path), "cannot be locked for a build", OSError, remedy=remedy):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             is_held = wait_until(try_lock, timeout_s, _POLL_S)
-        except OSError as error:
-            remedy = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write"
-            raise BuildError(str(path), "cannot be locked for a build", str(error), remedy) from error
         if not is_held:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
             rule = f"is still held by {holder} after {timeout_s:g} s of waiting for its build"
@@ -97,11 +95,12 @@ def build_folder(name: str) -> Path:
     """Return the build folder that torch uses for an extension; only its parent is made."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    try:
+    what, remedy = (
+        "the folder of torch's extensions",
+        "set TORCH_EXTENSIONS_DIR to a folder that this user can write",
+    )
+    with BuildError.on(what, "cannot be made", OSError, remedy=remedy):
         return Path(_get_build_directory("", False)) / name
-    except OSError as error:
-        remedy = "set TORCH_EXTENSIONS_DIR to a folder that this user can write"
-        raise BuildError("the folder of torch's extensions", "cannot be made", str(error), remedy) from error
 
 
 def is_built(name: str) -> bool:
@@ -167,12 +166,10 @@ def import_file(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    try:
+    remedy = "remove it, to have it built again"
+    with BuildError.on(str(path), "cannot be loaded", ImportError, remedy=remedy):
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except ImportError as error:
-        remedy = "remove it, to have it built again"
-        raise BuildError(str(path), "cannot be loaded", str(error), remedy) from error
     return module
 
 

@@ -112,10 +112,8 @@ def _read_roots(path: str | Path | None) -> bytes:
     if path is None:
         remedy = "give ca, or set SSL_CERT_FILE"
         raise ConfigError("ca", "must be given on a machine without root certificates", None, remedy)
-    try:
+    with ConfigError.on(f"ca {path}", "must be a readable PEM file", OSError):
         return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"ca {path}", "must be a readable PEM file", None, str(error)) from error
 
 
 LEAST_TOKEN = 16

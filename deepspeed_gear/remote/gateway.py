@@ -58,11 +58,9 @@ class Certificate:
     @classmethod
     def read(cls, chain: str | Path, key: str | Path) -> Certificate:
         """Read both files."""
-        try:
+        rule = "must be readable PEM files"
+        with ConfigError.on("TLS certificate and key", rule, OSError, remedy=""):
             return cls(Path(chain).read_bytes(), Path(key).read_bytes())
-        except OSError as error:
-            rule = "must be readable PEM files"
-            raise ConfigError("TLS certificate and key", rule, str(error)) from error
 
 
 class Session:

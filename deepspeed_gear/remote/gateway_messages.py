@@ -110,10 +110,8 @@ def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
     end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
     if end > _LENGTH + MOST_HEADER_BYTES:
         raise DataError("message", f"must have a header of at most {MOST_HEADER_BYTES} bytes", end - _LENGTH)
-    try:
+    with DataError.on("message", "must begin with a JSON object", ValueError):
         header = parse_json(bytes(view[_LENGTH:end]))
-    except ValueError as error:
-        raise DataError("message", "must begin with a JSON object", None, str(error)) from error
     if not isinstance(header, dict) or end > len(view):
         raise DataError("message", "must begin with a JSON object", None)
     return header, message.slice(end)
@@ -123,7 +121,8 @@ def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
     """Return the one record batch of a stream, whose buffers are parts of `content`."""
     names, types = [_NUMBER, *schema.names], [pa.int64(), *[pa.large_binary()] * len(schema)]
     source = pa.BufferReader(content)
-    try:
+    kinds = pa.ArrowException, OSError, EOFError
+    with DataError.on("batch", "must be an Arrow stream of one record batch", *kinds):
         own = pa.ipc.read_schema(source)
         if own.names != names or own.types != types:
             raise DataError("batch", f"must have the columns {names} of large_binary", str(own))
@@ -134,8 +133,6 @@ def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
         batch = pa.ipc.read_record_batch(message, own)
         batch.validate(full=True)  # checks that offsets are inside their buffers
         return batch
-    except (pa.ArrowException, OSError, EOFError) as error:
-        raise DataError("batch", "must be an Arrow stream of one record batch", None, str(error)) from error
 
 
 # ---- schemas -------------------------------------------------------------------------------------

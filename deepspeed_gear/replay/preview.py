@@ -198,14 +198,11 @@ def read_lengths(path: Path) -> np.ndarray:
     Raises:
         DataError: It cannot be read, or holds something else.
     """
-    try:
-        found = (
-            np.lib.format.open_memmap(path, mode="r")
-            if path.suffix == ".npy"
-            else np.loadtxt(path, np.int64, ndmin=1)
-        )
-    except (OSError, ValueError) as error:
-        raise DataError(f"lengths {path}", "must be a file of whole numbers", None, str(error)) from error
+    with DataError.on(f"lengths {path}", "must be a file of whole numbers", OSError, ValueError):
+        if path.suffix == ".npy":
+            found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
+        else:
+            found = np.loadtxt(path, np.int64, ndmin=1)
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or found.min() < 1:
         raise DataError(
             f"lengths {path}", "must be whole numbers of at least 1", f"{found.dtype} {found.shape}"

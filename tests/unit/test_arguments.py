@@ -257,3 +257,21 @@ def test_priorities_and_masks_in_any_form(scene: Scene, form: Callable[[Any], An
         scene.replay.update_priorities(batch, [[1.0, 9.0]] * 4, [[1, 0]] * 4)
     with pytest.raises(ShapeError, match=r"priorities must have shape \[4\]"):
         scene.replay.update_priorities(batch, form([1.0]))
+
+
+def test_exceptions_become_errors_with_their_text_as_value_or_remedy() -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({}, "file must be read; bad"),
+        ({"value": 3}, "file must be read, got 3; bad"),
+        ({"remedy": "copy it"}, "file must be read, got 'bad'; copy it"),
+        ({"remedy": ""}, "file must be read, got 'bad'"),
+    )
+    for given, text in cases:
+        with pytest.raises(DataError) as raised, DataError.on("file", "must be read", ValueError, **given):
+            raise ValueError("bad")
+        assert str(raised.value) == text
+    own = DataError("row", "must be whole")
+    for error in (own, KeyError("bad")):  # itself, and others, stay
+        with pytest.raises(type(error)) as stays, DataError.on("file", "must be read", ValueError):
+            raise error
+        assert stays.value is error

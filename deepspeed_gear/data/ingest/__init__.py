@@ -27,7 +27,6 @@ from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader
 from deepspeed_gear.data.ingest.pickles import PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
-from deepspeed_gear.data.ingest.rlds import RldsReader, RldsStepsReader
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
@@ -47,8 +46,6 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     NpzReader,
     PickleReader,
     RllibReader,
-    RldsReader,
-    RldsStepsReader,
     TableReader,
 )
 READERS = {reader.format: reader for reader in _CLASSES}

@@ -8,7 +8,7 @@ from typing import Any
 
 import h5py
 
-from deepspeed_gear.data.ingest.reader import RowReader, open_hdf5
+from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, open_hdf5
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader
 
 
@@ -35,8 +35,7 @@ class D4rlReader(ArrayReader):
     def open(self) -> None:
         """Check the layout and find the episodes. Cost: one pass over the flags and observations."""
         file = self.files.enter_context(open_hdf5(self.path))
-        found = {key: file.get(key) for key in KINDS}  # also where it is a link
-        file.visititems(lambda key, node: found.update({key: node}))
+        found = {key: file.get(key) for key in KINDS} | hdf5_arrays(file)  # also where it is a link
         self._arrays = {
             key: RowReader(f"{self.path}: {key}", node)
             for key, node in found.items()

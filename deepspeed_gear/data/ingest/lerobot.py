@@ -18,6 +18,8 @@ from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.read_ahead import read_ahead
 from deepspeed_gear.data.ingest.reader import (
+    FLAGS,
+    LEAVE_OUT,
     Reader,
     column_name,
     convert,
@@ -25,7 +27,14 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer
+from deepspeed_gear.data.ingest.source_checks import (
+    DAMAGED,
+    Expansion,
+    check_no_pointer,
+    optional,
+    pyarrow_for,
+)
+from deepspeed_gear.data.ingest.table_rows import read_table
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -36,8 +45,6 @@ _COUNTERS = ("episode_index", "frame_index", "index")  # compared with the metad
 _TEMPLATE = re.compile(r"(?:[^{}]|\{\w+(?::0?\d{1,2}d)?\})+")
 _TOLERANCE_S = 1e-4  # LeRobot's, between a frame of a video and its row
 _LOSSY = 20  # video compresses this much more than other files
-_BATCH_ROWS = 4096
-_LEAVE_OUT = "leave it out with --columns"
 _TEXT = ("string", "language")  # per frame, which no column holds
 _AGAIN = "the data set is incomplete; download it again"
 
@@ -89,8 +96,7 @@ class LerobotReader(Reader):
             raise DataError(f"{self.path / 'meta'}: episodes", rule, len(listed), _AGAIN)
         self._check_files()
         columns = [column for kind in self._columns.values() for column in kind.values()]
-        flags = [Column(role, "bool", role=role) for role in ("terminated", "truncated")]
-        columns += [flag for flag in flags if flag not in columns]
+        columns += [flag for flag in FLAGS if flag not in columns]
         self.columns = (*columns, *self._trajectory_columns(listed))
         self.num_steps = sum(episode.length for episode in self._episodes)
         kept = {key: self._info.get(key) for key in ("codebase_version", "robot_type", "fps")}
@@ -103,7 +109,8 @@ class LerobotReader(Reader):
     def _add_column(self, key: str, name: str, feature: Any) -> None:
         """Add the column of a feature, unless it is text."""
         where = f"{self.path / _INFO}: features: {key}"
-        try:
+        kinds = TypeError, KeyError, ValueError, AttributeError
+        with DataError.on(where, "must have a dtype and a shape", *kinds, value=repr(feature)):
             kind, shape = feature["dtype"], tuple(int(n) for n in feature["shape"])
             if kind in _TEXT:
                 self.notes.append(f"{key} is text per frame, which no column holds: left out")
@@ -113,11 +120,9 @@ class LerobotReader(Reader):
                 shape = (*shape[1:], *shape[:1])  # to height, width, channels
             if kind and len(shape) != 3:
                 raise ValueError("an image has three dimensions")
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise DataError(where, "must have a dtype and a shape", repr(feature), str(error)) from error
         group = key.split(".")[0]
         role = _NEXT.get(key) or (group if group in ("observation", "action") else "other")
-        shape = () if role in _NEXT.values() or (role == "other" and shape == (1,)) else shape
+        shape = () if role == "other" and shape == (1,) else shape
         self._columns[kind][key] = make_column(where, name, dtype, shape, role)
 
     def _metadata(self, name: str) -> list[dict[str, Any]]:
@@ -127,11 +132,9 @@ class LerobotReader(Reader):
             files = sorted(whole.glob("*/*.parquet")) or [whole.with_suffix(".parquet")]
             return [row for file in files for row in self._table(_present(file), None).to_pylist()]
         path = _present(whole.with_suffix(".jsonl"))
-        try:
+        with DataError.on(str(path), "must hold a JSON object a line", TypeError, ValueError):
             rows = [parse_json(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
             return [dict(row) for row in rows]
-        except (TypeError, ValueError) as error:
-            raise DataError(str(path), "must hold a JSON object a line", None, str(error)) from error
 
     def _episode(self, row: dict[str, Any]) -> Episode:
         def value(key: str, kinds: tuple[type, ...] = (int,)) -> Any:
@@ -211,27 +214,16 @@ class LerobotReader(Reader):
 
     def _table(self, path: Path, keys: list[str] | None) -> Any:
         """Read columns of a Parquet file, or all but the statistics, if they are worth what they take."""
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError:
-            raise DataError(str(path), "must be read with pyarrow", None, "pip install pyarrow") from None
-        batches, num_bytes = [], 0
-        try:
-            with parquet.ParquetFile(path) as file:
-                names = file.schema_arrow.names
-                for key in keys or ():
-                    if key not in names:
-                        raise DataError(f"{path}: {key}", "must be a column of the file", names, _LEAVE_OUT)
-                keys = keys or [name for name in names if not name.startswith("stats/")]
-                for batch in file.iter_batches(_BATCH_ROWS, columns=keys):
-                    num_bytes += batch.nbytes
-                    self.expansion.check(str(path), num_bytes, path.stat().st_size)
-                    batches.append(batch)
-                schema = batches[0].schema if batches else file.schema_arrow
-                return pyarrow.Table.from_batches(batches, schema)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(str(path), "must be a readable Parquet file", str(error), DAMAGED) from error
+
+        def chosen(names: list[str]) -> list[str]:
+            for key in keys or ():
+                if key not in names:
+                    raise DataError(f"{path}: {key}", "must be a column of the file", names, LEAVE_OUT)
+            return keys or [name for name in names if not name.startswith("stats/")]
+
+        kinds = pyarrow_for(str(path)).ArrowException, OSError
+        with DataError.on(str(path), "must be a readable Parquet file", *kinds, remedy=DAMAGED):
+            return read_table(path, self.expansion, chosen)
 
     def _decode(self, pair: tuple[Episode, Any]) -> tuple[str, dict[str, NDArray[Any]]]:
         """Return the arrays of an episode, of which the rows are given."""
@@ -253,12 +245,12 @@ class LerobotReader(Reader):
             where = f"{episode.file}: {key}, {name}"
             frames = table.column(key).combine_chunks().field("bytes").to_pylist()
             if None in frames:
-                raise DataError(where, "must hold the images, not their paths", None, _LEAVE_OUT)
+                raise DataError(where, "must hold the images, not their paths", None, LEAVE_OUT)
             images = decode_images(where, frames, self.expansion) if frames else np.empty((0, *column.shape))
             images = images.reshape(*images.shape, *(() if images.ndim == 4 else (1,)))
             if images.shape[1:] != column.shape:
                 rule = f"must have the shape of {_INFO}, {list(column.shape)}"
-                raise DataError(where, rule, list(images.shape[1:]), _LEAVE_OUT)
+                raise DataError(where, rule, list(images.shape[1:]), LEAVE_OUT)
             arrays[column.name] = images
         for key, column in self._columns["video"].items():
             times = numbers("timestamp", Column("timestamp", "float64"))
@@ -283,43 +275,38 @@ class LerobotReader(Reader):
         self, path: Path, start: float, name: str, column: Column, times: NDArray[Any]
     ) -> NDArray[np.uint8]:
         """Decode the frames at `start + times` seconds, which must be all between the first and the last."""
-        try:
-            import av
-        except ImportError:
-            rule, remedy = "must be decoded with PyAV", f"pip install av, or {_LEAVE_OUT}"
-            raise DataError(str(path), rule, None, remedy) from None
+        av = optional(str(path), "must be decoded with PyAV", f"av, or {LEAVE_OUT}", "av")
         where, times, number = f"{path}: {name}", start + times, 0
         frames = np.empty((len(times), *column.shape), np.uint8)
-        try:
-            with av.open(str(path), format="mp4") as container:  # other demuxers read files that it names
-                stream = container.streams.best("video")
-                if stream is None or stream.time_base is None:
-                    raise DataError(str(path), "must hold a video", None, DAMAGED)
-                shape = (stream.height, stream.width, 3)
-                bits = max((part.bits for part in stream.format.components), default=0)
-                if shape != column.shape or bits > 8:
-                    rule = f"must have frames of shape {list(column.shape)}, with 8 bits a channel"
-                    raise DataError(str(path), rule, f"{list(shape)} with {bits} bits", _LEAVE_OUT)
-                stream.thread_type = "AUTO"
-                if start:
-                    container.seek(max(0, math.floor(start / stream.time_base) - 1), stream=stream)
-                for frame in container.decode(stream):
-                    at = -1.0 if frame.pts is None else float(frame.pts * stream.time_base)
-                    if number == 0 and at < times[0] - _TOLERANCE_S:
-                        continue  # from the key frame on, before the episode
-                    if number == len(times) and self._has_many:
-                        break
-                    if number < len(times) and abs(at - times[number]) > _TOLERANCE_S:
-                        rule = f"must have frame {number} at {times[number]:.6f} s"
-                        raise DataError(where, rule, f"{at:.6f} s", _LEAVE_OUT)
-                    if number < len(times):
-                        frames[number] = frame.to_ndarray(format="rgb24")
-                    number += 1
-        except av.FFmpegError as error:
-            raise DataError(where, "must be a readable video", str(error), DAMAGED) from error
+        is_readable = DataError.on(where, "must be a readable video", av.FFmpegError, remedy=DAMAGED)
+        # Demuxers other than mp4's read files that a video names.
+        with is_readable, av.open(str(path), format="mp4") as container:
+            stream = container.streams.best("video")
+            if stream is None or stream.time_base is None:
+                raise DataError(str(path), "must hold a video", None, DAMAGED)
+            shape = (stream.height, stream.width, 3)
+            bits = max((part.bits for part in stream.format.components), default=0)
+            if shape != column.shape or bits > 8:
+                rule = f"must have frames of shape {list(column.shape)}, with 8 bits a channel"
+                raise DataError(str(path), rule, f"{list(shape)} with {bits} bits", LEAVE_OUT)
+            stream.thread_type = "AUTO"
+            if start:
+                container.seek(max(0, math.floor(start / stream.time_base) - 1), stream=stream)
+            for frame in container.decode(stream):
+                at = -1.0 if frame.pts is None else float(frame.pts * stream.time_base)
+                if number == 0 and at < times[0] - _TOLERANCE_S:
+                    continue  # from the key frame on, before the episode
+                if number == len(times) and self._has_many:
+                    break
+                if number < len(times) and abs(at - times[number]) > _TOLERANCE_S:
+                    rule = f"must have frame {number} at {times[number]:.6f} s"
+                    raise DataError(where, rule, f"{at:.6f} s", LEAVE_OUT)
+                if number < len(times):
+                    frames[number] = frame.to_ndarray(format="rgb24")
+                number += 1
         if number != len(times):
             rule = f"must have {len(times)} frames, one for each row"
-            raise DataError(where, rule, number, f"download the video again, or {_LEAVE_OUT}")
+            raise DataError(where, rule, number, f"download the video again, or {LEAVE_OUT}")
         return frames
 
 
@@ -336,13 +323,13 @@ def _values(where: str, column: Any, shape: tuple[int, ...]) -> NDArray[Any]:
     for size in (*shape, None):
         array = getattr(array, "storage", array)  # of an extension type
         if array.null_count:
-            raise DataError(where, "must not have empty values", array.null_count, _LEAVE_OUT)
+            raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
         if not hasattr(array, "value_lengths"):
             break  # of lists
         if size is None or (np.asarray(array.value_lengths()) != size).any():
-            raise DataError(where, f"must have lists of shape {list(shape)}", str(array.type), _LEAVE_OUT)
+            raise DataError(where, f"must have lists of shape {list(shape)}", str(array.type), LEAVE_OUT)
         array = array.flatten()
     values = np.asarray(array.to_numpy(zero_copy_only=False))
     if values.size != num_rows * math.prod(shape):
-        raise DataError(where, f"must have rows of shape {list(shape)}", str(column.type), _LEAVE_OUT)
+        raise DataError(where, f"must have rows of shape {list(shape)}", str(column.type), LEAVE_OUT)
     return values.reshape(num_rows, *shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.arrow_messages import stated_bytes
 from deepspeed_gear.data.dataset_files import read_json
 from deepspeed_gear.data.ingest.reader import (
+    LEAVE_OUT,
     Reader,
     column_name,
     convert,
     decode_images,
     end_episode,
+    hdf5_arrays,
     make_column,
     open_hdf5,
     read_rows,
 )
-from deepspeed_gear.data.ingest.source_checks import Expansion
+from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for
+from deepspeed_gear.data.ingest.table_rows import read_table
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -41,8 +44,6 @@ GROUPS = {
 }
 _DESCRIBED = ("dataset_id", "minari_version", "algorithm_name", "author", "code_permalink", "description")
 _JPEG = b"\xff\xd8\xff"
-_ARROW_MAGIC_BYTES = 8  # of a file, before the messages
-_BATCH_ROWS = 1024
 
 
 class Hdf5Store:
@@ -63,21 +64,14 @@ class Hdf5Store:
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""
-        found: list[Key] = []
-
-        def visit(key: str, node: Any) -> None:
-            if isinstance(node, h5py.Dataset):
-                found.append(tuple(key.split("/")))
-
-        self._file[f"episode_{number}"].visititems(visit)
-        return found
+        return [tuple(key.split("/")) for key in hdf5_arrays(self._file[f"episode_{number}"])]
 
     def load(self, number: int, key: Key) -> NDArray[Any]:
         """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
         array = self._file["/".join((f"episode_{number}", *key))]
         where = self.where(number, *key)
         if not array.ndim:
-            raise DataError(where, "must have a row per step", None, "leave it out with --columns")
+            raise DataError(where, "must have a row per step", None, LEAVE_OUT)
         rows = read_rows(where, array, 0, len(array))
         ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
@@ -178,9 +172,8 @@ class MinariReader(Reader):
         array = self._load(number, key, length)
         role = GROUPS.get(key[0], "other")
         final = role == "observation" or (role == "other" and len(array) == length + 1)
-        shape = () if role in ("reward", "terminated", "truncated") else array.shape[1:]
         where = self._store.where(number, *key)
-        return make_column(where, name, array.dtype, shape, role, "T+1" if final else "T")
+        return make_column(where, name, array.dtype, array.shape[1:], role, "T+1" if final else "T")
 
     def _load(self, number: int, key: Key, length: int) -> NDArray[Any]:
         """Read an array and check that it has the rows of its group in an episode of `length` steps."""
@@ -202,11 +195,8 @@ class MinariReader(Reader):
             for key, column in zip(self._keys, self.columns, strict=False):  # values of an episode are last
                 where = self._store.where(number, *key)
                 if key not in present:
-                    raise DataError(where, "must be in every episode", None, "leave it out with --columns")
-                array = self._load(number, key, length)
-                if column.role in ("reward", "terminated", "truncated"):
-                    array = array.reshape(length)
-                arrays[column.name] = convert(where, array, column)
+                    raise DataError(where, "must be in every episode", None, LEAVE_OUT)
+                arrays[column.name] = convert(where, self._load(number, key, length), column)
             end_episode(arrays)
             yield f"episode {number}", arrays
 
@@ -232,12 +222,7 @@ class TableStore:
     """As `Hdf5Store`: folders `<n>` with a table each; row T + 1 is padding but in observations and infos."""
 
     def __init__(self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion) -> None:
-        try:
-            import pyarrow.dataset
-        except ImportError:
-            rule = f"must be read with pyarrow, as its form is {form}"
-            raise DataError(str(folder), rule, None, "pip install pyarrow") from None
-        self._arrow: Any = pyarrow
+        self._arrow = pyarrow_for(str(folder), f"must be read with pyarrow, as its form is {form}")
         self._folder, self._form, self._expansion = folder, form, expansion
         names = (entry.name for entry in folder.iterdir() if entry.is_dir())
         self.numbers = sorted(int(name) for name in names if name.isdigit())
@@ -251,7 +236,7 @@ class TableStore:
                 except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                     where = f"{folder / _METADATA_FILE}: {group}_space"
                     raise DataError(where, "must be a serialised space", None, repr(error)) from error
-        self._loaded: tuple[int, dict[Key, Any]] | None = None
+        self._leaves = lru_cache(maxsize=1)(self._read)  # one episode is kept in memory
 
     def where(self, number: int, *key: str) -> str:
         return f"{self._folder / str(number)}" + (f": {'/'.join(key)}" if key else "")
@@ -273,11 +258,19 @@ class TableStore:
             array = array.slice(0, len(array) - 1)
         return self._decode(where, key, array, field)
 
-    def _leaves(self, number: int) -> dict[Key, Any]:
-        """Return (array, field) of every leaf of an episode; one episode is kept in memory."""
-        if self._loaded is not None and self._loaded[0] == number:
-            return self._loaded[1]
-        table = self._read(number)
+    def _read(self, number: int) -> dict[Key, Any]:
+        """Return (array, field) of every leaf of an episode."""
+        path = self._folder / str(number)
+        files = sorted(path.glob(f"*.{self._form}"))
+        if not files:
+            raise DataError(str(path), f"must hold a .{self._form} file", None, "download the data set again")
+        rule, kinds = f"must be a readable {self._form} file", (self._arrow.ArrowException, OSError)
+        remedy = "the file is damaged or incomplete; download the data set again"
+        with DataError.on(str(files[0]), rule, *kinds, remedy=remedy):
+            table = self._arrow.concat_tables([read_table(file, self._expansion) for file in files])
+        steps = self.facts(number).get("total_steps", table.num_rows - 1)
+        if table.num_rows != steps + 1:
+            raise DataError(str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows)
         leaves: dict[Key, Any] = {}
 
         def visit(key: Key, array: Any, field: Any) -> None:
@@ -287,54 +280,13 @@ class TableStore:
             else:
                 leaves[key] = (array, field)
 
-        for field in table.schema:
-            column = table.column(field.name)
+        for field, column in zip(table.schema, table.combine_chunks().columns, strict=True):
             visit((field.name,), column.chunk(0) if column.num_chunks else column.combine_chunks(), field)
-        self._loaded = (number, leaves)
         return leaves
-
-    def _read(self, number: int) -> Any:
-        path = self._folder / str(number)
-        files = sorted(path.glob(f"*.{self._form}"))
-        if not files:
-            raise DataError(str(path), f"must hold a .{self._form} file", None, "download the data set again")
-        try:
-            table = self._read_bounded(path, files)
-        except (self._arrow.ArrowException, OSError) as error:
-            rule = f"must be a readable {self._form} file"
-            remedy = "the file is damaged or incomplete; download the data set again"
-            raise DataError(str(files[0]), rule, str(error), remedy) from error
-        steps = self.facts(number).get("total_steps", table.num_rows - 1)
-        if table.num_rows != steps + 1:
-            raise DataError(str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows)
-        return table.combine_chunks()
-
-    def _read_bounded(self, path: Path, files: list[Path]) -> Any:
-        """Read tables, as long as they are not too large for their files.
-
-        A record batch of Arrow is checked before it is decompressed. Parquet is read in small batches, since
-        a value that is repeated takes no bytes there.
-        """
-        arrow, file_bytes = self._arrow, sum(file.stat().st_size for file in files)
-        if self._form == "arrow":
-            for file in files:
-                with arrow.memory_map(str(file)) as source:
-                    source.seek(_ARROW_MAGIC_BYTES)
-                    stated = stated_bytes(arrow, source)
-                self._expansion.check(str(file), stated, file.stat().st_size)
-        read = arrow.dataset.dataset([str(file) for file in files], format=self._form)
-        ahead = {"batch_size": _BATCH_ROWS, "batch_readahead": 1, "fragment_readahead": 1}
-        batches, num_bytes = [], 0
-        for batch in read.scanner(**ahead).to_batches():
-            num_bytes += batch.nbytes
-            self._expansion.check(str(path), num_bytes, file_bytes)
-            batches.append(batch)
-        return arrow.Table.from_batches(batches, read.schema)
 
     def _decode(self, where: str, key: Key, array: Any, field: Any) -> NDArray[Any]:
         if array.null_count:
-            remedy = "leave it out with --columns"
-            raise DataError(where, "must not have empty values", array.null_count, remedy)
+            raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
         if self._arrow.types.is_binary(array.type):
             return decode_images(where, array.to_pylist(), self._expansion)
         if not self._arrow.types.is_fixed_size_list(array.type):

@@ -49,18 +49,15 @@ class NpzReader(ArrayReader):
 
     def _load(self) -> Any:
         arrays = {}
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                entries = [entry for entry in archive.infolist() if entry.filename.endswith(_NPY)]
-                num_bytes = sum(entry.file_size for entry in entries)
-                self.expansion.check(str(self.path), num_bytes, self.path.stat().st_size)
-                for entry in entries:
-                    name = entry.filename.removesuffix(_NPY)
-                    arrays[name] = self._read(name, archive, entry)
-        except Exception as error:  # a malformed file can raise any
-            if isinstance(error, DataError):
-                raise
-            raise DataError(str(self.path), "must be a readable npz file", str(error), DAMAGED) from error
+        kind, rule = Exception, "must be a readable npz file"  # a malformed file can raise any
+        is_readable = DataError.on(str(self.path), rule, kind, remedy=DAMAGED)
+        with is_readable, zipfile.ZipFile(self.path) as archive:
+            entries = [entry for entry in archive.infolist() if entry.filename.endswith(_NPY)]
+            num_bytes = sum(entry.file_size for entry in entries)
+            self.expansion.check(str(self.path), num_bytes, self.path.stat().st_size)
+            for entry in entries:
+                name = entry.filename.removesuffix(_NPY)
+                arrays[name] = self._read(name, archive, entry)
         return arrays
 
     def _read(self, name: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:

@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
@@ -23,6 +23,8 @@ from deepspeed_gear.schema import DTYPES, Column, Rows
 _BLOCK_BYTES = 8 * 1024 * 1024
 _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 LEAVE_OUT = "leave it out with --columns"
+FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
+SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
 
 
 class Reader(ABC):
@@ -149,11 +151,13 @@ def make_column(
 ) -> Column:
     """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags bool.
 
+    Rewards and flags have the shape ().
+
     Raises:
         DataError: The dtype or shape cannot be stored.
     """
     remedy = LEAVE_OUT if "." in name or role == "other" else ""
-    stored = stored_dtype(where, dtype, remedy)
+    stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
     if any(n < 1 for n in shape):
         raise DataError(where, "must have rows with at least one value", list(shape), remedy)
     if role in ("terminated", "truncated"):
@@ -168,47 +172,47 @@ def make_column(
 def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
     """Convert a source's array to the dtype of its column, by the rule of `trajectory_checks.cast`.
 
+    Rewards and flags lose axes of one value.
+
     Raises:
         DataError: It is not numeric, or a value does not fit.
     """
     stored_dtype(where, array.dtype, LEAVE_OUT)
+    if column.role in SCALARS and array.size == len(array):
+        array = array.reshape(-1)
     return cast(array, column, where, LEAVE_OUT if column.role == "other" else CORRECT)
 
 
 def decode_images(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
     """Decode JPEG or PNG files. Returns [N, height, width(, channels)], uint8."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise DataError(where, "must be decoded, as it holds images", None, "pip install pillow") from None
-    try:
+    Image = optional(where, "must be decoded, as it holds images", "pillow", "PIL.Image")
+    rule, kinds = "must hold images of one size, with 8 bits a channel", (OSError, ValueError)
+    with DataError.on(where, rule, *kinds, Image.DecompressionBombError, remedy=""):
         images = [Image.open(io.BytesIO(frame)) for frame in frames]  # reads the headers
         pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
         expansion.check(where, pixels, sum(map(len, frames)))
         if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:  # 16 bits, palettes
             raise ValueError(f"an image of mode {images[0].mode}")
         return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(where, "must hold images of one size, with 8 bits a channel", str(error)) from error
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    try:
+    remedy = DAMAGED if h5py.is_hdf5(path) else "check the path"
+    with DataError.on(str(path), "must be a readable HDF5 file", OSError, remedy=remedy):
         return h5py.File(path, "r")
-    except OSError as error:
-        remedy = DAMAGED if h5py.is_hdf5(path) else "check the path"
-        raise DataError(str(path), "must be a readable HDF5 file", str(error), remedy) from error
+
+
+def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
+    """Return the arrays in a group, and in the groups below it, by path."""
+    found: dict[str, Any] = {}
+    group.visititems(lambda key, node: found.update({key: node}))
+    return {key: node for key, node in found.items() if isinstance(node, h5py.Dataset)}
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
     """Read rows [low, high) of an HDF5 array."""
-    try:
+    with DataError.on(where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED):
         return np.asarray(dataset[low:high])
-    except OSError as error:
-        rule = f"must be readable in rows {low} to {high - 1}"
-        raise DataError(where, rule, str(error), DAMAGED) from error
 
 
 def block_rows(array: Any) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
+from deepspeed_gear.data.ingest.source_checks import optional
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader
 from deepspeed_gear.errors import DataError
 
@@ -99,13 +100,11 @@ class RllibReader(ArrayReader):
         """Return a compressed column; its size is checked before it is in memory."""
         if not self.options.get("allow_pickle"):
             raise DataError(where, "must not be a pickle, as compressed columns are", None, PICKLED)
-        try:
-            import lz4.frame
-        except ImportError:
-            raise DataError(where, "must be decompressed by LZ4", None, "pip install lz4") from None
-        try:
+        lz4 = optional(where, "must be decompressed by LZ4", "lz4", "lz4.frame")
+        kinds = ValueError, RuntimeError, EOFError
+        with DataError.on(where, "must be base64 of an LZ4 frame", *kinds, remedy=""):
             packed, content = base64.b64decode(text, validate=True), io.BytesIO()
-            decoder = lz4.frame.LZ4FrameDecompressor()
+            decoder = lz4.LZ4FrameDecompressor()
             while not decoder.eof:
                 part = decoder.decompress(packed, max_length=_PART_BYTES)
                 if not part and not decoder.eof:
@@ -113,10 +112,6 @@ class RllibReader(ArrayReader):
                 packed = b""
                 self._num_bytes += content.write(part)
                 self.expansion.check(where, self._num_bytes, self._file_bytes)
-        except (ValueError, RuntimeError, EOFError) as error:
-            if isinstance(error, DataError):
-                raise
-            raise DataError(where, "must be base64 of an LZ4 frame", str(error)) from error
         return load_pickle(where, content.getvalue())
 
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.reader import RowReader, open_hdf5
+from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, open_hdf5
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader
 from deepspeed_gear.errors import DataError, known_names
 
@@ -54,20 +54,15 @@ class RobomimicReader(ArrayReader):
         if self._num_inner:
             self.notes.append(f"dones before the last step of {self._num_inner} demonstrations end nothing")
         environment = self._data.attrs.get("env_args", "{}")
-        try:
+        with DataError.on(f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError):
             environment = parse_json(environment)
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{self.path}: data: env_args", "must be JSON", None, str(error)) from error
         self.description.update(env_args=environment, masks=sorted(masks), mask=mask)
 
     def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
         for name in self._names:
-            found: dict[str, Any] = {}
-            self._data[name].visititems(lambda key, node, found=found: found.update({key: node}))
             arrays: dict[str, Any] = {
                 key: RowReader(f"{self.path}: {name}/{key}", node)
-                for key, node in found.items()
-                if isinstance(node, h5py.Dataset)
+                for key, node in hdf5_arrays(self._data[name]).items()
             }
             for key in [key for key in arrays if KINDS.get(key) == "done" and arrays[key].ndim]:
                 dones = arrays[key][()]

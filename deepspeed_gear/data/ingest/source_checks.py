@@ -11,6 +11,7 @@ import math
 import os
 import stat
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,20 @@ FLOOR_BYTES = 256 << 20  # which any source may take: constant columns compress 
 DAMAGED = "the file is damaged or incomplete; copy it again"
 _OWN = "take a source that holds its data itself"
 _POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def optional(where: str, rule: str, package: str, module: str) -> Any:
+    """Import a module of an optional package; a DataError where it is absent."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise DataError(where, rule, None, f"pip install {package}") from None
+
+
+def pyarrow_for(where: str, rule: str = "must be read with pyarrow") -> Any:
+    """Import pyarrow with Parquet; a DataError where it is absent."""
+    optional(where, rule, "pyarrow", "pyarrow.parquet")
+    return import_module("pyarrow")
 
 
 class Expansion:
@@ -84,32 +99,29 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 def _check_hdf5(path: Path, expansion: Expansion) -> None:
     total, seen = 0, set()
-    try:
-        with h5py.File(path, "r") as file:
-            waiting = [file["/"]]
-            while waiting:
-                group = waiting.pop()
-                for name in group:
-                    where = f"{path}: {group.name.strip('/')}/{name}".replace(": /", ": ")
-                    node = _node(where, group, name)
-                    address = h5py.h5o.get_info(node.id).addr
-                    if address in seen:
-                        continue
-                    seen.add(address)
-                    if isinstance(node, h5py.Group):
-                        waiting.append(node)
-                    elif isinstance(node, h5py.Dataset):
-                        total += _declared_bytes(where, node)
-    except (OSError, RuntimeError, KeyError) as error:
-        raise DataError(str(path), "must be a readable HDF5 file", str(error), DAMAGED) from error
+    kinds = OSError, RuntimeError, KeyError
+    is_readable = DataError.on(str(path), "must be a readable HDF5 file", *kinds, remedy=DAMAGED)
+    with is_readable, h5py.File(path, "r") as file:
+        waiting = [file["/"]]
+        while waiting:
+            group = waiting.pop()
+            for name in group:
+                where = f"{path}: {group.name.strip('/')}/{name}".replace(": /", ": ")
+                node = _node(where, group, name)
+                address = h5py.h5o.get_info(node.id).addr
+                if address in seen:
+                    continue
+                seen.add(address)
+                if isinstance(node, h5py.Group):
+                    waiting.append(node)
+                elif isinstance(node, h5py.Dataset):
+                    total += _declared_bytes(where, node)
     expansion.check(str(path), total, path.stat().st_size)
 
 
 def _node(where: str, group: Any, name: str) -> Any:
-    try:
+    with DataError.on(where, "must be a link of HDF5's own", TypeError):
         link = group.get(name, getlink=True)
-    except TypeError as error:
-        raise DataError(where, "must be a link of HDF5's own", None, str(error)) from error
     if isinstance(link, h5py.ExternalLink):
         raise DataError(where, "must not be a link to another file", f"{link.filename}: {link.path}", _OWN)
     if isinstance(link, h5py.SoftLink) and group.get(name) is None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.ingest.reader import (
+    FLAGS,
     LEAVE_OUT,
     Reader,
     block_rows,
@@ -37,7 +38,6 @@ _KEYS = {  # the usual names of each kind of array
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
 FLAG_KINDS = ("terminated", "truncated", "done", "start")
 _STATES = ("next_observation", "final_observation")
-_FLAG = Column("flag", "bool", role="terminated")
 
 
 def _kind(name: str) -> str:
@@ -167,7 +167,7 @@ class Steps:
             rows = np.append(np.zeros(self.length - 1, rows.dtype), rows)
         if rows.shape not in ((self.length,), (self.length, 1)):
             raise DataError(where, f"must have one value for each of {self.length} steps", list(rows.shape))
-        return convert(where, rows.reshape(-1), _FLAG)
+        return convert(where, rows, FLAGS[0])
 
     def _compare_next(self) -> None:
         """Set `is_shifted` and `resets` by one pass over observations and next observations."""
@@ -314,23 +314,18 @@ class ArrayReader(Reader):
         self.notes += [note for note, is_so in notes.items() if is_so]
 
     def _columns_of(self, steps: Steps) -> Iterator[Column]:
-        order = ["observation", "action", "reward", "terminated"]  # both flags, before other columns
-        if self._has_own_next:
-            order.insert(1, "next_observation")
-        names = [name for name in steps.arrays if name not in FLAG_KINDS and _kind(name) not in _STATES[1:]]
-        names = [name for name in names if self._has_own_next or _kind(name) != "next_observation"]
-        rank = {name: order.index(_kind(name)) if _kind(name) in order else len(order) for name in names}
-        for name in sorted(
-            [*names, "terminated"], key=lambda name: rank.get(name, order.index("terminated"))
-        ):
-            if name == "terminated":
-                yield from (Column(flag, "bool", role=flag) for flag in ("terminated", "truncated"))
+        kinds = ["observation", *_STATES[: int(self._has_own_next)], "action", "reward"]
+        names = [name for name in steps.arrays if name not in FLAG_KINDS]
+        others = [name for name in names if _kind(name) not in (*kinds, *_STATES)]
+        of_kinds = [name for kind in kinds for name in names if _kind(name) == kind]
+        for name in (*of_kinds, "", *others):
+            if not name:  # both flags, before other columns
+                yield from FLAGS
                 continue
-            role = _kind(name).removeprefix("next_") if rank[name] < len(order) else "other"
-            shape = () if role == "reward" else steps.arrays[name].shape[1:]
+            array, where = steps.arrays[name], f"{self.path}: {steps.keys[name]}"
             rows: Rows = "T+1" if name in steps.states and not self._has_own_next else "T"
-            where = f"{self.path}: {steps.keys[name]}"
-            yield make_column(where, name, steps.arrays[name].dtype, shape, role, rows)
+            role = _kind(name).removeprefix("next_") if name in of_kinds else "other"
+            yield make_column(where, name, array.dtype, array.shape[1:], role, rows)
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         number = 0
@@ -342,7 +337,6 @@ class ArrayReader(Reader):
                 for column in self.columns:
                     rows = steps.rows(column, low, end, high)
                     where = f"{self.path}: {steps.keys.get(column.name, column.name)}, episode {number}"
-                    rows = rows.reshape(-1) if column.role == "reward" else rows
                     arrays[column.name] = convert(where, rows, column)
                 end_episode(arrays)
                 yield f"episode {number}", arrays

@@ -7,7 +7,7 @@ have one shape, or a list of n values. Structs and nested objects are divided, u
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import stated_bytes
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, FLOOR_BYTES, Expansion
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, FLOOR_BYTES, Expansion, pyarrow_for
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError
 
@@ -30,7 +30,7 @@ _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
 }
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
-_ARROW_FILE = b"ARROW1\0\0"
+_PARQUET, _ARROW_FILE = b"PAR1", b"ARROW1\0\0"
 _MINARI_FIELDS = ("observations", "actions", "rewards", "terminations", "truncations", "infos")
 
 
@@ -66,13 +66,11 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
         if table_form(file) == "json":
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
             continue
-        arrow = _pyarrow(str(file))
-        try:
-            for batch in _batches(arrow, file, expansion):
+        kinds = pyarrow_for(str(file)).ArrowException, OSError
+        with DataError.on(str(file), f"must be a readable {table_form(file)} file", *kinds, remedy=DAMAGED):
+            _, batches = record_batches(file, expansion)
+            for batch in batches:
                 yield arrow_block(batch, is_nested)
-        except (arrow.ArrowException, OSError) as error:
-            rule = f"must be a readable {table_form(file)} file"
-            raise DataError(str(file), rule, str(error), DAMAGED) from error
 
 
 def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
@@ -87,7 +85,7 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
         arrays = {str(name): source[name].to_numpy() for name in source.columns}
         yield {name: rows.tolist() if rows.dtype == object else rows for name, rows in arrays.items()}
     elif hasattr(source, "with_format") and hasattr(source, "features"):
-        _pyarrow(where)
+        pyarrow_for(where)
         for table in source.with_format("arrow").iter(batch_size=_BLOCK_ROWS):
             for batch in table.combine_chunks().to_batches():
                 yield arrow_block(batch, is_nested)
@@ -151,55 +149,72 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
 def _opened(path: Path) -> Any:
     if path.suffix not in _COMPRESSED:
         return path.open("rb")
-    return io.BufferedReader(_pyarrow(str(path)).input_stream(str(path), compression="detect"))
+    return io.BufferedReader(pyarrow_for(str(path)).input_stream(str(path), compression="detect"))
 
 
 # ---- Arrow -------------------------------------------------------------------------------------------
 
 
-def _pyarrow(where: str) -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(where, "must be read with pyarrow", None, "pip install pyarrow") from None
-    return pyarrow
-
-
-def _batches(arrow: Any, path: Path, expansion: Expansion) -> Iterator[Any]:
-    """Yield record batches that are valid, and not too large for their file.
+def record_batches(
+    path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None = None
+) -> tuple[Any, Iterator[Any]]:
+    """Return the schema of a file, and its record batches: valid, and not too large for the file.
 
     Sizes that the file states are checked before anything is decompressed. Parquet is read in small batches,
     as a value that is repeated takes no bytes there.
+
+    Args:
+        path: An Arrow file or stream by its name, or Parquet.
+        expansion: Bound of the file's bytes in memory.
+        choose: Returns the columns of Parquet to read, of those that there are; None reads all.
     """
-    file_bytes, num_bytes = path.stat().st_size, 0
-    with arrow.memory_map(str(path)) as source:
-        if table_form(path) == "parquet":
-            file = arrow.parquet.ParquetFile(source)
-            groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-            stated = sum(max(0, group.total_byte_size) for group in groups)
-            expansion.check(str(path), stated, file_bytes)
-            rows = _BLOCK_BYTES // max(1, stated // max(1, file.metadata.num_rows))
-            batches = file.iter_batches(min(max(2, rows), _BLOCK_ROWS))
-        else:
-            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
-            source.seek(len(_ARROW_FILE) if is_file else 0)
-            expansion.check(str(path), stated_bytes(arrow, source), file_bytes)
-            source.seek(0)
-            if is_file:
-                file = arrow.ipc.open_file(source)
-                batches = map(file.get_batch, range(file.num_record_batches))
-            else:
-                batches = arrow.ipc.open_stream(source)
+    arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
+    source = arrow.memory_map(str(path))
+    head = source.read(len(_ARROW_FILE))
+    if table_form(path) != "arrow" or head.startswith(_PARQUET):
+        file = arrow.parquet.ParquetFile(source)
+        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
+        stated = sum(max(0, group.total_byte_size) for group in groups)
+        expansion.check(str(path), stated, file_bytes)
+        rows = _BLOCK_BYTES // max(1, stated // max(1, file.metadata.num_rows))
+        columns = choose(file.schema_arrow.names) if choose else None
+        schema, batches = (
+            file.schema_arrow,
+            file.iter_batches(min(max(2, rows), _BLOCK_ROWS), columns=columns),
+        )
+    else:
+        is_file = head == _ARROW_FILE
+        source.seek(len(_ARROW_FILE) if is_file else 0)
+        expansion.check(str(path), stated_bytes(arrow, source), file_bytes)
+        source.seek(0)
+        file = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
+        schema, batches = file.schema, file
+        if is_file:
+            batches = map(file.get_batch, range(file.num_record_batches))
+
+    def checked() -> Iterator[Any]:
+        num_bytes = 0
         for batch in batches:
             num_bytes += batch.nbytes
             expansion.check(str(path), num_bytes, file_bytes)
             batch.validate(full=True)
             yield batch
 
+    return schema, checked()
+
+
+def read_table(
+    path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None = None
+) -> Any:
+    """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`."""
+    schema, batches = record_batches(path, expansion, choose)
+    read = list(batches)
+    return pyarrow_for(str(path)).Table.from_batches(read, read[0].schema if read else schema)
+
 
 def arrow_block(batch: Any, is_nested: bool) -> Block:
     """Return the columns of a record batch; lists as arrays where all rows have one shape."""
-    arrow, block = _pyarrow("batch"), {}
+    arrow, block = pyarrow_for("batch"), {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
         if is_nested and "struct<" in str(field.type):
             block[field.name] = column.to_pylist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,32 +104,6 @@ def test_the_module_is_the_command() -> None:
     without = run("-m", "deepspeed_gear")
     assert without.returncode == 2
     assert without.stderr.startswith("usage: gear ")
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_lists_every_command_and_option(
-    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["completion", shell]) == 0
-    script = tmp_path / "gear"
-    script.write_text(capsys.readouterr().out)
-    asked: dict[tuple[str, ...], set[str]] = {("",): set(cli.COMMANDS)}
-    for command in cli.COMMANDS:
-        with pytest.raises(SystemExit):
-            cli.main([command, "--help"])
-        shown = capsys.readouterr().out
-        assert shown.startswith(f"usage: gear {command}")
-        asked[command, "--"] = set(re.findall(r"^  (?:-h, )?(--[\w-]+)", shown, re.M))
-    if shell != "bash":
-        lines = script.read_text()
-        assert all(re.search(rf"\b{word.removeprefix('--')}\b", lines) for s in asked.values() for word in s)
-    else:
-        code = 'source $0; COMP_WORDS=(gear "$@"); COMP_CWORD=$#; _gear; echo "${COMPREPLY[@]}"'
-        for words, wanted in asked.items():
-            found = subprocess.check_output(["bash", "-c", code, str(script), *words], text=True)
-            assert set(found.split()) == wanted, words
-    if shutil.which(shell):
-        subprocess.run([shell, "-n", str(script)], check=True)
 
 
 def test_a_reader_that_leaves_early_is_no_error(checkout: Path) -> None:

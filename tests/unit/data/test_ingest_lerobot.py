@@ -117,7 +117,7 @@ def some_columns() -> dict[str, np.ndarray]:
 
 def test_all_layouts_give_the_rows_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Episodes of any number per file, in row groups and batches that divide them."""
-    monkeypatch.setattr("deepspeed_gear.data.ingest.lerobot._BATCH_ROWS", 7)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_ROWS", 7)
     given, made = some_columns(), []
     for name, version, per_file in (("a", "v2.1", 1), ("b", "v3.0", 2), ("c", "v3.0", 5), ("d", "v2.0", 1)):
         write(tmp_path / name, version, LENGTHS, per_file, **given)

@@ -16,6 +16,7 @@ from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.errors import DataError
 
 Maker = Callable[..., Path]
+FORMAT, STEPS = "rlds_reader:RldsReader", "rlds_reader:RldsStepsReader"
 
 
 class Steps(list[dict[str, Any]]):
@@ -38,6 +39,7 @@ class Examples(list[Any]):
 @pytest.fixture
 def rlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Make a folder whose splits the stand-in reads; see `make`."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
 
     def make(kind: str = "tensorflow_datasets.core.features.FeaturesDict", **splits: list[Steps]) -> Path:
         (folder := tmp_path / "set").mkdir()
@@ -81,9 +83,9 @@ def steps_of(length: int, is_terminal: bool = True, last_reward: float = 0.0) ->
 def test_the_last_step_is_the_last_observation(
     rlds: Maker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deepspeed_gear.data.ingest.rlds._BLOCK_STEPS", 7)
+    monkeypatch.setattr("rlds_reader._BLOCK_STEPS", 7)
     episodes = [steps_of(length, length % 2 == 0) for length in (2, 33, 1, 8, 7)]
-    dataset = ingest([rlds(train=episodes[:3], val=episodes[3:])], tmp_path / "out")
+    dataset = ingest([rlds(train=episodes[:3], val=episodes[3:])], tmp_path / "out", format=FORMAT)
     assert dataset.lengths.tolist() == [1, 32, 7, 6]
     for number, steps in enumerate(episodes[:2] + episodes[3:]):
         read, last = dataset.trajectory(number), len(steps) - 2
@@ -103,9 +105,11 @@ def test_the_last_step_is_the_last_observation(
 def test_a_reward_at_the_last_step(rlds: Maker, tmp_path: Path) -> None:
     """RLDS gives it no meaning, but many robot data sets do: it is never dropped unseen."""
     source = rlds(train=[steps_of(5, last_reward=1.0)])
-    with pytest.raises(DataError, match=r"train episode 0: reward must be 0 at the last step.*rlds-steps"):
-        ingest([source], tmp_path / "out")
-    dataset = ingest([source], tmp_path / "out", format="rlds-steps")
+    with pytest.raises(
+        DataError, match=r"train episode 0: reward must be 0 at the last step.*RldsStepsReader"
+    ):
+        ingest([source], tmp_path / "out", format=FORMAT)
+    dataset = ingest([source], tmp_path / "out", format=STEPS)
     assert dataset.schema["observation.state"].rows == "T"
     assert dataset.columns["reward"][-1] == 1.0
     assert dataset.columns["terminated"].tolist() == [False] * 4 + [True]
@@ -125,5 +129,5 @@ NO_LAST = Steps({key: value for key, value in step.items() if key != "is_last"} 
 )
 def test_broken_sets_are_refused(rlds: Maker, tmp_path: Path, given: dict[str, Any], text: str) -> None:
     with pytest.raises(DataError) as caught:
-        ingest([rlds(**given)], tmp_path / "out")
+        ingest([rlds(**given)], tmp_path / "out", format=FORMAT)
     assert text in str(caught.value)

@@ -13,15 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.dataset_files import read_json
-from deepspeed_gear.data.ingest.reader import Reader, column_name, convert, end_episode, make_column
-from deepspeed_gear.data.ingest.source_checks import DAMAGED
+from deepspeed_gear.data.ingest.reader import (
+    FLAGS,
+    LEAVE_OUT,
+    Reader,
+    column_name,
+    convert,
+    end_episode,
+    make_column,
+)
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, optional
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column, Rows
+from deepspeed_gear.schema import Rows
 
 _FEATURES, _INFO = "features.json", "dataset_info.json"
 _FLAGS = ("is_first", "is_last", "is_terminal")
 _BLOCK_STEPS = 256
-_LEAVE_OUT = "leave it out with --columns"
 
 
 class RldsReader(Reader):
@@ -66,22 +73,18 @@ class RldsReader(Reader):
                 continue
             where, role = f"{self.path}: {name}: {key}", groups[key]
             role = role if role in ("observation", "action", "reward") else "other"
-            shape = () if role == "reward" else rows.shape[1:]
             count: Rows = "T+1" if role == "observation" and self.ends_with_observation else "T"
-            columns.append(make_column(where, key, rows.dtype, shape, role, count))
-        flags = [Column(role, "bool", role=role) for role in ("terminated", "truncated")]
-        self.columns = (*columns, *flags)
+            columns.append(make_column(where, key, rows.dtype, rows.shape[1:], role, count))
+        self.columns = (*columns, *FLAGS)
 
     def _read(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         """Yield the name of each episode, and its steps: [N, ...] by the name of the column."""
-        try:
-            import tensorflow as tf
-            import tensorflow_datasets as tfds
-        except ImportError:
-            remedy = "pip install tensorflow tensorflow-datasets"
-            raise DataError(str(self.path), "must be read with tensorflow-datasets", None, remedy) from None
-        num_bytes = 0
-        try:
+        rule, packages = "must be read with tensorflow-datasets", "tensorflow tensorflow-datasets"
+        tf, tfds = (
+            optional(str(self.path), rule, packages, m) for m in ("tensorflow", "tensorflow_datasets")
+        )
+        kinds, num_bytes = (tf.errors.OpError, tfds.core.DatasetNotFoundError, OSError), 0
+        with DataError.on(str(self.path), "must be a readable data set of TFDS", *kinds, remedy=DAMAGED):
             builder = tfds.builder_from_directory(str(self.path))
             self.description.update(dataset=builder.info.full_name, splits=list(builder.info.splits))
             config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
@@ -97,10 +100,6 @@ class RldsReader(Reader):
                             parts.setdefault(key, []).append(rows)
                         self.expansion.check(str(self.path), num_bytes, self._file_bytes)
                     yield name, {key: np.concatenate(rows) for key, rows in parts.items()}
-        except (tf.errors.OpError, tfds.core.DatasetNotFoundError, OSError) as error:
-            raise DataError(
-                str(self.path), "must be a readable data set of TFDS", str(error), DAMAGED
-            ) from error
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         for name, steps in self._episodes:
@@ -112,7 +111,7 @@ class RldsReader(Reader):
             rewards = steps.get("reward", np.zeros(1))
             if self.ends_with_observation and len(first) and rewards[-1].any():
                 rule = "must be 0 at the last step, which has only an observation in RLDS"
-                remedy = "--format rlds-steps takes every step for a transition, and has no last observation"
+                remedy = "RldsStepsReader takes every step for a transition, and has no last observation"
                 raise DataError(f"{self.path}: {name}: reward", rule, rewards[-1].item(), remedy)
             length = len(first) - int(self.ends_with_observation)
             if length < 1:
@@ -122,9 +121,8 @@ class RldsReader(Reader):
             for column in self.columns[:-2]:
                 where = f"{self.path}: {name}: {column.name}"
                 if column.name not in steps:
-                    raise DataError(where, "must be in every step", sorted(steps), _LEAVE_OUT)
+                    raise DataError(where, "must be in every step", sorted(steps), LEAVE_OUT)
                 rows = steps[column.name][: len(first) if column.rows == "T+1" else length]
-                rows = rows.reshape(length) if column.role == "reward" and rows.size == length else rows
                 arrays[column.name] = convert(where, rows, column)
             arrays["terminated"], arrays["truncated"] = np.zeros((2, length), np.bool_)
             arrays["terminated"][-1] = terminal[-1]
