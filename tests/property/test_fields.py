@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from deepspeed_gear import Batch, Column, DatasetWriter, DeviceReplay, Replay, Schema
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
-from deepspeed_gear.config.field_checks import DERIVED
+from deepspeed_gear.config.field_checks import DERIVED, ESTIMATED
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.schema import DTYPES, FLOATING
 
@@ -77,7 +77,9 @@ def scenes(draw: st.DrawFn) -> Scene:
 def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, dict[str, Any]]:
     fields: dict[str, dict[str, Any]] = {}
     for i in range(draw(st.integers(1, 6))):
-        source = draw(st.sampled_from([*schema.names, *DERIVED]))
+        # Those that are estimated have tests of their own (tests/unit/batching/test_advantages.py).
+        derived = [name for name in DERIVED if name not in ESTIMATED]
+        source = draw(st.sampled_from([*schema.names, *derived]))
         field: dict[str, Any] = {"derived" if source in DERIVED else "column": source}
         column = None if source not in schema else schema[source]  # noqa: SIM401 - a Schema has no get
         own = DERIVED.get(source) or schema[source].dtype
