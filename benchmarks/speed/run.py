@@ -63,7 +63,7 @@ def plan(quick: bool) -> list[Work]:
     items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 20_000
     batches, lengths, vectors = (256, 4096), (20, 100, EPISODE), (1, 8, 64)
     if quick:
-        items, windows, num_frames, capacity = 100_000, 200_000, 4_000, 6_400
+        items, windows, num_frames = 100_000, 200_000, 4_000
         batches, lengths, vectors = (256,), (20, EPISODE), (1, 64)
     found = [
         Work(f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}", "transitions",
