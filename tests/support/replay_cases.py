@@ -42,6 +42,11 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
     def case(kind: str = "uniform", unit: str = "step", **options: Any) -> dict[str, Any]:
         return {"data": str(data), "sampler": {"kind": kind, "unit": unit}, "fields": WINDOWS, **options}
 
+    def estimated(**options: Any) -> dict[str, Any]:
+        window = {"offset": -2, "length": 5}
+        advantage = {"value": "reward", "next_value": "reward", "gamma": 0.9, **options}
+        return case(fields={"advantage": window, "value_target": window}, advantage=advantage)
+
     mixed = {
         "tables": {"a": {"data": str(data)}, "b": {"data": {"path": str(other), "load": "mmap"}}},
         "fields": WINDOWS,
@@ -78,6 +83,8 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
             sampler={"kind": "recent", "unit": "step", "within": {"column": "task", "distance": 2}}
         ),
         "n_step": case(fields=FOLLOWING, n_step={"n": 3, "gamma": 0.9}),
+        "gae": estimated(kind="gae", lam=0.9),
+        "vtrace": estimated(kind="vtrace", log_prob="reward", behaviour_log_prob="reward", c_bar=0.75),
         "hindsight": case(fields=GOALS, hindsight={"strategy": "future", "fraction": 0.8}),
         "mixture": {**mixed, "sampler": {**shares, "of": prioritized("step")}, "prefetch": 1},
         "verified": case(verify_every=2, prefetch=1),
