@@ -20,7 +20,7 @@ from gear_support import SCHEMA, lengths_of, prefix, trajectory, write_dataset
 from replay_cases import BATCH, FOLLOWING, WINDOWS, digests, prioritized
 from replay_support import streams_of
 
-from deepspeed_gear import Replay
+from deepspeed_gear import DatasetWriter, Replay
 from deepspeed_gear.errors import GearError
 from deepspeed_gear.ops.records import Slot
 
@@ -104,6 +104,23 @@ def test_no_kill_of_two_nodes_loses_a_checkpoint(cluster: Cluster, tmp_path: Pat
     found = json.loads(outputs[0].splitlines()[-1])
     assert (found["kills"], found["lost"]) == (kills, 0)
     assert found["loaded"] > 0
+
+
+def test_two_nodes_go_on_with_grown_data_as_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
+    """The shards are others than before: old priorities move with their trajectories."""
+    data, one, two = tmp_path / "data", tmp_path / "one", tmp_path / "two"
+    options = {"data": str(data), "fields": {**FOLLOWING, "task": {}}, "n_step": {"n": 3, "gamma": 0.9}, "prefetch": 1}
+    section = {**options, "sampler": prioritized("step")}
+    write_dataset(data, lengths_of(15))
+    save(section, one)
+    cluster.call_ranks(save, section, two, nodes=2, timeout_s=100)
+    with DatasetWriter(data, SCHEMA, append=True) as writer:
+        for number, steps in enumerate(lengths_of(9, seed=1), 15):
+            writer.add(trajectory(number, steps))
+    alone = load(section, one)
+    for folder in (one, two) if LONG else (two,):
+        for found in cluster.call_ranks(load, section, folder, nodes=2, timeout_s=100):
+            assert found["behind"] == alone["behind"]
 
 
 # ---- on each rank, or alone ---------------------------------------------------------------------------
