@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def run_system(module: str, python: Path | str) -> dict[str, dict[str, Any]]:
         running = _read(process, found) or left[0]
         if running in found:
             continue
+        with suppress(subprocess.TimeoutExpired):  # where it has closed its output it is about to end
+            process.wait(5)
         ended = process.poll()
         process.kill()
         how = ("late", LATE) if ended is None else ("wrong", f"the process ended with {ended}")

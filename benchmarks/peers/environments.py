@@ -32,7 +32,7 @@ PEERS = (
     Peer("tianshou", "Tianshou", ("tianshou>=2",), needs_torch=True),
     Peer("tq", "TransferQueue", ("TransferQueue>=0.1.11",), needs_torch=True, has_cases=False),
     Peer("datasets", "HF datasets", ("datasets>=4",), has_cases=False),
-    Peer("streaming", "MosaicML Streaming", ("mosaicml-streaming>=0.13",), needs_torch=True),
+    Peer("streaming", "MosaicML Streaming", ("mosaicml-streaming>=0.13",)),  # torchvision needs its own torch
 )
 
 
