@@ -32,7 +32,7 @@ from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 from deepspeed_gear.sampling.priority_masses import merge_highest
-from deepspeed_gear.sampling.rate_limiting import NodeRate, SelectionLimiter
+from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
@@ -40,7 +40,6 @@ from deepspeed_gear.store.records import Head
 
 PACKED_REPORT_WORDS = 3
 _NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
-_WAITS = 64  # exchanges whose waits are added up at once
 MOST_LEAVE_S = 10.0  # longest wait of a node that ends until the others have received its last status
 
 
@@ -48,7 +47,7 @@ class StatusMessage:
     """The status message of a node, the first of a joint selection."""
 
     KEY: Final = 0
-    STATUS: Final = 1
+    STATUS: Final = 1  # 1: it has failed, and an error's text follows
     STOP: Final = 2
     WAITED_US: Final = 3
     WAITING: Final = 4
@@ -57,8 +56,6 @@ class StatusMessage:
     LEAST: Final = 7
     HIGHEST: Final = 8
     NUM_WORDS: Final = 9
-    FINE: Final = 0  # of StatusMessage.STATUS
-    FAILED: Final = 1  # of StatusMessage.STATUS: an error's text follows
 
 
 class SelectionAgreement(LocalSelector):
@@ -74,19 +71,15 @@ class SelectionAgreement(LocalSelector):
         self._key: int | None = None  # of the selection that is being made
         self.num_selections = 0
         self._late_us = np.zeros(self._num_nodes, np.int64)  # wait of the others for each node
-        self._waited_us: list[np.ndarray] = []  # not in `_late_us` yet
         self._received: list[np.ndarray] = []  # priority updates from each node, packed where it is a shard
 
     def _exchange_status(
         self, prepare: Callable[[], list[np.ndarray]], leaves: bool = False
     ) -> list[np.ndarray]:
-        """Exchange status messages, with more words for each node after them.
+        """Exchange status messages; return the words after them, which `prepare` has returned for each node.
 
-        Args:
-            prepare: Returns the words for each node; this node cannot make the selection if it raises.
-            leaves: Whether it makes no further one.
-        Returns:
-            The words of each node after its status; valid until the next exchange ends.
+        They are valid until the next exchange ends. This node cannot make the selection if `prepare` raises,
+        and makes no further one if it `leaves`.
         """
         after = [NO_WORDS] * self._num_nodes
         error: Exception | None = None
@@ -99,10 +92,9 @@ class SelectionAgreement(LocalSelector):
         words[StatusMessage.STOP] = leaves or self.state.stop.is_set()
         messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
         records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
-        self._waited_us.append(records[:, StatusMessage.WAITED_US])
-        if len(self._waited_us) == _WAITS:
-            self._add_waits()
-        agreed = words[StatusMessage.KEY], StatusMessage.FINE, False
+        waited_us = records[:, StatusMessage.WAITED_US]
+        self._late_us += waited_us.max() - waited_us  # the node that has waited least was the last to arrive
+        agreed = words[StatusMessage.KEY], False, False
         if (records[:, : StatusMessage.STOP + 1] != agreed).any():
             self._raise_refusal(records, error)
         self._waiting = bool(records[:, StatusMessage.WAITING].any())
@@ -138,7 +130,7 @@ class SelectionAgreement(LocalSelector):
     def _record(self, error: Exception | None = None) -> np.ndarray:
         """Return the status of this node's shard; failed with an error."""
         words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
-        words[StatusMessage.STATUS] = StatusMessage.FINE if error is None else StatusMessage.FAILED
+        words[StatusMessage.STATUS] = error is not None
         masses, priorities = self.masses, self.state.priorities
         with self._table.lock:
             words[StatusMessage.TOTAL] = masses.total
@@ -152,17 +144,9 @@ class SelectionAgreement(LocalSelector):
         words[StatusMessage.WAITED_US] = int(self.channel.last_wait_s * 1e6)
         return words
 
-    def _add_waits(self) -> None:
-        """Sum the waits: the node that has waited least was the last to arrive."""
-        if self._waited_us:
-            waited_us = np.stack(self._waited_us)
-            self._late_us += (waited_us.max(1, keepdims=True) - waited_us).sum(0)
-            self._waited_us.clear()
-
     @property
     def late_s(self) -> np.ndarray:
         """How long the others have waited for each node. [S], float64, seconds."""
-        self._add_waits()
         return self._late_us * 1e-6
 
     def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
@@ -211,18 +195,6 @@ class ReplicatedSelector(SelectionAgreement):
 
         self._apply_together(change)
         return self.total
-
-    def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
-        with self._table.lock:
-            super().resolve(rows, done, coordinates, first)
-
-    def finish(self, key: int, entry: int, count: int) -> int:
-        with self._table.lock:
-            return super().finish(key, entry, count)
-
-    def highest(self, count: int) -> torch.Tensor:
-        with self._table.lock:
-            return super().highest(count)
 
 
 class ShardedSelector(SelectionAgreement):
@@ -406,22 +378,14 @@ class ShardedSelector(SelectionAgreement):
         self._selection.draw(first, own, records, owner, done)
 
     def resolve_until(
-        self,
-        rows: torch.Tensor,
-        done: int,
-        coordinates: torch.Tensor,
-        first: int,
-        limiter: SelectionLimiter,
-        counted: np.ndarray,
+        self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int, counted: np.ndarray
     ) -> int:
-        joint, count = self.state.joint_limiter, len(coordinates)
+        joint, num_valid = self.state.joint_limiter, len(coordinates)
         assert joint is not None
         owner, own, records = self._found(coordinates, first)
         slots = records[:, Resolution.SLOT].numpy()
-        if joint.fewest > len(rows):
-            num_valid = count
-        else:
-            num_valid = self._agree_on_valid(own, slots, count, limiter.num_admitted(slots, counted))
+        if joint.fewest <= len(rows):
+            num_valid = self._agree_on_valid(own, slots, num_valid, joint.num_admitted(slots, counted))
         kept = int(np.searchsorted(own, num_valid))
         np.add.at(counted, slots[:kept], 1)
         self._keep(done, first, owner[:num_valid], own[:kept], records[:kept])
@@ -430,10 +394,7 @@ class ShardedSelector(SelectionAgreement):
     def _agree_on_valid(self, own: np.ndarray, slots: np.ndarray, count: int, before: int) -> int:
         """Agree on how many draws are valid; if not all, remove the trajectory that the last of them uses up.
 
-        Args:
-            own: Indices of this node's draws, ascending. [n], int64.
-            slots: Slots that they hit. [n], int64.
-            before: How many of `own` come before the first that uses a trajectory up.
+        Of this node's draws (`own`), `before` come before the first that uses a trajectory up.
         """
         uses_up, masses = before < len(own), self.masses
         at = int(own[before]) if uses_up else count
@@ -473,9 +434,8 @@ class ShardedSelector(SelectionAgreement):
         return torch.from_numpy(before[shards[chosen]] + every[chosen, 2])
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
-        masses = self.state.with_ages
         with self._table.lock:
-            own = np.stack(masses.ends(count, newest), axis=1)
+            own = np.stack(self.state.with_ages.ends(count, newest), axis=1)
         every, shards = self.channel.gather_ragged(own)
         every[:, 2] += (np.cumsum(self._totals) - self._totals)[shards]
         order = np.argsort(every[:, 0], kind="stable")
@@ -494,10 +454,7 @@ class ShardedSelector(SelectionAgreement):
     ) -> None:
         """Fill an entry of the ring with a selection of a checkpoint, as `finish` does with a new one.
 
-        Args:
-            first: Sample number of the selection's first sample.
-            owner: Which node holds each record. [count], int64.
-            own: Indices of the `records` that this node holds, ascending. [n], int64.
+        Node `owner` holds each record, [count], int64; this one those of the indices `own`, ascending.
         """
         self._begin_selection(key, entry, len(owner), is_saved=True)
         self._selection.draw(first, own, records, owner, 0)
@@ -571,11 +528,8 @@ _PARTS = 64  # parts into which each exchange divides the remaining range of ids
 def edge_over_nodes(
     channel: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
 ) -> WindowEdge:
-    """Return the window's edge. Collective over the nodes.
+    """Return the window's edge, given ids, items and values of this node's trajectories. Collective.
 
-    Args:
-        ids, counts, values: Ids of this node's trajectories, items of each, its value of the window's column.
-            [n] each.
     Cost: about 4 exchanges of 64 words for 10^7 trajectories, however many nodes.
     """
     there = counts > 0

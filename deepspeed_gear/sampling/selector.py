@@ -22,11 +22,12 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.rate_limiting import NothingToSampleError, SelectionLimiter
+from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.random_samplers import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.sampling.sum_tree import items_of
 from deepspeed_gear.store.records import NOTHING, Head, Position
 from deepspeed_gear.store.store_lock import StoreLock
 
@@ -77,7 +78,9 @@ class LocalSelector:
             first: Sample number of the first one.
         """
         count = coordinates.size(0)  # `len` of a tensor takes ten times as long
-        self.masses.resolve(rows if count == rows.size(0) else rows[done : done + count], coordinates, first)
+        into = rows if count == rows.size(0) else rows[done : done + count]
+        with self.lock:
+            self.masses.resolve(into, coordinates, first)
 
     def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
         """Resolve the next coordinates of an epoch; return how many are left.
@@ -98,13 +101,7 @@ class LocalSelector:
         """Drop the samples of the selection so far: they do not fill a batch at the end of an epoch."""
 
     def resolve_until(
-        self,
-        rows: torch.Tensor,
-        done: int,
-        coordinates: torch.Tensor,
-        first: int,
-        limiter: SelectionLimiter,
-        counted: np.ndarray,
+        self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int, counted: np.ndarray
     ) -> int:
         """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
 
@@ -113,7 +110,8 @@ class LocalSelector:
         """
         self.resolve(rows, done, coordinates, first)
         slots = rows[done:, Resolution.SLOT].numpy()
-        standing = min(limiter.num_admitted(slots, counted) + 1, len(slots))
+        assert self._counting is not None
+        standing = min(self._counting.num_admitted(slots, counted) + 1, len(slots))
         np.add.at(counted, slots[:standing], 1)
         if standing < len(slots):
             self.masses.take_out(int(slots[standing - 1]))
@@ -126,19 +124,22 @@ class LocalSelector:
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
         masses = self.state.with_priorities
-        return masses.coordinates_of(masses.highest_items(count))
+        with self.lock:
+            return masses.coordinates_of(masses.highest_items(count))
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
         """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
-        return self.state.with_ages.extreme(count, newest)
+        _, masses, first = self.state.with_ages.ends(count, newest)
+        return items_of(masses, first, count, newest)
 
     def finish(self, key: int, entry: int, count: int) -> int:
         """Pin the resolved samples of `count` items and make them ready to be gathered.
 
         Returns the number of records of the selection: its samples, or the trajectories of its groups.
         """
-        self.state.pin(key, self.state.drawn[entry][0][:count])
-        return self.state.expand(entry, count) if self.spec.by_group else count
+        with self.lock:
+            self.state.pin(key, self.state.drawn[entry][0][:count])
+            return self.state.expand(entry, count) if self.spec.by_group else count
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor and exponent (Q62) of the PER weights of samples of these masses. [B].
@@ -197,21 +198,17 @@ class LocalSelector:
         after[Head.KEY], after[Head.COUNT] = key + 1, num_records
         after[Head.SAMPLES] += count
         with self.lock:
-            self._commit(key, entry, after)
+            _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
+            samples = self.own_samples(state.ring_words[entry, : after[Head.COUNT]])
+            if self._counting is not None:
+                self._counting.count(samples)
+            head[Head.KEY] = key  # the commit point
+            state.advance(entry)
+            if self._counting is not None:
+                self._counting.evict_used_up()
+            if state.counts is not None:
+                state.counts.count(samples)
         return True
-
-    def _commit(self, key: int, entry: int, after: list[int]) -> None:
-        state, head = self.state, self.state.head_words[entry]
-        _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
-        samples = self.own_samples(state.ring_words[entry, : after[Head.COUNT]])
-        if self._counting is not None:
-            self._counting.count(samples)
-        head[Head.KEY] = key  # the commit point
-        state.advance(entry)
-        if self._counting is not None:
-            self._counting.evict_used_up()
-        if state.counts is not None:
-            state.counts.count(samples)
 
     def draw_ahead(self, key: int) -> None:
         """Draw for the next selection, if no change is waiting that precedes it.
@@ -267,16 +264,14 @@ class LocalSelector:
 
         Source of the semantics: Reverb's `max_times_sampled`.
         """
-        limiter, done = self._counting, 0
-        counted = np.zeros(self.state.masses.num_items, np.int64)
-        assert limiter is not None
+        done, counted = 0, np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
             try:
                 total = self._checked(self.total)
             except NothingToSampleError as empty:  # masses set to 0 stay so: no retry
                 raise empty.final() from None
             coordinates = self._coordinates_of(len(rows) - done, first + done, total)
-            done += self.resolve_until(rows, done, coordinates, first + done, limiter, counted)
+            done += self.resolve_until(rows, done, coordinates, first + done, counted)
 
     # ---- epochs ----------------------------------------------------------------------------------
 

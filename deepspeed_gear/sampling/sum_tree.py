@@ -354,11 +354,6 @@ class AgeMasses(ItemMasses):
         changed = np.nonzero(np.where(self.queued >= 0, self.queued, self.leaves) != wanted)[0]
         self.queue(changed, wanted[changed])
 
-    def extreme(self, count: int, newest: bool) -> torch.Tensor:
-        """Return the coordinates of the oldest items, oldest first, or of the newest; or fewer. [n]."""
-        _, masses, first = self.ends(count, newest)
-        return items_of(masses, first, count, newest)
-
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return id, mass and first coordinate of the oldest or newest items' trajectories, in order. [n]."""
         slots = np.nonzero(self.leaves)[0]
