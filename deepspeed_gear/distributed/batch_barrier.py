@@ -42,10 +42,12 @@ class BarrierWord:
 
     REACHED: Final = 0
     FAILED: Final = 1
-    ENDED: Final = 2
+    ENDED: Final = 2  # ENDED_WELL or ENDED_BY_ERROR; 0: the rank takes part
     RELEASED: Final = 3
     DIGESTS: Final = 4  # of even and of odd barriers: two words
     NUM_WORDS: Final = 8
+    ENDED_WELL: Final = 1
+    ENDED_BY_ERROR: Final = 2
 
 
 class BarrierMessage:
@@ -57,21 +59,11 @@ class BarrierMessage:
     NUM_WORDS: Final = 3
 
 
-class EndCode:
-    """How a rank has ended."""
-
-    WELL: Final = 1
-    ERROR: Final = 2
-
-
 class BatchBarrier:
     """The batch barriers of a node's ranks. Main thread only.
 
-    Args:
-        only_readers: Inner stages of a pipeline take no part.
-        channel: To the leaders of the other nodes, on a leader.
-        early: Whether ranks may reach a barrier before they wait at it.
-        detector: Finds lost ranks and nodes; None for one node.
+    On a leader `channel` leads to the leaders of the other nodes. With `only_readers` inner stages of a
+    pipeline take no part; with `early` ranks may reach a barrier before they wait at it.
     """
 
     def __init__(
@@ -102,7 +94,7 @@ class BatchBarrier:
         word = BarrierWord.RELEASED if self._follows else BarrierWord.REACHED
         self._progress: np.ndarray = self._words[:, word]
         self._leader_ended: float | None = None  # when the leader was first found to have ended
-        self._end, self._next_look = EndCode.WELL, 0.0
+        self._end, self._next_look = BarrierWord.ENDED_WELL, 0.0
         self._count = 0  # barriers that this rank has reached
         self._is_open = False  # this rank has reached the last one, but not passed it yet
         self._takes_part = self._peer in self._members
@@ -119,11 +111,8 @@ class BatchBarrier:
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
         """Run an action on every rank and pass a batch barrier; raise if the action failed on another rank.
 
-        Args:
-            action: What all ranks do; called again at the next barrier if this one fails.
-            digest: Returns the digest of this rank's samples, for `verify_every`; called after `action`.
-        Returns:
-            The action's result.
+        If the barrier fails, the next one calls the action again. `digest` is called after it: it returns the
+        digest of this rank's samples, for `verify_every`.
         """
         try:
             result = action()
@@ -159,9 +148,9 @@ class BatchBarrier:
 
     def explain(self, error: BaseException) -> None:
         """Publish the error that ends this rank, for ranks that wait for it at a barrier."""
-        if isinstance(error, Exception) and self._end == EndCode.WELL:
+        if isinstance(error, Exception) and self._end == BarrierWord.ENDED_WELL:
             self._write(error)
-            self._end = EndCode.ERROR
+            self._end = BarrierWord.ENDED_BY_ERROR
 
     def end(self) -> None:
         """Mark this rank as ended: it takes part in no more barriers."""
@@ -358,7 +347,7 @@ class BatchBarrier:
             self._detector.check_ended()
         name = f"rank {self._ranks[peer]}"
         had = f"after {self._passed(peer)}"
-        if self._words[peer, BarrierWord.ENDED] == EndCode.ERROR:
+        if self._words[peer, BarrierWord.ENDED] == BarrierWord.ENDED_BY_ERROR:
             rule = "must train as long as the others"
             raise PeerError(name, rule, None, f"it failed {had}: {self._outcome_of(peer).text}")
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")

@@ -36,10 +36,9 @@ class ControlPlane:
     Args:
         process_group: Whose ranks take part; None for all, and for a single process without
             torch.distributed.
-        timeout_s: Longest wait for another rank, in seconds.
     """
 
-    def __init__(self, process_group: Any = None, timeout_s: float = SETUP_TIMEOUT_S) -> None:
+    def __init__(self, process_group: Any = None) -> None:
         self.rank, self.world_size = 0, 1
         self._group: Any = None
         self._ranks: tuple[int, ...] = ()
@@ -51,7 +50,7 @@ class ControlPlane:
             # torch 2.4 does not accept None in get_process_group_ranks.
             group = dist.group.WORLD if process_group is None else process_group
             self._ranks = tuple(dist.get_process_group_ranks(group))
-            self.allow(timeout_s)
+            self.allow(SETUP_TIMEOUT_S)
 
     def allow(self, timeout_s: float) -> None:
         """Let later calls wait for other ranks for so long, at least for `SETUP_TIMEOUT_S`. Collective."""
@@ -59,18 +58,12 @@ class ControlPlane:
             self._group = lane(self._ranks, "control", max(timeout_s, SETUP_TIMEOUT_S))
 
     def watch(self, lost: Callable[[], GearError | None]) -> None:
-        """Look for lost ranks while this one waits for others, until `close`.
-
-        Args:
-            lost: Returns the error that names a rank that is lost; None: there is none.
-        """
+        """Look for lost ranks while this one waits for others, until `close`; `lost` returns their error."""
         self._lost = lost
 
     def run(self, start: Callable[[], Any]) -> None:
-        """Run a collective of gloo; while it waits, look for lost ranks.
+        """Run a collective of gloo, which `start` begins; while it waits, look for lost ranks.
 
-        Args:
-            start: Begins the collective; returns its work.
         Raises:
             PeerError: A rank is lost, which it names, or does not answer.
         """

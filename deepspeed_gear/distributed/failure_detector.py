@@ -50,10 +50,8 @@ class RankWord:
 class FailureDetector:
     """Detects the loss of ranks and nodes, in threads of its own. `check` may be called by any thread.
 
-    Args:
-        memory: A store of this node, whose locks show which processes are attached.
-        store: A connection of its own to the rendezvous store, on node leaders; None elsewhere.
-        timeout_s: Longest time without a heartbeat of a rank or a node.
+    The locks of `memory` show which processes of the node are attached. Node leaders have a connection of
+    their own to the rendezvous `store`.
     """
 
     def __init__(

@@ -141,10 +141,8 @@ def _check_sequence(settings: GradientSettings) -> None:
 
 
 def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
-    """Check what a step of a variable number of micro batches needs of an engine.
+    """Check what a step of a variable number of micro batches needs; `pad` is `gear.pack.pad.to`.
 
-    Args:
-        pad: `gear.pack.pad.to`.
     Returns:
         Defaults of DeepSpeed that change the result, for the log.
     Raises:

@@ -114,9 +114,7 @@ class NodeChannel:
     def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
         """Return the error of the first node that has failed; None: none has. Collective if one has.
 
-        Args:
-            failed: Of each node whether it has; the same on all. [S].
-            own: Of this node, if it has.
+        `failed` is the same on all nodes, [S]; `own` is the outcome of this one, if it has failed.
         """
         if not failed.any():
             return None

@@ -125,11 +125,9 @@ def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted:
 
 
 def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the nearest bounds with at least one trajectory in every part.
+    """Return the nearest bounds with at least one trajectory in every part, of at least as many trajectories.
 
-    Args:
-        bounds: First trajectory of each part, and their number; at least as many trajectories as parts.
-            [count + 1], int64.
+    First trajectory of each part, and their number: [count + 1], int64.
     """
     ordinals = np.arange(len(bounds))
     spare = np.maximum.accumulate(np.asarray(bounds, np.int64) - ordinals)
@@ -146,18 +144,10 @@ def shard_of_node(
 ) -> list[Shard]:
     """Return the shard that each node holds.
 
-    Nodes with whole data sets hold contiguous shards in node order. Nodes with parts hold these: shards are
-    ordered by part, for any order of the nodes.
+    Nodes with whole data sets hold contiguous shards in node order, with these bounds: [S + 1], int64. Nodes
+    with parts hold these: shards are ordered by part, for any order of the nodes. If they `replicate`, every
+    node holds the whole, as one logical shard. The names are for error texts.
 
-    Args:
-        dataset_parts: Part on the disk of each consuming node, in node order; None for the whole. [S].
-        bounds: First trajectory of each shard, and their number, where all nodes have the whole. [S + 1],
-            int64. Ignored for parts.
-        name: Of the data set, for error texts.
-        nodes: Names of the nodes, for error texts; their ordinals unless given.
-        replicate: Every node holds the whole, as one logical shard.
-    Returns:
-        One shard per node, in node order; equal ones where they replicate.
     Raises:
         DataError: Some nodes have parts and others the whole, parts are not of one whole or are not all of
             them, or there are parts where every node must hold the whole.

@@ -201,9 +201,6 @@ class ShardedSelector(SelectionAgreement):
     """Selects from the items of all nodes, in the one process of each node that makes its selections.
 
     One thread at a time. It takes the table's lock itself, and never holds it while it waits for other nodes.
-
-    Args:
-        exchange: Exchanges resolutions and rows, or of packed batches the records of all trajectories.
     """
 
     def __init__(
@@ -492,15 +489,10 @@ def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[Batch
 def may_select(
     exchange: ControlPlane, leads: bool, stream: BatchStream, key: int, fixed: bool = False
 ) -> bool:
-    """Return whether all nodes together admit a selection, outside of one. Collective over all ranks.
+    """Return whether a global batch was selected already, or could be by all nodes together now.
 
-    Args:
-        leads: Whether this rank is the one of its node that changes the node's shards.
-        stream: The training stream, with a rate limiter of all nodes.
-        key: Of the global batch that is asked for.
-        fixed: Whether another thread of this rank may be in a selection: then quotas do not change.
-    Returns:
-        Whether the batch was selected already, or could be now; the same on every rank.
+    Collective over all ranks, outside of a selection; the same on every rank. Where another thread of a rank
+    may be in a selection (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
     """
     limiter, count = stream.state.joint_limiter, stream.spec.num_samples(key)
     assert limiter is not None

@@ -87,11 +87,9 @@ def streams_of(
 ) -> dict[str, StreamSpec]:
     """Return the training stream and one evaluation stream per split of a sampled table, by name.
 
-    Args:
-        dataset: This node's part of the table's data set; None: the table has a capacity.
-        num_items: Most items that the table ever holds, all nodes together.
-        placement: Of the tables on nodes; None: every replica samples a table of its own.
-        weight_total: Sum of the weights of all items, all nodes together; 0 where it is not known yet.
+    `num_items` and `weight_total` (0 where it is not known yet) are of all nodes together. Without a
+    placement every replica samples a table of its own.
+
     Raises:
         ConfigError: The table has groups and a split.
     """
@@ -310,11 +308,9 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
 
 
 def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0) -> GroupSpec:
-    """Return the specification of a table's groups.
+    """Return the specification of a table's groups; `read` are the columns that batches and sampler read.
 
-    Args:
-        read: The columns that batches and the sampler read, or that its options name.
-        num_slots: Trajectories that the store can hold; 0: it is a data set, which no group leaves.
+    `num_slots` are those of the store; 0: it is a data set, which no group leaves.
     """
     conditions = [
         GroupCondition(column, statistic, bounds.min, bounds.max)
@@ -340,12 +336,7 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
-    """Return the retention of the trajectories of a table.
-
-    Args:
-        capacity: Steps and trajectories that a store holds.
-        batch: Samples of a global batch that come from the table.
-    """
+    """Return the retention of a table whose stores have a capacity of so many steps and trajectories."""
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
     policy_class(table.remove, f"{at}.remove")
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
@@ -401,11 +392,8 @@ def store_of(
 ) -> TableSpec:
     """Return the sizes of this node's store of a table, without rows for arrivals.
 
-    Args:
-        dataset: What this node has of its data set; None: the table has a capacity.
-        num_peers: Processes of the node that attach.
-        shard: What the store holds; None: the whole table.
-        batch: Samples of a global batch that come from the table, at most.
+    `batch` is how many samples of a global batch come from the table, at most.
+
     Raises:
         DataError: The shard is not in what the node has of the data set.
     """

@@ -244,6 +244,7 @@ class Node:
             gathers_own_rows=not mapped,
             first_arrival=(0, 0) if mapped else (rows, SLOTS),
             spec=SimpleNamespace(name="main"),
+            schema=[SimpleNamespace(name=name, row_bytes=8) for name in held],
         )
         channel: Any = SimpleNamespace(count=nodes)
         self.rows = RowExchange(channel, table, [READS], None, (EDGE, room[0]), (0, room[1]))

@@ -63,8 +63,7 @@ class ExchangePlan:
     def wanted(self, count: int, offset: int) -> np.ndarray:
         """Return which samples of a selection this node needs, ascending. [n], int64.
 
-        Args:
-            offset: Of its first sample among those of all tables: replicas alternate by sample.
+        Replicas alternate by sample, of all tables: the first one has the index `offset` among them.
         """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
@@ -207,11 +206,7 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
 
 
 def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
-    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest.
-
-    Args:
-        worlds: Size of each of AXES; 1 where it is missing.
-    """
+    """Return a grid in the order of ranks: pipeline axis slowest, tensor axis fastest; missing axes are 1."""
     sizes = {axis: worlds.get(axis, 1) for axis in AXES}
     named = {f"{axis}_world": size for axis, size in sizes.items()}
     ranks = itertools.product(*(range(size) for size in sizes.values()))
@@ -222,11 +217,7 @@ def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
 
 
 def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
-    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S + 1], int64.
-
-    Args:
-        sizes: Bytes of each trajectory. [N], int64.
-    """
+    """Return the first trajectory of each node's shard, and N: contiguous, balanced in bytes. [S + 1]."""
     before = np.concatenate([[0], np.cumsum(sizes)])
     wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
     inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))

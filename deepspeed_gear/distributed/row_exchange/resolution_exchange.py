@@ -40,10 +40,8 @@ class NodeSelection:
     def draw(self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int) -> None:
         """Add draws to the selection, after the `done` ones in it.
 
-        Args:
-            first: Sample number of the first one.
-            own: Those that this node holds, [n], int64; `records` are their resolutions.
-            owner: Node that holds each draw. [count], int64.
+        The first one has the sample number `first`. This node holds the draws `own`, with these records; of
+        all draws `owner` is the node that holds it: [count], int64.
         """
         self.first = first - done
         self.own.append(own + done if done else own)
@@ -142,10 +140,8 @@ class ResolutionExchange:
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
         """Return the samples that other nodes need, and the words of their resolutions for each node.
 
-        Args:
-            drawn: Records of this node, ascending; the index of each in the selection; where windows follow
-                n-step returns, the steps of each; and the goal of each, where they have goals.
-            needs: Readers of each replica, and which rows they need, as of `ExchangePlan`.
+        `drawn`: records of this node, ascending; the index of each in the selection; where windows follow
+        n-step returns, the steps of each; and the goal of each, where they have goals.
         """
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)

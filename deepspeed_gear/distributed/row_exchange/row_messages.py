@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from deepspeed_gear.batching.gather import N_STEP_DTYPES, NStepReturns
 from deepspeed_gear.config import NStepConfig
 from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel, message_of
@@ -115,9 +116,6 @@ class DeviceTransport:
     collectives of training on every rank. So only the main thread may call it. On a GPU it runs on a CUDA
     stream of its own, beside the training step, and copies rows through pinned memory; the host waits for
     them, as it writes them to the store that all ranks of the node read.
-
-    Args:
-        channel: Between the nodes; its errors name the lost node.
     """
 
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:
@@ -130,13 +128,10 @@ class DeviceTransport:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        """Send each node its rows, and receive those of each. Collective.
+        """Send each node its rows, and return those of each, of known sizes, until the next call. Collective.
 
-        Args:
-            messages: For each node, in the order of the channel. [words] each, int64.
-            sizes: Words that come from each node.
-        Returns:
-            The words from each node; valid until the next call. [words] each, int64.
+        In the order of the channel's nodes: [words] each, int64.
+
         Raises:
             LostNodeError: A node does not answer in time. (NCCL ends the process instead, as its own
                 watchdog does.)
@@ -201,16 +196,14 @@ class RowExchange:
         self._table, self._ops = table, table.ops
         self._rows, self._slots = rows, slots
         reads = [read for need in needs for read in need.reads]
-        self._n_step = n_step if any(read.follows for read in reads) else None
+        self._n_step: NStepReturns | None = None
+        if n_step is not None and any(read.follows for read in reads):
+            self._n_step = NStepReturns(n_step, table, table.tensor, table.device)
         #: Whether resolutions are sent with the steps of their n-step returns.
         self.has_steps = self._n_step is not None
         #: Whether a node's own rows are copied to its arrivals, too.
         self.takes_own = not table.gathers_own_rows
-        row_bytes = {}
-        for name in {read.column for read in reads}.union(*(need.per_trajectory for need in needs)):
-            row_bytes[name] = table.columns[name][:1].nbytes
-            if not row_bytes[name]:  # it holds no row yet
-                row_bytes[name] = 4 if name == RETURN_TO_GO else table.spec.schema[name].row_bytes
+        row_bytes = {column.name: column.row_bytes for column in table.schema} | {RETURN_TO_GO: 4}
         layout = layout_of(needs, row_bytes)
         self._layout = layout.windows, layout.members, layout.columns
         self._held = [_flat(table.columns[name]) for name in layout.names]
@@ -230,14 +223,9 @@ class RowExchange:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
         if self._n_step is None:
             return None
-        schema, n = self._table.spec.schema, self._n_step.n
-        columns = [schema.role(role) for role in ("reward", "terminated", "truncated")]
-        reward, terminated, truncated = (None if c is None else self._table.tensor(c.name) for c in columns)
-        count = len(records)
-        returns, discount = torch.empty(count), torch.empty(count)
-        steps, powers = torch.empty(count, dtype=torch.int64), torch.ones(n + 1, dtype=torch.float64)
-        self._ops.n_step_(returns, discount, steps, reward, terminated, truncated, powers, records, n)
-        return steps
+        return self._n_step.fill(
+            self._ops, [torch.empty(len(records), dtype=d) for d in N_STEP_DTYPES], records
+        )
 
     def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
         """Send each node words and rows; return the words of each, maybe with its rows after them.
@@ -261,12 +249,9 @@ class RowExchange:
         return [words[1:] for words in received]
 
     def encode(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
-        """Encode rows into messages.
+        """Encode rows into a message for each node, after a head of so many words, which is to be filled.
 
-        Args:
-            heads: Words before the rows. [S].
-        Returns:
-            The message for each node, whose head is to be filled; valid until the next call. [words] each.
+        [words] each, int64; valid until the next call.
         """
         for node, head in enumerate(heads):
             self._head_words[node] = WORD_BYTES * head

@@ -68,12 +68,9 @@ class TrajectoryPlaces:
         self._used = 0, 0
 
     def move(self, needed: np.ndarray) -> Moves | None:
-        """Return what must move so that every node has what it needs; None: nothing.
+        """Return what must move so that each node has the samples that its ranks gather; None: nothing.
 
-        `moved` records that it has moved.
-
-        Args:
-            needed: Samples that ranks of each node gather. [S, n], bool.
+        `moved` records that it has moved. Samples needed by each node: [S, n], bool.
         """
         wanted = np.zeros_like(self._has)
         for node, samples in enumerate(needed):
@@ -128,8 +125,6 @@ class TrajectoryExchange:
     def send(self, moves: Moves) -> None:
         """Exchange the rows of trajectories. Collective over the leaders of the nodes that hold the table.
 
-        Args:
-            moves: On every node those of one `TrajectoryPlaces`.
         Raises:
             PeerError: Another node does not exchange the rows of this step.
             LostNodeError: A node does not answer in time. After an error the channel cannot be used again.
