@@ -46,11 +46,7 @@ class HindsightRelabelling:
             self._name = reward_field(fields).name
             if any(field.name == self._name and not field.mask_only for field in needed):
                 self._reward = imported(config.reward, "gear.hindsight.reward")
-
-    @property
-    def has_reward(self) -> bool:
-        """Whether the program computes rewards."""
-        return self._reward is not None
+        self.has_reward = self._reward is not None  # the program computes rewards
 
     def draw(self, stream_key: int, records: torch.Tensor) -> torch.Tensor | None:
         """Return the rows of the achieved goals that samples get, -1 for their own goal. [B], int64."""

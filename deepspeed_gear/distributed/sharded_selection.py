@@ -214,7 +214,7 @@ class ShardedSelector(SelectionAgreement):
         super().__init__(state, channel)
         self._plan, self._exchange, self._verify_every = plan, exchange, verify_every
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
-        self._is_first = True
+        self._is_first, self._has_window = True, self.spec.rule.window is not None
         #: Resolutions of the latest selection's samples that this node holds.
         self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
 
@@ -273,10 +273,6 @@ class ShardedSelector(SelectionAgreement):
         self._key = key
         owner = np.zeros_like(asked)
         self._selection = NodeSelection(key, entry, count, offset, verifies, asked, owner, is_saved)
-
-    @property
-    def _has_window(self) -> bool:
-        return self.spec.rule.window is not None
 
     # ---- masses ----------------------------------------------------------------------------------
 

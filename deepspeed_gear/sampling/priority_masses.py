@@ -48,6 +48,7 @@ class PriorityMasses(ItemMasses):
         self.by_step = spec.rule.unit == "step"
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
+        self.applied, self.draws_anchor = self._bases, spec.rule.draws_anchor and not self.by_step
         self._generations: np.ndarray = views[at + "generations"]  # of trajectories with a priority
         self._steps: np.ndarray | None = views.get(at + "steps")  # each slot's steps with a priority
         self.reports = PriorityLog(spec, table)
@@ -309,10 +310,6 @@ class PriorityMasses(ItemMasses):
         """The priority of new items. [], float32."""
         return np.array(self._initial_bits, np.int32).view(np.float32)
 
-    @property
-    def applied(self) -> np.ndarray:
-        return self._bases
-
     def _build(self) -> None:
         """Derive masses, trees and counts from the priorities."""
         leaves = self.sums[: self.num_items]
@@ -329,10 +326,6 @@ class PriorityMasses(ItemMasses):
             super().resolve(rows, coordinates, first)
             return
         self.ops.resolve_rows_(rows, self.sums, self._slots, self._row_slots_tensor, coordinates, first)
-
-    @property
-    def draws_anchor(self) -> bool:
-        return not self.by_step and super().draws_anchor
 
     def highest_items(self, count: int) -> torch.Tensor:
         """Return the items of highest priority, equal ones by their trajectories; or fewer. [n]."""

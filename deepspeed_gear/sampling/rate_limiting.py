@@ -117,6 +117,8 @@ class SelectionLimiter:
         self._wait = wait
         retention = table.spec.retention
         self._rate, self.most = retention.rate_limiter, retention.max_times_sampled
+        #: Whether there is no limit: no rate limiter and no `max_times_sampled`.
+        self.is_plain = self._rate is None and not self.most
         self.index = 0 if table.spec.shard is None else table.spec.shard.index
         self._was_open = True  # by the records received last
         self._turn, self._admitted = 0, 0
@@ -132,11 +134,6 @@ class SelectionLimiter:
         One that has not looked again may be about to leave an earlier wait, whose error it has yet to read.
         """
         self._seen = self._waits.copy()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether there is no limit: no rate limiter and no `max_times_sampled`."""
-        return self._rate is None and not self.most
 
     def is_open(self, count: int, exact: bool = True) -> bool:
         """Return whether this store admits `count` samples; arguments as `left`."""

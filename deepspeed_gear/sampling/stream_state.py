@@ -118,14 +118,11 @@ class StreamState:
         self.limiter_wait = wait = LimiterWait(spec.rate_timeout_s)
         self.limiter = SelectionLimiter(spec, table, made, self.position, wait) if trains_online else None
         self.is_limited = self.limiter is not None and not self.limiter.is_plain
+        #: Whether a selection may have to wait for items.
+        self.may_wait = self.is_limited or table.spec.num_writers > 0
         #: The limiter where all nodes that hold the table decide together.
         self.joint_limiter = self.limiter if self.may_wait and spec.num_shards > 1 else None
         table.recoveries.append(self.recover)
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether a selection may have to wait for items."""
-        return self.is_limited or self.table.spec.num_writers > 0
 
     @property
     def with_priorities(self) -> PriorityMasses:

@@ -62,6 +62,10 @@ class ItemMasses:
         self._dirty: np.ndarray = views[spec.at + "dirty"]
         self.sums = torch.from_numpy(views[spec.at + "sums"])
         self.leaves: np.ndarray = views[spec.at + "sums"][: self.num_items]
+        #: The rule's masses of the slots as of the tree. [slots], int64.
+        self.applied = self.leaves
+        #: Whether a second draw, keyed by the sample number, selects the anchor.
+        self.draws_anchor = spec.rule.draws_anchor
         self._top: memoryview = views[spec.at + "sums"][-FAN_OUT:].data  # the last level: one node's children
         self._slots = torch.from_numpy(table.slots)
         self._log = torch.from_numpy(views["log"]) if "log" in views else None
@@ -228,11 +232,6 @@ class ItemMasses:
         """Set a slot's mass to 0 at once; its next change sets a mass again."""
         self._set(np.array([slot]), np.zeros(1, np.int64))
 
-    @property
-    def applied(self) -> np.ndarray:
-        """The rule's masses of the slots as of the tree. [slots], int64."""
-        return self.leaves
-
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
         self.ops.tree_update_(self.sums, self.num_items, torch.from_numpy(slots), torch.from_numpy(masses))
 
@@ -264,11 +263,6 @@ class ItemMasses:
             drawn = philox(self.spec.seed, unsigned, self.spec.key, purpose)
             index = below(tuple(quarter[0] for quarter in drawn), rule.num_anchors(steps))
             words[:, Resolution.ANCHOR] = rule.anchor_at(index, steps)
-
-    @property
-    def draws_anchor(self) -> bool:
-        """Whether a second draw, keyed by the sample number, selects the anchor."""
-        return self.spec.rule.draws_anchor
 
     def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
         """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32 additions a level."""

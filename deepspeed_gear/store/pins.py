@@ -130,6 +130,8 @@ class SelectionPins:
             )
             for name in names
         ]
+        #: Whether rows have priorities that must move with their trajectory.
+        self.have_step_priorities = any(reader.steps is not None for reader in self._readers)
         meaning = table.layout.meaning
         described = {name: meaning.get(name.removeprefix("stream/"), {}) for name in names}
         self.orders = [name for name in names if str(described[name].get("walks", "")) != "False"]
@@ -150,11 +152,6 @@ class SelectionPins:
     def are_frozen(self) -> bool:
         """Whether a pass is under way in any stream, whose items stay until its end."""
         return any(reader.steps is None and reader.is_frozen for reader in self._readers)
-
-    @property
-    def have_step_priorities(self) -> bool:
-        """Whether rows have priorities that must move with their trajectory."""
-        return any(reader.steps is not None for reader in self._readers)
 
     def pinned(self, slots: np.ndarray) -> np.ndarray:
         """Return which retired slots are still read or may be drawn. [n] -> [n], bool."""

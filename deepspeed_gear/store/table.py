@@ -20,7 +20,7 @@ from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Column
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
@@ -43,6 +43,7 @@ class Table:
         self, spec: TableSpec, memory: SharedMemory, layout: Layout, ops: Ops, timeout_s: float
     ) -> None:
         self.spec, self.memory, self.layout, self.ops = spec, memory, layout, ops.on_host()
+        self.schema, self.device = spec.schema, torch.device("cpu")
         views = layout.views(memory.buffer)
         self.views = views
         self.control: np.ndarray = views["control"]
@@ -70,6 +71,10 @@ class Table:
             self.columns[name], self.arrivals[name] = region[:end], region[end:]
             if spec.has_arrivals and not spec.in_memory:
                 self.arrivals[name] = self._gathered[name] = views[f"arrival/{name}"]
+        #: Row and slot of the first arrival in what `gather_source` returns.
+        self.first_arrival = (spec.num_rows, spec.num_slots) if spec.in_memory else (0, 0)
+        #: Whether the store's own rows are in what `gather_source` returns; else they must be copied too.
+        self.gathers_own_rows = spec.in_memory or not spec.has_arrivals
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
         self._token = secrets.token_hex(8)
@@ -177,16 +182,6 @@ class Table:
         """Return a column as a tensor over the store itself. [rows, *shape]; never write to it."""
         return as_tensor(self.columns[name], self.spec.schema[name].dtype)
 
-    @property
-    def schema(self) -> Schema:
-        """The columns."""
-        return self.spec.schema
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the rows."""
-        return torch.device("cpu")
-
     def gather_source(self, name: str) -> torch.Tensor:
         """Return the rows that batches are gathered from, of a column or RETURN_TO_GO; never write to them.
 
@@ -198,16 +193,6 @@ class Table:
         """
         dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
         return as_tensor(self._gathered[name], dtype)
-
-    @property
-    def first_arrival(self) -> tuple[int, int]:
-        """Row and slot of the first arrival in what `gather_source` returns."""
-        return (self.spec.num_rows, self.spec.num_slots) if self.spec.in_memory else (0, 0)
-
-    @property
-    def gathers_own_rows(self) -> bool:
-        """Whether the store's own rows are in what `gather_source` returns; else they must be copied too."""
-        return self.spec.in_memory or not self.spec.has_arrivals
 
     def values(self, name: str, slots: np.ndarray) -> np.ndarray:
         """Return a per-trajectory column's values as numbers, bfloat16 as float32. [n, *shape]."""

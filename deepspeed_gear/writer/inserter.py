@@ -68,6 +68,9 @@ class Inserter:
         self._measured, self._extra = steps.name, int(steps.rows == "T+1")
         self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
+        retention = table.spec.retention
+        #: The column of policy versions, if ranks wait for open trajectories of old versions; else "".
+        self.version_column = (retention.version_column or "") if retention.waits else ""
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self.growing: set[Any] = set()  # each `GrowingTrajectory` that may have published steps
         self.has_orphans = False  # whether the owner of some was dropped
@@ -77,7 +80,7 @@ class Inserter:
         self._store, self._store_add = table.extents.handle, table.ops.native.store_add
         self._address = self._store.address
         spec, is_plain = table.spec, not (readers.have_step_priorities or readers.orders or table.groups)
-        rate, ahead = spec.retention.rate_limiter, readers.ahead
+        rate, ahead = retention.rate_limiter, readers.ahead
         code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
         rates = []
         if rate is not None:
@@ -212,12 +215,6 @@ class Inserter:
             number = self._commit(slot)
             self.table.views["retention"][slot, SlotRetention.PRESENT] = present
             return number
-
-    @property
-    def version_column(self) -> str:
-        """The column of policy versions, if ranks wait for open trajectories of old versions; else ""."""
-        retention = self.table.spec.retention
-        return (retention.version_column or "") if retention.waits else ""
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:
         """Publish the oldest policy version of a writer's open trajectories to ranks; negative: none."""

@@ -182,9 +182,6 @@ class OpenTrajectory(ProcessBound):
         assert self._publisher is not None
         self._publisher.inserter.report_versions(self, version.reshape(-1).astype(np.int64))
 
-    def __enter__(self) -> OpenTrajectory:
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -263,11 +262,3 @@ class TrajectoryWriter(ProcessBound):
             client.close()
         if self._finalizer is not None:
             self._finalizer()
-
-    def __enter__(self) -> TrajectoryWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
