@@ -195,7 +195,15 @@ class BatchBarrier:
                     raise
                 time.sleep(_POLL_S)
         if self._channel is not None:
-            self._finish_status(self._channel)
+            failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
+            try:
+                self._exchange(self._channel, self._outcome_of(failed[0]) if failed else None)
+            except (PeerError, NotReadyError) as error:
+                if not failed:
+                    self._publish(error, self._count)
+                    self._is_open = False
+                    raise
+            self._mine[BarrierWord.RELEASED] = self._count
         self._is_open = False
         self._raise_failure(self._count)
         if self._channel is None and any(self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()):
@@ -233,18 +241,6 @@ class BatchBarrier:
             with contextlib.suppress(PeerError, NotReadyError):
                 self._exchange(self._channel, Outcome.of(error))
         self._is_open = False
-
-    def _finish_status(self, channel: NodeChannel) -> None:
-        """Exchange the outcome of the barrier with the other nodes, and release the ranks of this one."""
-        failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
-        try:
-            self._exchange(channel, self._outcome_of(failed[0]) if failed else None)
-        except (PeerError, NotReadyError) as error:
-            if not failed:
-                self._publish(error, self._count)
-                self._is_open = False
-                raise
-        self._mine[BarrierWord.RELEASED] = self._count
 
     def _exchange(self, channel: NodeChannel, failure: Outcome | None) -> None:
         """Exchange status messages with the other leaders, and failures and digests where one has them.

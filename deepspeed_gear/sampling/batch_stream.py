@@ -305,7 +305,7 @@ class BatchStream:
                 self.selector.draw_ahead(key + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
-        return Selection(key, head, *state.entries[entry], origins)
+        return Selection(head, *state.entries[entry], origins)
 
     def _select_together(self, key: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting for them."""

@@ -146,10 +146,8 @@ class PriorityMasses(ItemMasses):
             self._unit,
             self.rule.most_bits,
         )
-        window[at, 0], window[at, 1] = (
-            counts[UpdateCount.APPLIED] - applied,
-            counts[UpdateCount.CLAMPED] - clamped,
-        )
+        window[at, 0] = counts[UpdateCount.APPLIED] - applied
+        window[at, 1] = counts[UpdateCount.CLAMPED] - clamped
 
     def _of_leaders(self, reports: np.ndarray) -> np.ndarray:
         """Return reports in which those of a group's trajectories are of its leader. [n, 6], int64."""

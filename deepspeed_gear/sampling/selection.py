@@ -21,7 +21,6 @@ PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass 
 class Selection(NamedTuple):
     """The selection of one global batch, as views of the store that are valid until `release`."""
 
-    key: int  # number of the global batch (pass << 32 | number in an evaluation pass)
     head: list[int]  # position after the selection, and totals: the words of `Head`
     resolutions: torch.Tensor  # the record of each sample. [batch, 8], int64.
     epochs: torch.Tensor  # epoch (or pass) of each sample. [batch], int64.

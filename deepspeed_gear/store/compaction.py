@@ -21,17 +21,17 @@ MOST_LOOKED_AT = 1024  # extents, from where rows were last found
 CHEAP = 4  # so many rows may move for each one of the run
 
 
-def make_run(table: Table, readers: SelectionPins, num_rows: int) -> int | None:
+def make_run(table: Table, readers: SelectionPins, num_rows: int) -> bool:
     """Move extents until a run of `num_rows` rows is free, where the next search begins. Requires the lock.
 
     Trajectories that a selection has drawn and some process has still to read are not moved, nor open ones;
-    without spare rows none is. Returns the number of copied rows. None: there is no such run; eviction is
-    cheaper, or extents that cannot move separate the free rows.
+    without spare rows none is. Returns False where there is no such run: eviction is cheaper, or extents that
+    cannot move separate the free rows.
     """
     control, spec, extents = table.control, table.spec, table.extents
     free = int(control[Control.FREE_ROWS]) - num_rows
     if spec.spare_rows == 0 or control[Control.SELECTING] or free < spec.least_free_rows:
-        return None
+        return False
     # Neighbouring slots from the end of the last search; if they are few, all from end to end.
     near = [int(control[Control.ROVER])]
     while len(near) <= MOST_LOOKED_AT:
@@ -53,26 +53,24 @@ def make_run(table: Table, readers: SelectionPins, num_rows: int) -> int | None:
     can_move = is_committed & is_closed & ~is_end & ~readers.reading(at)
     found = cheapest_run(gaps, (ends - begins)[1:-1], can_move[1:-1], num_rows)
     if found is None:
-        return None
+        return False
     first, last = found
     readers.forget_ahead()
-    to, copied = int(ends[first]), 0
+    to = int(ends[first])
     for slot in near[first + 1 : last + 1]:
-        copied += slide(table, readers, slot, to)
+        slide(table, readers, slot, to)
         to += int(table.slots[slot, Slot.NUM_ROWS])
     control[Control.ROVER] = near[last]
-    return copied
+    return True
 
 
-def slide(table: Table, readers: SelectionPins, slot: int, to: int) -> int:
-    """Move an extent to free rows before it; the order of the extents stays. Returns the copied rows."""
+def slide(table: Table, readers: SelectionPins, slot: int, to: int) -> None:
+    """Move an extent to free rows before it; the order of the extents stays."""
     source, num_rows = table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-    if source == to:
-        return 0
-    copied = table.extents.move(slot, to)
-    readers.replace(source, to, num_rows, table.extents.spare_rows)
-    table.extents.end_move()
-    return copied
+    if source != to:
+        table.extents.move(slot, to)
+        readers.replace(source, to, num_rows, table.extents.spare_rows)
+        table.extents.end_move()
 
 
 def cheapest_run(

@@ -37,8 +37,7 @@ class Evictor:
         self._samples = samples
         self.retention = table.spec.retention
         self.policy = policy_class(self.retention.eviction)(self.retention)
-        self.waited_s = 0.0  # of this process, as the next one
-        self.rows_moved = 0
+        self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
         self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1
 
@@ -79,11 +78,8 @@ class Evictor:
                 self.free_retired()
                 is_clear = True
                 continue
-            if found == Refusal.SCATTERED:
-                copied = make_run(self.table, self.readers, num_rows)
-                if copied is not None:
-                    self.rows_moved += copied
-                    continue
+            if found == Refusal.SCATTERED and make_run(self.table, self.readers, num_rows):
+                continue
             waiting = self._being_read()
             if self.policy.evicts:
                 control, freed = self.table.control, self.table.slots[waiting, Slot.NUM_ROWS].sum()

@@ -109,8 +109,8 @@ class RowAllocator:
             self.control[Control.LISTENING] = 0
             self._native.bell_ring(address(self.control[Control.EVENT :]))
 
-    def move(self, slot: int, to: int) -> int:
-        """Move an extent, whose rows no process reads; return the copied rows, through spare ones twice.
+    def move(self, slot: int, to: int) -> None:
+        """Move an extent, whose rows no process reads.
 
         Its new first row `to` lies before the old one, and all rows between them are free. `end_move` follows
         when what is derived from its place is derived anew.
@@ -119,13 +119,13 @@ class RowAllocator:
         control[Control.MOVE_FROM], control[Control.MOVE_TO] = self.slots[slot, Slot.FIRST_ROW], to
         control[Control.MOVE_DONE] = 0
         control[Control.MOVING] = slot + 1  # from here on the next owner of the lock finishes it
-        return self._finish_move()
+        self._finish_move()
 
-    def _finish_move(self) -> int:
-        """Finish the move that is under way, if there is one; return the number of copied rows."""
-        control, copied = self.control, 0
+    def _finish_move(self) -> None:
+        """Finish the move that is under way, if there is one."""
+        control = self.control
         if not control[Control.MOVING]:
-            return 0
+            return
         record = self.slots[int(control[Control.MOVING]) - 1]
         source, to = int(control[Control.MOVE_FROM]), int(control[Control.MOVE_TO])
         num_rows, distance, spare = int(record[Slot.NUM_ROWS]), source - to, self.spare_rows
@@ -138,11 +138,10 @@ class RowAllocator:
                 if not is_spare:
                     self._copy(begin, spare.start, count)
                     control[Control.MOVE_DONE] = word + 1
-                begin, copied = spare.start, copied + count
+                begin = spare.start
             self._copy(begin, to + done, count)
-            control[Control.MOVE_DONE], copied = 2 * (done + count), copied + count
+            control[Control.MOVE_DONE] = 2 * (done + count)
         record[Slot.FIRST_ROW] = to  # publishes the new place
-        return copied
 
     def end_move(self) -> None:
         """End the move that was finished."""

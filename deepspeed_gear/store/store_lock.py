@@ -6,8 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Final
+from types import ModuleType
+from typing import Any, Final
 
 import numpy as np
 
@@ -77,9 +77,7 @@ class StoreLock:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, _REFUSALS):
             self._holder[0] = 0
         self._release()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -182,9 +182,7 @@ class OpenTrajectory(ProcessBound):
         assert self._publisher is not None
         self._publisher.inserter.report_versions(self, version.reshape(-1).astype(np.int64))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if not self._open:
             return
         self._close()

@@ -76,11 +76,6 @@ class GrowingTrajectory:
     def is_published(self) -> bool:
         return bool(self.words[Growing.SLOT] >= 0)
 
-    def begin_anew(self) -> None:
-        """Begin another stored trajectory, after the published steps were evicted."""
-        self.words[Growing.FIRST] += self.published
-        self.words[Growing.PUBLISHED], self.handle = 0, None
-
 
 class PublishedPart(NamedTuple):
     """The steps of an open trajectory that are to be published."""
@@ -189,7 +184,8 @@ class Publisher:
         assert growing.handle is not None
         if not extents.stands(growing.handle):
             self._end_slot(growing, truncated=False)
-            growing.begin_anew()
+            growing.words[Growing.FIRST] += growing.published  # the steps that follow become another
+            growing.words[Growing.PUBLISHED], growing.handle = 0, None
             return True
         rate = self._table.spec.retention.rate_limiter
         if rate is not None and rate.unit == "step" and not self.inserter.evictor.may_insert(part.num_new):

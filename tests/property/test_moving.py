@@ -173,7 +173,7 @@ def test_what_must_stay_stays(why: str) -> None:
     before = table.slots.copy()
     with table.lock:
         assert table.extents.reserve(11, 10) == Refusal.SCATTERED
-        assert make_run(table, SelectionPins(table), 11) is None
+        assert not make_run(table, SelectionPins(table), 11)
     assert (table.slots == before).all()
     scene.close()
 
@@ -182,7 +182,7 @@ def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     assert spare_rows_for(Retention(), 1000, 50) == 0
     assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
     with scattered(spare_rows=0) as scene, scene.table.lock:
-        assert make_run(scene.table, SelectionPins(scene.table), 11) is None
+        assert not make_run(scene.table, SelectionPins(scene.table), 11)
 
 
 # ---- which extents -------------------------------------------------------------------------------
