@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,15 +26,6 @@ MUST_TAKE_ALL = "must take as many batches as this rank"  # the rule of ranks an
 _LEAST_WAIT_S = 1e-3
 NO_WORDS = np.empty(0, np.int64)
 _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
-
-
-class _Failed(NamedTuple):
-    """A receive that could not begin: its node may have sent all its messages and ended."""
-
-    error: RuntimeError
-
-    def wait(self, timeout: timedelta) -> NoReturn:
-        raise self.error
 
 
 class NodeChannel:
@@ -185,15 +176,20 @@ class NodeChannel:
         return buffer[1:size]
 
     def _begin_receive(self, node: int, words: np.ndarray) -> Any:
-        """Begin to receive into words; return the work, whose wait fails if the node has ended already."""
+        """Begin to receive into words; return the work, or the error if the node has ended already.
+
+        All its messages may have arrived before: the error is raised by the wait for the next one.
+        """
         group = self._down if node > self.index else self._up
         try:
             return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
         except RuntimeError as error:
-            return _Failed(error)
+            return error
 
     def _wait(self, node: int, work: Any, until: float) -> None:
         try:
+            if isinstance(work, RuntimeError):
+                raise work
             work.wait(timedelta(seconds=max(until - time.monotonic(), _LEAST_WAIT_S)))
         except RuntimeError as error:
             self._fail(error, node)

@@ -30,7 +30,6 @@ from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.mass_rules import NO_ID, AgeWindow, WindowEdge, newest_of
 from deepspeed_gear.sampling.priority_masses import merge_highest
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.selector import LocalSelector
@@ -292,7 +291,7 @@ class ShardedSelector(SelectionAgreement):
         assert self.spec.rule.window is not None
         with self._table.lock:
             contents = masses.contents()[2:]
-        edge = edge_over_nodes(self.channel, self.spec.rule.window, *contents)
+        edge = self.spec.rule.window.edge(*contents, self.channel.gather)
 
         def change() -> None:
             masses.queue_window(edge)
@@ -506,47 +505,3 @@ def may_select(
     with stream.table.lock:
         is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
     return is_open or any(was_selected for _, was_selected, _ in found)
-
-
-# ---- edges of windows --------------------------------------------------------------------------------
-
-_PARTS = 64  # parts into which each exchange divides the remaining range of ids
-
-
-def edge_over_nodes(
-    channel: NodeChannel, window: AgeWindow, ids: np.ndarray, counts: np.ndarray, values: np.ndarray | None
-) -> WindowEdge:
-    """Return the window's edge, given ids, items and values of this node's trajectories. Collective.
-
-    Cost: about 4 exchanges of 64 words for 10^7 trajectories, however many nodes.
-    """
-    there = counts > 0
-    newest = None
-    if values is not None:
-        number, own = np.int64 if values.dtype.kind in "biu" else np.float64, np.zeros(2, np.int64)
-        if there.any():
-            own[:] = 1, np.array(newest_of(values[there]), number).view(np.int64)
-        found = channel.gather(own)
-        known = found[found[:, 0] > 0, 1].view(number)
-        newest = newest_of(known) if len(known) else None
-    oldest = NO_ID if window.newest is None else _oldest(channel, window.newest, ids, counts)
-    return WindowEdge(oldest, newest)
-
-
-def _oldest(channel: NodeChannel, wanted: int, ids: np.ndarray, counts: np.ndarray) -> int:
-    """Return the smallest t such that fewer than `wanted` items have larger ids than t."""
-    order = np.argsort(ids)
-    ordered = ids[order]
-    newer = np.concatenate([[0], np.cumsum(counts[order])])  # of those before each place
-    low, high = NO_ID, int(channel.gather(np.array([ids.max(initial=NO_ID)])).max())
-    while low < high:  # the answer is in [low, high]: after the largest id there is nothing
-        step = -(-(high - low) // _PARTS)
-        points = np.minimum(low + step * np.arange(_PARTS), high)
-        after = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
-        few = channel.gather(after).sum(0) < wanted
-        first = int(np.argmax(few)) if few.any() else _PARTS
-        if first == 0:
-            return low
-        high = int(points[first]) if first < _PARTS else high
-        low = int(points[first - 1]) + 1
-    return low

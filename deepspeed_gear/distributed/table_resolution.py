@@ -27,7 +27,6 @@ from deepspeed_gear.sampling.mass_rules import (
     AnchorRule,
     Condition,
     MassRule,
-    WindowSpan,
     check_weights,
     key_of,
 )
@@ -207,7 +206,7 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
                 continue
             extra = 1 if field.column is not None and field.column.rows == "T+1" else 0
             offset = field.first + (n if field.follows else 0)
-            windows.append(WindowSpan(offset, field.length or 1, extra))
+            windows.append((offset, field.length or 1, extra))
         return AnchorRule.fits(windows)
     if isinstance(anchors, str):
         rules = {"all": AnchorRule(), "start": AnchorRule(most=1), "end": AnchorRule(most=1, from_end=1)}

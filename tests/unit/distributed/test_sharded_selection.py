@@ -20,7 +20,7 @@ from deepspeed_gear.distributed.row_exchange.trajectory_places import (
     TrajectoryExchange,
     TrajectoryPlaces,
 )
-from deepspeed_gear.distributed.sharded_selection import StatusMessage, edge_over_nodes
+from deepspeed_gear.distributed.sharded_selection import StatusMessage
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.sampling.mass_rules import AgeWindow, WindowEdge
 from deepspeed_gear.sampling.priority_masses import merge_highest
@@ -89,7 +89,7 @@ def edges(window: AgeWindow, parts: list[Part]) -> tuple[list[WindowEdge], int]:
     def ask(plane: ThreadPlane) -> tuple[WindowEdge, int]:
         ids, counts, values = parts[plane.rank]
         channel: Any = SimpleNamespace(gather=lambda words: np.stack(plane.gather(words.copy())))
-        edge = edge_over_nodes(channel, window, ids, counts, None if window.column is None else values)
+        edge = window.edge(ids, counts, None if window.column is None else values, channel.gather)
         return edge, plane.num_gathered
 
     found = on_ranks(len(parts), ask)

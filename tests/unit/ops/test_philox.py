@@ -14,7 +14,7 @@ from store_support import priority_rule, stream_spec
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
 from deepspeed_gear.ops.reference.select import philox as philox_of_ops
-from deepspeed_gear.sampling.mass_rules import AnchorRule, WindowSpan
+from deepspeed_gear.sampling.mass_rules import AnchorRule
 
 LENGTHS = [1, 2, 7, 33, 5, 12, 1, 30]
 words_64 = st.integers(0, 2**63 - 1) | st.sampled_from([0, 2**32 - 1, 2**32, 2**63 - 1])
@@ -56,7 +56,7 @@ ANCHORS = {
     "start": AnchorRule(most=1),
     "end": AnchorRule(most=1, from_end=1),
     "every 3": AnchorRule(stride=3),
-    "fits": AnchorRule.fits([WindowSpan(-2, 3, 0), WindowSpan(1, 2, 1)]),
+    "fits": AnchorRule.fits([(-2, 3, 0), (1, 2, 1)]),
     "from the end": AnchorRule(first=1, trim=2, stride=4, most=3, from_end=1),
 }
 RULES = {
