@@ -42,8 +42,7 @@ from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import Column, Schema
 
 SOURCE = Column("source", "int64", rows="1")  # the ordinal of a trajectory's source, where there are several
-_LOCK_FILE, _PARTIAL = ".gear-partial", ".partial"
-REPLACED = ".replaced"
+_LOCK_FILE, _PARTIAL, _REPLACED = ".gear-partial", ".partial", ".replaced"
 _BLOCK_BYTES = 4 * 1024 * 1024
 
 
@@ -97,14 +96,13 @@ class DatasetWriter:
         self._part: DatasetPart | None = None
         self._statistics: dict[str, Any] | None = None  # those of the whole, where this is a part
         self._closed = False
-        self._partial = self.dest.with_name(self.dest.name + _PARTIAL)
-        with writing(self.dest):
-            self._lock = claim(self.dest, self._partial)
+        self._partial = PartialFolder(self.dest)
+        self._made = self._partial.made
         with self._failing():
             check_destination(self.dest, self._overwrite)
-            (self._partial / "columns").mkdir()
+            (self._made / "columns").mkdir(parents=True)
             for column in schema:
-                path = self._partial / column_file(column)
+                path = self._made / column_file(column)
                 self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
             if append:
                 known = Dataset.open(self.dest)
@@ -223,7 +221,11 @@ class DatasetWriter:
                 rule, remedy = "must get at least one trajectory", "an empty data set is not written"
                 raise DataError(str(self.dest), rule, 0, remedy)
             self._complete()
-            self._publish()
+            check_destination(self.dest, self._overwrite)
+            for folder in (self._made / "columns", self._made):
+                sync(folder)
+            self._partial.publish()
+        self.discard()
         return Dataset.open(self.dest)
 
     @contextlib.contextmanager
@@ -240,7 +242,7 @@ class DatasetWriter:
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
         ends = np.cumsum(lengths + int(self.schema.has_final_row))
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
-        file = ArrayFile(self._partial / EXTENTS_FILE, extents.dtype, (2,))
+        file = ArrayFile(self._made / EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
         records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish(len(extents), whole_probe=True)}
         for column in self.schema:
@@ -248,12 +250,12 @@ class DatasetWriter:
             records[column_file(column)] = self._files[column.name].finish(rows)
         statistics = self._statistics
         if statistics is None:
-            columns = {c.name: np.load(self._partial / column_file(c), mmap_mode="r") for c in self.schema}
+            columns = {c.name: np.load(self._made / column_file(c), mmap_mode="r") for c in self.schema}
             first_rows = np.ascontiguousarray(extents[:, 0])
             computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
             entries = {name: entry.to_json() for name, entry in computed.items()}
             statistics = {"split": self._split, "columns": entries}
-        records[STATS_FILE] = write_json(self._partial / STATS_FILE, statistics)
+        records[STATS_FILE] = write_json(self._made / STATS_FILE, statistics)
         manifest = {
             "format": FORMAT,
             "num_trajectories": len(lengths),
@@ -267,32 +269,7 @@ class DatasetWriter:
             **({} if self._part is None else {"part": self._part.to_json()}),
             **({} if not self._grown_from else {"grown_from": self._grown_from}),
         }
-        write_json(self._partial / SCHEMA_FILE, manifest)
-
-    def _publish(self) -> None:
-        """Move the complete folder into place, in exchange for an old one, which is then removed.
-
-        A process that is killed leaves the old one or the new one at `dest`, also where the machine fails.
-        Only where the file system cannot exchange names is there a moment without either: the next writer
-        to `dest` then moves the old one back.
-        """
-        check_destination(self.dest, self._overwrite)
-        for folder in (self._partial / "columns", self._partial):
-            sync(folder)
-        # What is DEST.partial after the exchange is removed here, or by the next writer.
-        replaced = _lock(self.dest) if self.dest.exists() else None
-        if replaced is None or not exchange_names(self._partial, self.dest):
-            if replaced is not None:
-                self.dest.rename(self._partial / REPLACED)
-            self._partial.rename(self.dest)
-        sync(self.dest.parent)
-        self._closed = True
-        if replaced is not None:
-            for folder in (self._partial, self.dest / REPLACED):
-                shutil.rmtree(folder, ignore_errors=True)
-            release(replaced)
-        (self.dest / _LOCK_FILE).unlink()
-        release(self._lock)
+        write_json(self._made / SCHEMA_FILE, manifest)
 
     def discard(self) -> None:
         """Stop and remove all files; safe to call twice."""
@@ -301,8 +278,7 @@ class DatasetWriter:
         self._closed = True
         for file in self._files.values():
             file.discard()
-        shutil.rmtree(self._partial, ignore_errors=True)
-        release(self._lock)
+        self._partial.discard()
 
     def __enter__(self) -> DatasetWriter:
         return self
@@ -326,36 +302,58 @@ def check_destination(dest: Path, overwrite: bool) -> None:
         raise DataError(str(dest), "must be a gear data set to be overwritten", None, "choose another DEST")
 
 
-def _lock(folder: Path) -> int:
-    """Lock a folder that is written or removed; return the lock's descriptor."""
-    lock = hold(os.open(folder / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        release(lock)
-        rule = "must not be written by two at once"
-        raise DataError(str(folder), rule, None, "wait for the other ingest") from None
-    return lock
+class PartialFolder:
+    """The folder DEST.partial, locked by this process, in which something is made that becomes DEST.
 
+    A process that is killed leaves it; the next one to the same DEST empties it.
 
-def claim(dest: Path, partial: Path) -> int:
-    """Make an empty DEST.partial that this process holds a lock on, and return the lock's descriptor."""
-    foreign = partial.exists() and not (partial.is_dir() and not any(partial.iterdir()))
-    if foreign and not (partial / _LOCK_FILE).is_file():
-        rule = "must not exist, or be what an interrupted ingest left"
-        raise DataError(str(partial), rule, None, "move it away")
-    partial.mkdir(parents=True, exist_ok=True)
-    lock = _lock(partial)
-    if (partial / REPLACED).exists() and not dest.exists():
-        (partial / REPLACED).rename(dest)
-    for entry in partial.iterdir():
-        if entry.name == _LOCK_FILE:
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
-    return lock
+    Attributes:
+        made: Place of what is made.
+    """
+
+    def __init__(self, dest: Path) -> None:
+        self._dest, self._folder = dest, dest.with_name(dest.name + _PARTIAL)
+        self.made, lock_file = self._folder / "made", self._folder / _LOCK_FILE
+        folder, replaced = self._folder, self._folder / _REPLACED
+        with writing(dest):
+            is_empty = folder.is_dir() and not any(folder.iterdir())
+            if folder.exists() and not is_empty and not lock_file.is_file():
+                rule = "must not exist, or be what an interrupted ingest left"
+                raise DataError(str(folder), rule, None, "move it away")
+            folder.mkdir(parents=True, exist_ok=True)
+            self._lock = hold(os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                release(self._lock)
+                rule = "must not be written by two at once"
+                raise DataError(str(folder), rule, None, "wait for the other ingest") from None
+            if replaced.exists() and not dest.exists():
+                replaced.rename(dest)
+            for entry in folder.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry != lock_file:
+                    entry.unlink()
+
+    def publish(self) -> None:
+        """Move what was made to DEST, in exchange for an old one, which `discard` then removes.
+
+        A process that is killed leaves the old one or the new one at DEST, also where the machine fails.
+        Only where the file system cannot exchange names of folders is there a moment without either: the
+        next writer to DEST then moves the old one back.
+        """
+        if not self._dest.is_dir() or not exchange_names(self.made, self._dest):
+            if self._dest.is_dir():
+                self._dest.rename(self._folder / _REPLACED)
+            self.made.rename(self._dest)
+        sync(self._dest.parent)
+
+    def discard(self) -> None:
+        """Remove it, with what is left in it, and release the lock."""
+        for path in (self.made, self._folder / _REPLACED, self._folder):  # its mark is removed last
+            shutil.rmtree(path, ignore_errors=True)
+        release(self._lock)
 
 
 def check_copied(dataset: Dataset, digests: Mapping[str, Any]) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zipfile
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset_files import ArrayFile, write_json
-from deepspeed_gear.data.dataset_writer import REPLACED, claim, writing
+from deepspeed_gear.data.dataset_writer import PartialFolder, writing
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
 from deepspeed_gear.data.ingest.exported import LENGTHS_KEY, ROWS_FILE, SCHEMA_KEY, ExportedReader
 from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
@@ -30,8 +30,7 @@ from deepspeed_gear.data.ingest.source_checks import pyarrow_for
 from deepspeed_gear.data.opaque_rows import encode
 from deepspeed_gear.data.trajectory_checks import as_numbers, not_finite
 from deepspeed_gear.errors import DataError, known_names
-from deepspeed_gear.file_system import exchange_names, sync
-from deepspeed_gear.liveness import release
+from deepspeed_gear.file_system import sync
 from deepspeed_gear.schema import Column, Schema
 
 _GROUP_BYTES = 32 << 20  # of a row group of Parquet
@@ -303,28 +302,20 @@ def export(
     if dest.exists() and not (overwrite and kind.replaces(dest)):
         rule = "must not exist yet" if not overwrite else f"must be of the format {format} to be overwritten"
         raise DataError(str(dest), rule, None, "choose another DEST, or overwrite it (--overwrite)")
-    partial, count = dest.with_name(dest.name + ".partial"), 0
-    with writing(dest):
-        lock = claim(dest, partial)
-        try:
-            file = kind(partial / "made", kept)
-            for count, trajectory in enumerate(trajectories, 1):
-                name = f"trajectory {count - 1}"
-                _check_derived(name, trajectory, derived, schema)
-                file.add(name, {column.name: trajectory[column.name] for column in kept})
-            if not count:
-                raise DataError(str(dest), "must get at least one trajectory", 0)
-            file.close()
-            for path in (*file.path.rglob("*"), file.path):
-                sync(path)
-            if not dest.is_dir() or not exchange_names(file.path, dest):
-                if dest.is_dir():
-                    dest.rename(partial / REPLACED)
-                file.path.rename(dest)
-            sync(dest.parent)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-            release(lock)
+    partial, count = PartialFolder(dest), 0
+    with ExitStack() as stack, writing(dest):
+        stack.callback(partial.discard)
+        file = kind(partial.made, kept)
+        for count, trajectory in enumerate(trajectories, 1):
+            name = f"trajectory {count - 1}"
+            _check_derived(name, trajectory, derived, schema)
+            file.add(name, {column.name: trajectory[column.name] for column in kept})
+        if not count:
+            raise DataError(str(dest), "must get at least one trajectory", 0)
+        file.close()
+        for path in (*file.path.rglob("*"), file.path):
+            sync(path)
+        partial.publish()
     return count
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import h5py
 
-from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, open_hdf5
+from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, hdf5_members, open_hdf5
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader
 
 
@@ -27,10 +27,7 @@ class D4rlReader(ArrayReader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        if not path.is_file() or not h5py.is_hdf5(path):
-            return False
-        with open_hdf5(path) as file:
-            return any(isinstance(file.get(key), h5py.Dataset) for key in KINDS)
+        return any(kind is h5py.Dataset and key in KINDS for key, kind in hdf5_members(path).items())
 
     def open(self) -> None:
         """Check the layout and find the episodes. Cost: one pass over the flags and observations."""

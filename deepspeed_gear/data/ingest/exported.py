@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.reader import Reader
+from deepspeed_gear.data.ingest.reader import SCALARS, Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import arrow_block, record_batches
 from deepspeed_gear.errors import DataError, SchemaError
@@ -41,22 +41,16 @@ class ExportedReader(Reader):
         where, kinds = f"{self.path}: {SCHEMA_KEY}", (SchemaError, ValueError)
         with DataError.on(where, "must be a schema", *kinds, remedy=DAMAGED):
             schema = Schema.from_json(parse_json(found))
-        flags = ("reward", "terminated", "truncated")
-        self.columns = tuple(c for c in schema if c.role in flags or self.select(c.name))
+        self.columns = tuple(c for c in schema if c.role in SCALARS or self.select(c.name))
 
     def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         read = self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet
         names, number = [column.name for column in self.columns], 0
-        try:
+        with DataError.on(str(self.path), "must be as gear export wrote it", *_MALFORMED, remedy=DAMAGED):
             for block in read(names):
                 for values in zip(*(block[name] for name in names), strict=True):
                     yield f"trajectory {number}", dict(zip(names, values, strict=True))
                     number += 1
-        except _MALFORMED as error:
-            if isinstance(error, DataError):
-                raise
-            rule = "must be as gear export wrote it"
-            raise DataError(str(self.path), rule, repr(error), DAMAGED) from error
 
     def _json(self, _: list[str]) -> Iterator[dict[str, Any]]:
         """Yield blocks of trajectories: the values of each column."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from deepspeed_gear.data.ingest.reader import (
     decode_images,
     end_episode,
     hdf5_arrays,
+    hdf5_members,
     make_column,
     open_hdf5,
     read_rows,
@@ -92,19 +94,14 @@ class MinariReader(Reader):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         if path.is_dir():
-            return any(
-                (folder / _MAIN_FILE).is_file() or _is_minari(folder) for folder in (path / "data", path)
-            )
-        if not path.is_file() or not h5py.is_hdf5(path):
-            return False
-        with open_hdf5(path) as file:
-            return any(re.fullmatch(r"episode_\d+", name) for name in file)
+            return _is_minari(path / "data") or _is_minari(path)
+        return any(re.fullmatch(r"episode_\d+", name) for name in hdf5_members(path))
 
     def open(self) -> None:
         """Check the layout by the first episode, and the metadata by all."""
         path = self.path
         folder = path.parent if path.is_file() else path
-        if path.is_dir() and ((path / "data" / _MAIN_FILE).is_file() or _is_minari(path / "data")):
+        if path.is_dir() and _is_minari(path / "data"):
             folder = path / "data"
         metadata = read_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
         metadata = metadata if "data_format" in metadata else {}
@@ -212,10 +209,11 @@ def _natural(part: str) -> tuple[int, str]:
 
 
 def _is_minari(folder: Path) -> bool:
-    try:
+    if (folder / _MAIN_FILE).is_file():
+        return True
+    with suppress(DataError):
         return "data_format" in read_json(folder / _METADATA_FILE)
-    except DataError:
-        return False
+    return False
 
 
 class TableStore:
@@ -230,12 +228,11 @@ class TableStore:
         for group in ("observation", "action"):
             space = metadata.get(f"{group}_space")
             if space is not None:
-                try:
+                where = f"{folder / _METADATA_FILE}: {group}_space"
+                kinds = ValueError, TypeError, KeyError, AttributeError, RecursionError
+                with DataError.on(where, "must be a serialised space", *kinds):
                     space = parse_json(space) if isinstance(space, str) else space
                     self._shapes.update(leaf_shapes(space, f"{group}s"))
-                except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                    where = f"{folder / _METADATA_FILE}: {group}_space"
-                    raise DataError(where, "must be a serialised space", None, repr(error)) from error
         self._leaves = lru_cache(maxsize=1)(self._read)  # one episode is kept in memory
 
     def where(self, number: int, *key: str) -> str:

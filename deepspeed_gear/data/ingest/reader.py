@@ -196,6 +196,15 @@ def decode_images(where: str, frames: list[bytes], expansion: Expansion) -> NDAr
         return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
 
 
+def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
+    """Return the classes of the members of a group by name; none of what is no HDF5 file, or no group."""
+    if not path.is_file() or not h5py.is_hdf5(path):
+        return {}
+    with open_hdf5(path) as file:
+        found = file.get(group)
+        return {k: found.get(k, getclass=True) for k in found} if isinstance(found, h5py.Group) else {}
+
+
 def open_hdf5(path: Path) -> h5py.File:
     remedy = DAMAGED if h5py.is_hdf5(path) else "check the path"
     with DataError.on(str(path), "must be a readable HDF5 file", OSError, remedy=remedy):
@@ -243,13 +252,10 @@ class RowReader:
         return len(self._dataset)
 
     def __getitem__(self, rows: slice | tuple[()]) -> NDArray[Any]:
-        """Return rows of step 1, as of an array; with () all."""
+        """Return rows of step 1, as of an array, in what later calls do not change; with () all."""
         if isinstance(rows, tuple):
             return read_rows(self._where, self._dataset, 0, len(self)) if self.ndim else self._dataset[()]
-        return self(*rows.indices(len(self))[:2])
-
-    def __call__(self, low: int, high: int) -> NDArray[Any]:
-        """Return rows [low, high), a copy or a view that later calls do not change."""
+        low, high, _ = rows.indices(len(self))
         parts = []
         while low < high:
             if not self._first <= low < self._first + len(self._block):

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, open_hdf5
+from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, hdf5_members, open_hdf5
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader
 from deepspeed_gear.errors import DataError, known_names
 
@@ -27,11 +26,7 @@ class RobomimicReader(ArrayReader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        if not path.is_file() or not h5py.is_hdf5(path):
-            return False
-        with open_hdf5(path) as file:
-            data = file.get("data")
-            return isinstance(data, h5py.Group) and any(re.fullmatch(r"demo_\d+", name) for name in data)
+        return any(re.fullmatch(r"demo_\d+", name) for name in hdf5_members(path, "data"))
 
     def open(self) -> None:
         """Choose the demonstrations. Cost: a pass over observations and next ones, if there are some."""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.ingest.reader import Reader, column_name, make_column
-from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
@@ -40,7 +39,6 @@ _FLAGS = ("terminated", "truncated")
 _SCALARS = ("reward", *_FLAGS)
 _MEASURES = ("tokens", "action", *_SCALARS)  # have a row per step: the first one that is there
 _EPISODE_IDS = ("episode_index", "episode_id", "episode")
-_RLLIB = ("SampleBatch", "MultiAgentBatch")  # values of the key "type" of another format
 
 
 class TableReader(Reader):
@@ -61,13 +59,7 @@ class TableReader(Reader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        if (path / "meta" / "info.json").is_file() or not table_files(path):
-            return False
-        try:
-            first = next(file_blocks(table_files(path), Expansion(), True), {})
-        except DataError:
-            return True  # open() raises it
-        return str(first.get("type", [""])[0]) not in _RLLIB
+        return bool(table_files(path))
 
     def open(self) -> None:
         """Find what a row is, and the columns. Cost: one pass over the source, none with a schema."""

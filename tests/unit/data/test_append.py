@@ -48,7 +48,8 @@ def publish_grown(dest: Path) -> None:
     writer.add(trajectory(7, 3))
     writer._complete()
     sys.settrace(trace)
-    writer._publish()
+    writer._partial.publish()
+    writer.discard()
 
 
 def grow(dest: Path) -> Dataset:
@@ -134,7 +135,7 @@ def test_a_kill_at_any_line_leaves_the_old_or_the_new(
         dataset.files.check()
         np.testing.assert_array_equal(now.columns["task"][: len(dataset)], dataset.columns["task"])
         found["new" if len(now) > len(dataset) else "old"] += 1
-        line, dataset = line + (3 if exchanges else 1), now
+        line, dataset = line + 1, now
     assert min(found["old"], found["new"]) > 3
     assert exchanges == (not found["moved back"])
     assert len(grow(dest)) > len(dataset)
