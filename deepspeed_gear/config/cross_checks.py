@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -18,17 +19,9 @@ from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, 
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
 
-SAMPLE_NAMES = (  # of any batch
-    "is_weight",
-    "trajectory_id",
-    "anchor",
-    "sample_number",
-    "sample_index",
-    "probability",
-    "epoch",
-    "valid",
-    "relabelled",
-    "goal_step",
+SAMPLE_NAMES = tuple(  # of any batch
+    "is_weight trajectory_id anchor sample_number sample_index probability epoch valid relabelled "
+    "goal_step".split()
 )
 BATCH_NAMES = (*SAMPLE_NAMES, "mask", "handle", "source")
 N_STEP_NAMES = ("return_n", "discount", "steps_n")
@@ -37,7 +30,7 @@ _NOT_OF_TABLES = (".partial", ".old", ".older", "position.json")
 _ON_HOST = 'give the table "placement": "host"'
 _WHOLE = "a pack holds every step of its trajectories"
 _WHOLE_TRAJECTORIES = f"leave num_envs out and add whole trajectories, or {_ON_HOST}"
-_NO_SPLIT_OF_GROUPS = "must be empty for a table of groups", "ingest held-out groups into another data set"
+_NO_SPLIT_OF_GROUPS = "for a table of groups", "ingest held-out groups into another data set"
 SPLITS = 'evaluate on a data set of its own, with another Replay: "sampler": {"kind": "epoch"}'
 GOAL_EXAMPLE = '"goal": {"column": "desired_goal", "hindsight": "achieved_goal"}'
 
@@ -49,22 +42,22 @@ class Part:
     at: str
     options: BaseModel
 
-    def leave_out(self, names: str, rule: str, remedy: str = "") -> None:
-        """Options, separated by spaces, must have their defaults."""
+    def leave_out(self, names: str, when: str, remedy: str = "") -> None:
+        """Options, separated by spaces, must have their defaults where `when` holds, the end of the rule."""
         for name in names.split():
             value, default = self._value_and_default(name)
             if value != default:
-                self.refuse(name, rule, remedy)
+                self.refuse(name, f"must not be given {when}", remedy)
 
-    def need(self, name: str, rule: str, remedy: str = "") -> None:
+    def need(self, name: str, when: str, remedy: str = "") -> None:
         """An option must not be null."""
         if self._value_and_default(name)[0] is None:
-            self.refuse(name, rule, remedy)
+            self.refuse(name, f"must be given {when}", remedy)
 
-    def admit(self, name: str, values: Collection[Any], rule: str, remedy: str = "") -> None:
-        """An option must have one of some values."""
+    def admit(self, name: str, values: Sequence[Any], when: str, remedy: str = "") -> None:
+        """An option must have one of some values, which the rule shows."""
         if self._value_and_default(name)[0] not in values:
-            self.refuse(name, rule, remedy)
+            self.refuse(name, f"must be {' or '.join(map(json.dumps, values))} {when}", remedy)
 
     def at_most(self, name: str, limit: int | None, rule: str, remedy: str = "") -> None:
         """An option must be null or at most `limit`, which the end of the rule shows; null is no limit."""
@@ -91,9 +84,9 @@ def check_options(config: GearOptions) -> None:
     part = Part("gear", config)
     if config.tables:
         remedy = 'write the data set as an entry of gear.tables: {"main": {"data": ...}}'
-        part.leave_out("data", "and gear.tables must not be given together", remedy)
-    else:
-        part.need("data", "or gear.tables must be given", "name the folder that `gear ingest` wrote")
+        part.leave_out("data", "together with gear.tables", remedy)
+    elif config.data is None:
+        part.refuse("data", "or gear.tables must be given", "name the folder that `gear ingest` wrote")
     _check_names(config)
     for name, table in config.resolved_tables.items():
         at = dotted("gear", "tables", name)
@@ -111,22 +104,22 @@ def check_options(config: GearOptions) -> None:
         part.refuse("hindsight", "must have a field with the option hindsight", GOAL_EXAMPLE)
     if config.n_step is not None:
         remedy = "n-step returns are sums of the rewards for the goal that was pursued"
-        part.leave_out("hindsight", "must not be given together with gear.n_step", remedy)
+        part.leave_out("hindsight", "together with gear.n_step", remedy)
     if config.exchange == "device":
         remedy = "collectives of a device belong to the main thread, at one place among those of training"
-        part.leave_out("prefetch", 'must be 0 where gear.exchange is "device"', remedy)
+        part.admit("prefetch", [0], 'where gear.exchange is "device"', remedy)
     micro, steps = config.micro_batch_size or 1, config.gradient_accumulation_steps
     if config.batch_size is not None and config.batch_size % (micro * steps):
         rule = f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {steps})"
         part.refuse("batch_size", rule, "it is their product times the number of ranks")
     if config.on_device:
-        rule = "must not be given for a table on devices"
-        part.leave_out("hindsight prefetch verify_every count_draws pipeline transfer", rule, _ON_HOST)
+        names = "hindsight prefetch verify_every count_draws pipeline transfer"
+        part.leave_out(names, "for a table on devices", _ON_HOST)
     if config.burn_in:
         _check_burn_in(config, part)
     if config.pack is None:
         remedy = 'give "pack": {"tokens": ...}, or leave it out'
-        part.leave_out("batch rollout loss", "must not be given without gear.pack", remedy)
+        part.leave_out("batch rollout loss", "without gear.pack", remedy)
     else:
         _check_pack(config, config.pack, part)
 
@@ -137,7 +130,7 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
         part.leave_out(
             "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age version "
             "rate_limiter capacity_trajectories max_length num_envs schema",
-            f"must not be given together with {part.at}.data",
+            f"together with {part.at}.data",
             "drop one",
         )
     remedy = "a trajectory has at least one step, and must fit into the table"
@@ -150,49 +143,45 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
         rule = 'must not be "lowest_priority" without priorities'
         part.refuse("remove", rule, "use a prioritized sampler, or keep_best")
     if not sampled or sampler.unit == "step":
-        rule = 'needs sampler.unit = "trajectory" or "group"'
-        part.leave_out("max_times_sampled", rule, "sample trajectories")
+        part.leave_out("max_times_sampled", "unless trajectories or groups are sampled")
     if getattr(sampler, "stratified", False):
-        part.leave_out("max_times_sampled", "must not be given together with sampler.stratified", "drop one")
+        part.leave_out("max_times_sampled", "together with sampler.stratified", "drop one")
     if not sampled:
-        part.leave_out("rate_limiter", "must not be given for a table that is not sampled")
+        part.leave_out("rate_limiter", "for a table that is not sampled")
     if sampled and sampler.unit == "group":
-        rule = 'must be given where sampler.unit is "group"'
-        part.need("group", rule, '"group": {"column": ..., "size": ...}')
-        part.admit("placement", ["host"], 'must be "host" for a table of groups')
+        part.need("group", 'where sampler.unit is "group"', '"group": {"column": ..., "size": ...}')
+        part.admit("placement", ["host"], "for a table of groups")
     else:
-        rule = 'must not be given unless the table is sampled with sampler.unit = "group"'
-        part.leave_out("group", rule, 'set "unit": "group", or leave it out')
+        when = 'unless the table is sampled with sampler.unit = "group"'
+        part.leave_out("group", when, 'set "unit": "group", or leave it out')
     if table.data is not None:
         data = Part("gear.data" if config.data is not None else f"{part.at}.data", table.data)
         if table.group is not None:
-            data.leave_out("split", *_NO_SPLIT_OF_GROUPS)
+            data.admit("split", [{}], *_NO_SPLIT_OF_GROUPS)
         if sampled and config.pack is not None:
-            data.leave_out("split", "must not be given with gear.pack", SPLITS)
+            data.leave_out("split", "with gear.pack", SPLITS)
         if table.placement == "device" and isinstance(config.sampler, MixtureSampler):
-            rule = "must not be given in a mixture of tables on devices"
-            data.leave_out("split", rule, "evaluate with a replay of this table alone")
+            remedy = "evaluate with a replay of this table alone"
+            data.leave_out("split", "in a mixture of tables on devices", remedy)
 
 
 def _check_placement(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
     """Reject options of a table in host memory that belong to one on devices, and the reverse."""
     if table.placement == "host":
-        rule = "must not be given for a table in host memory"
-        part.leave_out("rows", rule, 'give it "placement": "device"')
-        part.leave_out("num_envs", rule, "use replay.vector_writer(num_envs)")
+        part.leave_out("rows", "for a table in host memory", 'give it "placement": "device"')
+        part.leave_out("num_envs", "for a table in host memory", "use replay.vector_writer(num_envs)")
         if config.on_device:
-            part.refuse("placement", 'must be "device", as that of the other tables')
+            part.admit("placement", ["device"], "as that of the other tables")
         return
     if name not in config.sampled_tables:
         remedy = 'leave the table out, or give it a share of a "kind": "mixture"'
-        part.refuse("placement", 'must be "host" for a table that is not sampled', remedy)
+        part.admit("placement", ["host"], "for a table that is not sampled", remedy)
     if table.data is not None:
         return
-    part.need("max_length", "must be given for a table on devices", _ON_HOST)
-    rule = 'must be "fifo" for a table on devices: it is a ring that evicts the oldest trajectories'
-    part.admit("remove", ["fifo"], rule, 'write "remove": "fifo"')
-    rule = "must not be given for a table on devices"
-    part.leave_out("writers max_age version rate_limiter", rule, _ON_HOST)
+    part.need("max_length", "for a table on devices", _ON_HOST)
+    when = "for a table on devices: it is a ring that evicts the oldest trajectories"
+    part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
+    part.leave_out("writers max_age version rate_limiter", "for a table on devices", _ON_HOST)
     n = 1 if config.n_step is None else config.n_step.n
     if table.max_length == 1 and n > 1:
         remedy = (
@@ -203,8 +192,8 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
         part.refuse("max_length", rule, remedy)
     if table.num_envs is None:
         return
-    rule = "must not be given where steps are added one by one: an open trajectory would leave the table"
-    part.leave_out("max_times_sampled", rule, _WHOLE_TRAJECTORIES)
+    when = "where steps are added one by one: an open trajectory would leave the table"
+    part.leave_out("max_times_sampled", when, _WHOLE_TRAJECTORIES)
     # A step of an environment must not evict the environment's own open trajectory.
     longest = table.max_length or 1
     least = 2 * table.num_envs * longest
@@ -234,23 +223,25 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
         raise ConfigError(f"{part.at.removesuffix('.group')}.capacity_trajectories", rule, held)
     if table.data is not None:
         for option in ("needs", "after_s", "remember"):
-            part.admit(option, (None, 0, []), "must not be given for a data set")
+            if getattr(group, option):
+                part.refuse(option, "must not be given for a data set")
 
 
 def _check_rate(config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part) -> None:
     sampler, at_table = config.item_sampler, part.at.removesuffix(".rate_limiter")
     if rate.queue is not None:
-        rule = f"must not be given together with {part.at}.queue"
-        part.leave_out("error_buffer min_size samples_per_insert", rule, "drop one")
+        part.leave_out(
+            "error_buffer min_size samples_per_insert", f"together with {part.at}.queue", "drop one"
+        )
         if sampler.kind != "fifo" or sampler.unit == "step":
             part.refuse("queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"')
-        Part(at_table, table).admit("max_times_sampled", (0, 1), "must be 1 in a queue, or left out")
+        Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
     if rate.samples_per_insert is None:
-        part.leave_out("error_buffer", f"must not be given without {part.at}.samples_per_insert")
+        part.leave_out("error_buffer", f"without {part.at}.samples_per_insert")
     elif sampler.unit == "step":
-        rule = f"must be given with {part.at}.samples_per_insert where items are steps"
+        when = f"with {part.at}.samples_per_insert where items are steps"
         remedy = "the longest trajectory bounds the items of an addition"
-        Part(at_table, table).need("max_length", rule, remedy)
+        Part(at_table, table).need("max_length", when, remedy)
     held = table.capacity_steps if sampler.unit == "step" else table.capacity_trajectories
     if held is not None and table.group is not None:
         held //= table.group.size
@@ -261,28 +252,25 @@ def _check_sampler(config: GearOptions) -> None:
     sampler, mixture = config.item_sampler, isinstance(config.sampler, MixtureSampler)
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
     if mixture:
-        part.leave_out("table", "must not be given: shares name the tables")
+        part.leave_out("table", "in a mixture, whose shares name the tables")
     if sampler.anchors == "fits" and all(f.length is None and not f.offset for f in config.fields.values()):
         rule = 'must not be "fits" where no field has a length or an offset'
         part.refuse("anchors", rule, 'every step fits: use "all", or give a field a length')
     if sampler.unit == "group":
-        part.admit("anchors", ["all"], 'must be "all" where sampler.unit is "group"', "a group has all steps")
+        part.admit("anchors", ["all"], 'where sampler.unit is "group"', "a group has all steps")
         remedy = 'give "pack": {"tokens": ...} and "batch": {"groups": ...}'
-        Part("gear", config).need("pack", 'must be given where gear.sampler.unit is "group"', remedy)
+        Part("gear", config).need("pack", 'where gear.sampler.unit is "group"', remedy)
     if not config.on_device:
         return
     if not sampler.on_device:
         rule = "must be one of uniform, length, prioritized, top_k for a table on devices"
         part.refuse("kind", rule, _ON_HOST)
     if any(config.resolved_tables[name].num_envs is not None for name in config.sampled_tables):
-        rule = "must not be given where steps are added one by one: an episode's values may come later"
-        part.leave_out("where", rule, "leave environments out with mask")
+        when = "where steps are added one by one: an episode's values may come later"
+        part.leave_out("where", when, "leave environments out with mask")
         if sampler.kind == "top_k":
-            rule = (
-                'must be "trajectory" where steps are added one by one: rows of several environments are not '
-                "in the order of ids, by which equal priorities are selected"
-            )
-            part.admit("unit", ["trajectory"], rule, _WHOLE_TRAJECTORIES)
+            when = "where steps are added one by one: rows are not in the order of ids, by which equal"
+            part.admit("unit", ["trajectory"], f"{when} priorities are selected", _WHOLE_TRAJECTORIES)
     if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler.alpha, (int, float)):
         rule = "must be a number for a table on devices: all masses follow from it"
         part.refuse("alpha", rule, _ON_HOST)
@@ -294,16 +282,13 @@ def _check_sampler(config: GearOptions) -> None:
 
 def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part) -> None:
     if field.column is not None:
-        rule = f"must not be given together with {part.at}.column ({field.column!r})"
-        part.leave_out("derived", rule, "drop one")
+        part.leave_out("derived", f"together with {part.at}.column ({field.column!r})", "drop one")
     if name in ("return_to_go", "timestep", "position", "advantage", "value_target"):
-        part.admit("derived", (None, name), f"must be {name!r} in a field of that name", "rename the field")
+        part.admit("derived", (name, None), "in a field of that name", "rename the field")
     if field.derived is not None:
-        remedy = "there are no statistics; use scale"
-        part.leave_out("normalize", "must not be given for a derived field", remedy)
+        part.leave_out("normalize", "for a derived field", "there are no statistics; use scale")
     if field.length is None:
-        rule = f"must not be given without {part.at}.length"
-        part.leave_out("align", rule, "drop it or give a length")
+        part.leave_out("align", f"without {part.at}.length", "drop it or give a length")
     if field.offset == "n_step" and config.n_step is None:
         part.refuse("offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number")
     if field.offset == "n_step" and field.length is not None and config.burn_in:
@@ -311,36 +296,34 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
     if field.scale == 0:
         part.refuse("scale", "must not be 0", "the field would hold zeros; leave it out")
     if config.hindsight is None:
-        part.leave_out("hindsight", "must not be given without gear.hindsight", 'give "hindsight": {}')
+        part.leave_out("hindsight", "without gear.hindsight", 'give "hindsight": {}')
     if field.hindsight is not None:
         remedy = "a sample has one goal: expand it over the steps in the model"
-        part.leave_out("length", "must not be given for a goal", remedy)
-        part.leave_out("derived", "must not be given for a goal", "drop one")
+        part.leave_out("length", "for a goal", remedy)
+        part.leave_out("derived", "for a goal", "drop one")
     if config.pack is not None:
-        part.leave_out("length align hindsight", "must not be given with gear.pack", _WHOLE)
+        part.leave_out("length align hindsight", "with gear.pack", _WHOLE)
         for option, value in (("offset", "n_step"), ("pad", "edge"), ("derived", "position")):
             if getattr(field, option) == value:
                 part.refuse(option, "must be another one with gear.pack", _WHOLE)
 
 
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
-    rule = "must not be given with gear.pack"
-    part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", rule, "leave it out")
-    part.leave_out("advantage", rule, 'call rollout.advantages("gae", value=...)')
-    remedy = "give the size as gear.batch or gear.rollout"
-    part.leave_out("batch_size micro_batch_size gradient_accumulation_steps", rule, remedy)
+    when, sizes = "with gear.pack", "batch_size micro_batch_size gradient_accumulation_steps"
+    part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", when, "leave it out")
+    part.leave_out("advantage", when, 'call rollout.advantages("gae", value=...)')
+    part.leave_out(sizes, when, "give the size as gear.batch or gear.rollout")
     if room(pack) == 0:
         rule = f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})"
         raise ConfigError("gear.pack.tokens", rule, pack.tokens, "raise it, or lower the multiple")
     unit = config.item_sampler.unit
     sampler = Part("gear.sampler", config.item_sampler)
-    rule = 'must be "trajectory" or "group" with gear.pack'
-    sampler.admit("unit", ("trajectory", "group"), rule, _WHOLE)
-    sampler.admit("anchors", ["all"], 'must be "all" with gear.pack', _WHOLE)
+    sampler.admit("unit", ("trajectory", "group"), when, _WHOLE)
+    sampler.admit("anchors", ["all"], when, _WHOLE)
     for name in config.sampled_tables:
         table = config.resolved_tables[name]
         table_part = Part(dotted("gear", "tables", name), table)
-        table_part.admit("placement", ["host"], 'must be "host" with gear.pack')
+        table_part.admit("placement", ["host"], when)
         if pack.too_long != "truncate" and table.data is None and (table.max_length or 2**62) > room(pack):
             rule = f"must be at most {room(pack)}, what gear.pack.tokens leaves for a trajectory"
             remedy = 'give it, so that longer ones are refused when they are added, or "too_long": "truncate"'
@@ -405,7 +388,7 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
     """Reject a burn-in that leaves a sample without a step that learns."""
     windows = {name: field for name, field in config.fields.items() if field.length is not None}
     if not windows:
-        part.refuse("burn_in", "must not be given where no field has a length", "give fields a length")
+        part.leave_out("burn_in", "where no field has a length", "give fields a length")
     first = min(int(field.offset or 0) for field in windows.values())
     for name, field in windows.items():
         assert field.length is not None
@@ -421,8 +404,8 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
 
 def refuse_split(at: str, split: object) -> None:
     """Raise for a data set of groups with a split, which would divide groups."""
-    rule, remedy = _NO_SPLIT_OF_GROUPS
-    raise ConfigError(f"{at}.data.split", rule, split, remedy)
+    when, remedy = _NO_SPLIT_OF_GROUPS
+    raise ConfigError(f"{at}.data.split", f"must be {{}} {when}", split, remedy)
 
 
 def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:

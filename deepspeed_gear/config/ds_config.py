@@ -86,5 +86,4 @@ def refuse_batch_sizes(config: GearOptions) -> None:
     """Raise ConfigError for batch sizes where an engine gives them."""
     for option, of_the_engine in zip(("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True):
         remedy = f"use {of_the_engine} of ds_config.json"
-        rule = "must not be given with an engine or a ds_config"
-        Part("gear", config).leave_out(option, rule, remedy)
+        Part("gear", config).leave_out(option, "with an engine or a ds_config", remedy)

@@ -407,37 +407,35 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
 def _check_column(part: Part, column: Column, statistics: Collection[str] | bool) -> None:
     """Reject options of a field that its column does not suit."""
     if column.rows == "1":
-        rule = f"must not be given: {column.name} has one value per trajectory"
-        part.admit("offset", (None, 0), rule, "drop it")
-        part.leave_out("length pad", rule, "drop it")
+        when = f"as {column.name} has one value per trajectory"
+        part.admit("offset", (None, 0), when, "drop it")
+        part.leave_out("length pad", when, "drop it")
     if column.is_opaque:
-        rule = f"must not be given: column {column.name} has the dtype {column.dtype}"
-        remedy = "drop it: batch.opaque returns values as they are"
-        part.leave_out("normalize scale as hindsight", rule, remedy)
+        when, remedy = f"for the dtype {column.dtype}", "drop it: batch.opaque returns values as they are"
+        part.leave_out("normalize scale as hindsight", when, remedy)
     if column.dtype == "bool":
-        part.leave_out("normalize", "must not be given for a bool column", "drop it")
-        part.leave_out("scale", "must not be given for a bool column", 'use "as": "float32"')
+        part.leave_out("normalize", "for a bool column", "drop it")
+        part.leave_out("scale", "for a bool column", 'use "as": "float32"')
     if not (statistics if isinstance(statistics, bool) else column.name in statistics):
-        rule = f"must not be given: column {column.name} has no statistics"
-        part.leave_out("normalize", rule, "only data sets have them; use scale")
+        when = f"as column {column.name} has no statistics"
+        part.leave_out("normalize", when, "only data sets have them; use scale")
 
 
 def _check_derived(part: Part, derived: str) -> None:
     """Reject options that do not suit a derived field."""
-    part.leave_out("normalize", "must not be given for a derived field", "use scale")
+    part.leave_out("normalize", "for a derived field", "use scale")
     if derived in ("timestep", "position"):
-        rule = f"must not be given for {'time steps' if derived == 'timestep' else 'positions'}"
-        part.leave_out("scale", rule, "convert them in the model")
-        part.admit("as", (None, "int64"), rule, "convert them in the model")
+        when = f"for {'time steps' if derived == 'timestep' else 'positions'}"
+        part.leave_out("scale", when, "convert them in the model")
+        part.admit("as", (None, "int64"), when, "convert them in the model")
     if derived == "position":
-        part.need("length", "must be given for positions", "they count the steps of a window")
-        remedy = "drop it: a padded step has a position, too"
-        part.leave_out("pad", "must not be given for positions", remedy)
+        part.need("length", "for positions", "they count the steps of a window")
+        part.leave_out("pad", "for positions", "drop it: a padded step has a position, too")
     if derived in ESTIMATED:
-        rule = "must not be given for advantages and value targets"
-        part.leave_out("align pad scale as", rule, "they stand in place, padded by 0")
+        when = "for advantages and value targets"
+        part.leave_out("align pad scale as", when, "they stand in place, padded by 0")
         if part.options.model_dump()["offset"] == "n_step":
-            part.refuse("offset", "must be a number for advantages and value targets")
+            part.refuse("offset", f"must be a number {when}")
 
 
 def _check_dtype(part: Part, own: str, requested: str, column: Column | None, converted: bool) -> None:

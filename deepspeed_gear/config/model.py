@@ -18,20 +18,9 @@ from deepspeed_gear.config.options import GearOptions
 _OF_THE_NODE = ("backend", "data", "threads", "transfer", "timeout_s", "metrics")
 # How a global batch is divided and when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
-    "prefetch",
-    "batch_size",
-    "micro_batch_size",
-    "gradient_accumulation_steps",
-    "pack",
-    "batch",
-    "rollout",
-    "loss",
-    "pipeline",
-    "verify_every",
-    "count_draws",
-    "exchange",
-    "shared_memory",
-)
+    "prefetch batch_size micro_batch_size gradient_accumulation_steps pack batch rollout loss pipeline "
+    "verify_every count_draws exchange shared_memory"
+).split()
 
 _ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows")
 

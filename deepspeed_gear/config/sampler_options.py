@@ -28,6 +28,7 @@ from deepspeed_gear.config.types import (
 )
 from deepspeed_gear.errors import ConfigError
 
+_NAMES = Field(description="Names the sampler.")
 _SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 
 
@@ -95,16 +96,14 @@ class UniformSampler(DrawingOptions):
     """Every item with the same probability, independently, with replacement."""
 
     on_device: ClassVar[bool] = True
-    kind: Literal["uniform"] = "uniform"
-    """Names the sampler."""
+    kind: Annotated[Literal["uniform"], _NAMES] = "uniform"
 
 
 class LengthSampler(DrawingOptions):
     """Trajectories, or groups, in proportion to their number of steps."""
 
     on_device: ClassVar[bool] = True
-    kind: Literal["length"]
-    """Names the sampler."""
+    kind: Annotated[Literal["length"], _NAMES]
 
     @model_validator(mode="after")
     def _whole_trajectories(self) -> Any:
@@ -118,8 +117,7 @@ class LengthSampler(DrawingOptions):
 class WeightedSampler(DrawingOptions):
     """Trajectories, or their steps, in proportion to a given weight of the trajectory."""
 
-    kind: Literal["weighted"]
-    """Names the sampler."""
+    kind: Annotated[Literal["weighted"], _NAMES]
     weight: Name
     """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is a step,
     every step of a trajectory has the trajectory's weight."""
@@ -136,8 +134,7 @@ class WeightedSampler(DrawingOptions):
 class CustomSampler(DrawingOptions):
     """A user's class that gives each trajectory an integer mass; samples are drawn from these masses."""
 
-    kind: Literal["custom"]
-    """Names the sampler."""
+    kind: Annotated[Literal["custom"], _NAMES]
     masses: Annotated[Text, Words('"module:Class"')]
     """"module:Class", importable on every rank. Its instances are called with ids [n], numbers of steps [n]
     and a function that gives the values of a per-trajectory column [n], as NumPy arrays; they return masses
@@ -164,8 +161,7 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
-    kind: Literal["prioritized"]
-    """Names the sampler."""
+    kind: Annotated[Literal["prioritized"], _NAMES]
     alpha: Schedule = 0.6
     """Exponent of the priorities: 0 is uniform. A number or a schedule."""
     alpha_every: Count = 1000
@@ -184,15 +180,13 @@ class TopKSampler(SamplerOptions, PriorityOptions):
 
     has_priorities: ClassVar[bool] = True
     on_device: ClassVar[bool] = True
-    kind: Literal["top_k"]
-    """Names the sampler."""
+    kind: Annotated[Literal["top_k"], _NAMES]
 
 
 class EpochSampler(SamplerOptions):
     """Every item once, in an order given by the seed, then again. New items join the next epoch."""
 
-    kind: Literal["epoch"]
-    """Names the sampler."""
+    kind: Annotated[Literal["epoch"], _NAMES]
     tail: Literal["wrap", "drop"] = "wrap"
     """Where an epoch ends inside a global batch: "wrap" continues with the next epoch, "drop" leaves the last
     items out and begins the next epoch with the next batch."""
@@ -201,15 +195,13 @@ class EpochSampler(SamplerOptions):
 class FifoSampler(SamplerOptions):
     """The oldest items, each once in a global batch, oldest first."""
 
-    kind: Literal["fifo"]
-    """Names the sampler."""
+    kind: Annotated[Literal["fifo"], _NAMES]
 
 
 class LifoSampler(SamplerOptions):
     """The newest items, each once in a global batch, newest first."""
 
-    kind: Literal["lifo"]
-    """Names the sampler."""
+    kind: Annotated[Literal["lifo"], _NAMES]
 
 
 class WithinConfig(GearModel):
@@ -224,8 +216,7 @@ class WithinConfig(GearModel):
 class RecentSampler(DrawingOptions):
     """Every item of a window of the newest ones with the same probability."""
 
-    kind: Literal["recent"]
-    """Names the sampler."""
+    kind: Annotated[Literal["recent"], _NAMES]
     newest: Count | None = None
     """Items in the window: trajectories, or steps, of which those of the trajectory in which the window
     begins are all admitted."""
@@ -300,8 +291,7 @@ ItemSampler = (
 class MixtureSampler(GearModel):
     """Samples of several tables in given shares, in every global batch."""
 
-    kind: Literal["mixture"]
-    """Names the sampler."""
+    kind: Annotated[Literal["mixture"], _NAMES]
     shares: Annotated[dict[Name, Schedule], MinLen(1)]
     """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding to
     whole samples leaves is carried to the next batches, so each table has its share within one."""

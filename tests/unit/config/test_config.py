@@ -348,7 +348,7 @@ WRONG = refusals(
  "sampler": {"kind": "mixture", "shares": {"a": 0.5, "c": 0.5}}}
     gear.sampler.shares.c must be of a table; known are a, b
 {"tables": {"a": {"data": "d"}}, "sampler": {"kind": "mixture", "shares": {"a": 1.0}, "of": {"table": "a"}}}
-    gear.sampler.of.table must not be given: shares name the tables, got 'a'
+    gear.sampler.of.table must not be given in a mixture, whose shares name the tables, got 'a'
 {"tables": {"a": {"data": "d"}},
  "sampler": {"kind": "mixture", "shares": {"a": 1}, "of": {"kind": "length", "unit": "step"}}}
     gear.sampler.of.unit must be "trajectory" or "group" where gear.sampler.of.kind is "length", got 'step';
@@ -379,7 +379,7 @@ WRONG = refusals(
     got -1)
 # Data and tables.
 {"data": "d", "tables": {"a": {"data": "d"}}}
-    gear.data and gear.tables must not be given together; write the data set as an entry of gear.tables:
+    gear.data must not be given together with gear.tables; write the data set as an entry of gear.tables:
     {"main": {"data": ...}}
 {"tables": {"main": {}}}
     gear.tables.main must have one of data, capacity_steps and capacity_bytes; give the one that the table is
@@ -427,8 +427,8 @@ WRONG = refusals(
     gear.fields.action.derived must not be given together with gear.fields.action.column ('reward'), got
     'timestep'; drop one
 {"fields": {"timestep": {"derived": "return_to_go"}}}
-    gear.fields.timestep.derived must be 'timestep' in a field of that name, got 'return_to_go'; rename the
-    field
+    gear.fields.timestep.derived must be "timestep" or null in a field of that name, got 'return_to_go';
+    rename the field
 {"fields": {"action": {"derived": "return_to_go", "normalize": "mean_std"}}}
     gear.fields.action.normalize must not be given for a derived field, got 'mean_std'; there are no
     statistics; use scale

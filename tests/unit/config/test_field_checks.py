@@ -127,7 +127,7 @@ def test_statistics() -> None:
         with pytest.raises(ConfigError) as caught:
             check_against(config, schemas, available)
         assert str(caught.value) == (
-            "gear.fields.observation.normalize must not be given: column observation has no statistics, "
+            "gear.fields.observation.normalize must not be given as column observation has no statistics, "
             "got 'mean_std'; only data sets have them; use scale"
         )
 
@@ -160,7 +160,7 @@ WRONG = refusals(
 {"fields": {"timestep": {"scale": 0.001}}}
     gear.fields.timestep.scale must not be given for time steps, got 0.001; convert them in the model
 {"fields": {"timestep": {"as": "float32"}}}
-    gear.fields.timestep.as must not be given for time steps, got 'float32'; convert them in the model
+    gear.fields.timestep.as must be null or "int64" for time steps, got 'float32'; convert them in the model
 {"fields": {"position": {"length": 3, "pad": "edge"}}}
     gear.fields.position.pad must not be given for positions, got 'edge'; drop it: a padded step has a
     position, too
@@ -171,9 +171,9 @@ WRONG = refusals(
 {"fields": {"terminated": {"scale": 2}}}
     gear.fields.terminated.scale must not be given for a bool column, got 2.0; use "as": "float32"
 {"fields": {"return": {"length": 3}}}
-    gear.fields.return.length must not be given: return has one value per trajectory, got 3; drop it
+    gear.fields.return.length must not be given as return has one value per trajectory, got 3; drop it
 {"fields": {"goal": {"offset": -1}}}
-    gear.fields.goal.offset must not be given: goal has one value per trajectory, got -1; drop it
+    gear.fields.goal.offset must be null or 0 as goal has one value per trajectory, got -1; drop it
 {"fields": {"reward": {"as": "engine"}}}
     gear.fields.reward.as must not be "engine" for the float32 column reward, got 'engine'; rewards, returns,
     flags and derived fields keep their precision; convert them in the model
