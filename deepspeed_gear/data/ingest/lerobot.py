@@ -34,7 +34,7 @@ from deepspeed_gear.data.ingest.source_checks import (
     optional,
     pyarrow_for,
 )
-from deepspeed_gear.data.ingest.table_rows import read_table
+from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -230,10 +230,17 @@ class LerobotReader(Reader):
         episode, table = pair
         name, counters = f"episode {episode.index}", {"frame_index": np.arange(episode.length)}
         counters["episode_index"] = np.full(episode.length, episode.index)
+        batches = table.combine_chunks().to_batches()
+        empty = dict.fromkeys(table.column_names, np.empty(0))  # of an episode without frames
+        block = arrow_block(batches[0], False) if batches else empty
 
         def numbers(key: str, column: Column) -> NDArray[Any]:
-            where = f"{episode.file}: {key}, {name}"
-            return convert(where, _values(where, table.column(key), column.shape), column)
+            where, rows = f"{episode.file}: {key}, {name}", block[key]
+            shape = (episode.length, *column.shape)
+            if not isinstance(rows, np.ndarray) or rows.shape not in (shape, (math.prod(shape),)):
+                rule = f"must have rows of shape {list(column.shape)}, without empty values"
+                raise DataError(where, rule, str(table.column(key).type), LEAVE_OUT)
+            return convert(where, rows.reshape(shape), column)
 
         for key, expected in counters.items():
             given = numbers(key, Column(key, "int64"))
@@ -243,7 +250,7 @@ class LerobotReader(Reader):
         arrays: dict[str, Any] = {c.name: numbers(key, c) for key, c in self._columns[""].items()}
         for key, column in self._columns["image"].items():
             where = f"{episode.file}: {key}, {name}"
-            frames = table.column(key).combine_chunks().field("bytes").to_pylist()
+            frames = [*block.get(f"{key}.bytes", ())]
             if None in frames:
                 raise DataError(where, "must hold the images, not their paths", None, LEAVE_OUT)
             images = decode_images(where, frames, self.expansion) if frames else np.empty((0, *column.shape))
@@ -315,21 +322,3 @@ def _present(path: Path, remedy: str = _AGAIN) -> Path:
         raise DataError(str(path), "must exist", None, remedy)
     check_no_pointer(path)
     return path
-
-
-def _values(where: str, column: Any, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return a column of numbers, or of nested lists of `shape`. [N, *shape]."""
-    array, num_rows = column.combine_chunks(), len(column)
-    for size in (*shape, None):
-        array = getattr(array, "storage", array)  # of an extension type
-        if array.null_count:
-            raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
-        if not hasattr(array, "value_lengths"):
-            break  # of lists
-        if size is None or (np.asarray(array.value_lengths()) != size).any():
-            raise DataError(where, f"must have lists of shape {list(shape)}", str(array.type), LEAVE_OUT)
-        array = array.flatten()
-    values = np.asarray(array.to_numpy(zero_copy_only=False))
-    if values.size != num_rows * math.prod(shape):
-        raise DataError(where, f"must have rows of shape {list(shape)}", str(column.type), LEAVE_OUT)
-    return values.reshape(num_rows, *shape)

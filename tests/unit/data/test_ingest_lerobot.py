@@ -165,10 +165,13 @@ BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (_rows("frame_index", lambda rows: rows[::-1]), "frame_index, episode 1 must be 0 at step 0, got 6"),
     (_rows("episode_index", lambda rows: [*rows[1:], 2]), "episode_index, episode 1 must be 1 at step 6"),
     (_rows("task_index", lambda rows: [3] * 7), "task_index, episode 1 must be a task of the"),
-    (_rows("action", lambda rows: [None, *rows[1:]]), "action, episode 1 must not have empty values, got 1"),
+    (
+        _rows("action", lambda rows: [None, *rows[1:]]),
+        "action, episode 1 must have rows of shape [4], without",
+    ),
     (
         _rows("action", lambda rows: [[], rows[1] * 2, *rows[2:]]),
-        "action, episode 1 must have lists of shape [4]",
+        "action, episode 1 must have rows of shape [4]",
     ),
     (_rows("action", lambda rows: [0.0] * 7), "action, episode 1 must have rows of shape [4]"),
 ]
