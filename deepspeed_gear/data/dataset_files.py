@@ -45,10 +45,9 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileRecord:
-        try:
+        rule, kinds = "must record bytes, sha256 and probe", (TypeError, KeyError, ValueError)
+        with DataError.on(name, rule, *kinds, remedy=REMAKE):
             return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
-        except (TypeError, KeyError, ValueError) as error:
-            raise DataError(name, "must record bytes, sha256 and probe", entry, REMAKE) from error
 
 
 @dataclass(frozen=True)
@@ -126,20 +125,14 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 def read_npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     """Return dtype, shape and payload offset of a NumPy file; a DataError unless it is 1.0 and in C order."""
-    try:
-        with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise DataError(str(path), "must be a NumPy 1.0 array file", None, REMAKE)
-            shape, in_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-            if in_fortran_order:
-                raise DataError(str(path), "must be in C order", None, REMAKE)
-            return dtype, shape, file.tell()
-    except FileNotFoundError:
-        raise DataError(str(path), "must exist", None, "a file of the data set is missing") from None
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:
-        raise DataError(str(path), "must have a readable NumPy header", str(error), REMAKE) from error
+    rule, kinds = "must have a readable NumPy header", (OSError, ValueError)
+    with DataError.on(str(path), rule, *kinds, remedy=REMAKE), path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise DataError(str(path), "must be a NumPy 1.0 array file", None, REMAKE)
+        shape, in_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
+        if in_fortran_order:
+            raise DataError(str(path), "must be in C order", None, REMAKE)
+        return dtype, shape, file.tell()
 
 
 def payload_digest(path: Path, offset: int) -> str:
@@ -210,13 +203,11 @@ def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         remedy = "the folder is not a gear data set; make one with gear ingest SOURCE DEST"
-        raise DataError(str(path), "must exist", None, remedy) from None
-    except (OSError, ValueError) as error:
-        raise DataError(str(path), "must be readable JSON", str(error), REMAKE) from error
+        raise DataError(str(path), "must exist", None, remedy)
+    with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=REMAKE):
+        data = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict):
         raise DataError(str(path), "must hold a JSON object", type(data).__name__, REMAKE)
     return data

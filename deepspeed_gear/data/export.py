@@ -79,9 +79,7 @@ class MinariFile(TrajectoryFile):
         for group in GROUPS.values():
             if group not in heads:
                 raise DataError(f"column {group}", "must be there for the format minari", heads, _ELSE)
-        self._keys: dict[str, list[str]] = {}
-        for column in schema:
-            self._keys[column.name] = self._key(column)
+        self._keys = {column.name: self._key(column) for column in schema}
         (path / "data").mkdir(parents=True)
         self._file = h5py.File(path / "data" / "main_data.hdf5", "w")
         self._steps, self._actions = 0, (0, 0)
@@ -291,9 +289,8 @@ def export(
     """
     dest = Path(os.path.abspath(arguments.folder("dest", dest)))
     if format not in FORMATS:
-        raise DataError(
-            "format", f"must be one of {', '.join(FORMATS)}", format, known_names(format, FORMATS)
-        )
+        rule = f"must be one of {', '.join(FORMATS)}"
+        raise DataError("format", rule, format, known_names(format, FORMATS))
     kind, select = FORMATS[format], ColumnSelection(columns)
     names = (LENGTH,) if schema.role("reward") is None else (LENGTH, RETURN)
     derived = [c for c in schema if replace(c, allow_nan=False) in names]

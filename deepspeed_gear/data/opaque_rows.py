@@ -63,10 +63,8 @@ def decode(row: np.ndarray, column: Column, name: str) -> Any:
     content = row[LENGTH_BYTES : LENGTH_BYTES + length].tobytes()
     if column.dtype == "bytes":
         return content
-    try:
+    with DataError.on(name, "must hold JSON", ValueError):
         return parse_json(content) if content else None
-    except ValueError as error:
-        raise DataError(name, "must hold JSON", None, str(error)) from error
 
 
 def byte_string(value: Any, name: str) -> bytes:
@@ -81,15 +79,11 @@ def byte_string(value: Any, name: str) -> bytes:
 
 def json_text(value: Any, name: str) -> bytes:
     """Return the content of a JSON column's value; a DataError if it is none."""
-    try:
+    kinds, remedy = (TypeError, ValueError, RecursionError), "convert arrays and tensors by tolist()"
+    with DataError.on(name, "must be a JSON value", *kinds, remedy=remedy):
         _check_keys(value, name)
         text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         return text.encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
-            raise
-        remedy = f"{error}; convert arrays and tensors by tolist()"
-        raise DataError(name, "must be a JSON value", type(value).__name__, remedy) from error
 
 
 def _check_keys(value: Any, name: str) -> None:

@@ -31,7 +31,7 @@ from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes
+from deepspeed_gear.errors import DataError, near_name, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 if TYPE_CHECKING:
@@ -112,10 +112,7 @@ def _reader_class(format: str) -> type[Reader]:
             remedy = near_name(format, ["auto", *READERS]) or "docs/how-to/add-an-ingest-format.md adds one"
             raise DataError("format", rule, format, remedy)
         return READERS[format]
-    try:
-        found: Any = imported(format, "format")
-    except ConfigError as error:
-        raise DataError("format", error.rule, format, error.remedy) from error
+    found: Any = imported(format, "format")
     if not (isinstance(found, type) and issubclass(found, Reader)):
         raise DataError("format", "must name a subclass of Reader", format)
     return found

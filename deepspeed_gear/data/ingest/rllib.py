@@ -62,13 +62,11 @@ class RllibReader(ArrayReader):
         """Return the columns of a line by policy."""
         if not line.strip():
             return {}
-        try:
+        rule, kinds = f"must be the JSON of a {' or '.join(_TYPES)}", (TypeError, KeyError, AttributeError)
+        with DataError.on(where, rule, ValueError, *kinds):
             batch = parse_json(line)
             batches = batch["policy_batches"] if batch["type"] == _TYPES[1] else {"": batch}
             columns = {name: dict(part) for name, part in batches.items()}
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            rule = "must be the JSON of a SampleBatch or MultiAgentBatch"
-            raise DataError(where, rule, repr(error)[:200]) from error
         if batch["type"] not in _TYPES:
             raise DataError(f"{where}: type", f"must be one of {', '.join(_TYPES)}", batch["type"])
         columns.get("", {}).pop("type", None)
@@ -116,10 +114,8 @@ class RllibReader(ArrayReader):
 
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the rows of an episode in the order of `t`, as many as follow each other."""
-        try:
+        with DataError.on(str(self.path), "must have the same columns in all lines", ValueError, KeyError):
             rows = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
-        except (ValueError, KeyError) as error:
-            raise DataError(str(self.path), "must have the same columns in all lines", repr(error)) from error
         bounds = [0, len(next(iter(rows.values())))]
         if "eps_id" in rows and "t" in rows:
             order = np.argsort(rows["t"], kind="stable")

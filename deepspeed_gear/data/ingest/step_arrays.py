@@ -298,10 +298,8 @@ class ArrayReader(Reader):
         self.columns = tuple(self._columns_of(first))
         episodes = int(np.count_nonzero(kept))
         self.description.update(episodes=episodes, steps=self.num_steps, shifted=is_shifted)
-        unused, short = (
-            ", ".join(first.left_out),
-            f"the last step of {num_short} episodes that do not terminate",
-        )
+        unused = ", ".join(first.left_out)
+        short = f"the last step of {num_short} episodes that do not terminate"
         notes = {
             f"{unused}: not arrays of numbers with a row per step, left out": unused,
             f"{num_open} episodes have no end flag: kept as truncated episodes": num_open,

@@ -103,7 +103,8 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
             at = f"{where}: row {number}"
             if not isinstance(row, Mapping):
                 raise DataError(at, "must be a mapping by column", type(row).__name__)
-            whole = {name for name, value in row.items() if is_nested or not _has_parts(value)}
+            firsts = {n: v[0] if isinstance(v, list) and v else v for n, v in row.items()}
+            whole = {n for n, first in firsts.items() if is_nested or not isinstance(first, (Mapping, tuple))}
             flat.append(flatten(at, dict(row), whole))
         names = dict.fromkeys(chain.from_iterable(flat))
         if len(names) > _MOST_COLUMNS:
@@ -112,38 +113,27 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
         yield {name: [row.get(name) for row in flat] for name in names}
 
 
-def _has_parts(value: Any) -> bool:
-    return isinstance(value[0] if isinstance(value, list) and value else value, (Mapping, tuple))
-
-
 # ---- JSON --------------------------------------------------------------------------------------------
 
 
 def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
     """Yield the objects of JSON lines, or of one array."""
     file_bytes, num_bytes, number = path.stat().st_size, 0, 0
-    try:
-        with _opened(path) as file:
-            while line := file.readline(FLOOR_BYTES):
-                number += 1
-                is_array = number == 1 and line.lstrip()[:1] == b"["
-                line += file.read(FLOOR_BYTES) if is_array else b""
-                num_bytes += len(line)
-                expansion.check(str(path), num_bytes, file_bytes)
-                if len(line) >= FLOOR_BYTES:
-                    rule, remedy = f"must have less than {FLOOR_BYTES} bytes", "write an object per line"
-                    raise DataError(f"{path}: line {number}", rule, None, remedy)
-                if is_array:
-                    yield from parse_json(line)
-                elif line.strip():
-                    yield parse_json(line)
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        rule, remedy = "must hold a JSON object per line, or an array of objects", "correct the line"
-        raise DataError(f"{path}: line {number}", rule, str(error), remedy) from error
-    except OSError as error:
-        raise DataError(str(path), "must be readable", str(error), DAMAGED) from error
+    rule = "must hold a JSON object per line, or an array of objects"
+    with DataError.on(str(path), "must be readable", OSError, remedy=DAMAGED), _opened(path) as file:
+        while line := file.readline(FLOOR_BYTES):
+            number += 1
+            where = f"{path}: line {number}"
+            is_array = number == 1 and line.lstrip()[:1] == b"["
+            line += file.read(FLOOR_BYTES) if is_array else b""
+            num_bytes += len(line)
+            expansion.check(str(path), num_bytes, file_bytes)
+            if len(line) >= FLOOR_BYTES:
+                most, remedy = f"must have less than {FLOOR_BYTES} bytes", "write an object per line"
+                raise DataError(where, most, None, remedy)
+            with DataError.on(where, rule, ValueError, remedy="correct the line"):
+                found = parse_json(line) if line.strip() else []
+            yield from found if is_array or not line.strip() else [found]
 
 
 def _opened(path: Path) -> Any:
@@ -178,10 +168,8 @@ def record_batches(
         expansion.check(str(path), stated, file_bytes)
         rows = _BLOCK_BYTES // max(1, stated // max(1, file.metadata.num_rows))
         columns = choose(file.schema_arrow.names) if choose else None
-        schema, batches = (
-            file.schema_arrow,
-            file.iter_batches(min(max(2, rows), _BLOCK_ROWS), columns=columns),
-        )
+        schema = file.schema_arrow
+        batches = file.iter_batches(min(max(2, rows), _BLOCK_ROWS), columns=columns)
     else:
         is_file = head == _ARROW_FILE
         source.seek(len(_ARROW_FILE) if is_file else 0)
