@@ -1,11 +1,28 @@
-"""The `gear` command: one module a subcommand, each with `add_arguments` and `run`."""
+"""The `gear` command: one module a subcommand, each with `OPTIONS` and `run`, or also `DESCRIPTION`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from typing import TypeVar
+from argparse import ArgumentParser
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+Options = Mapping[str, str | tuple[str, dict[str, Any]]]
+
+
+def add_options(parser: ArgumentParser, options: Options) -> None:
+    """Declare options by their form, "DEST", "--timeout S" or "--quiet".
+
+    Args:
+        options: The help of each, or also other arguments of `add_argument`.
+    """
+    for form, given in options.items():
+        text, more = (given, {}) if isinstance(given, str) else given
+        name, _, metavar = form.partition(" ")
+        if not name.startswith("-"):
+            name, metavar = name.lower(), name
+        kind = {"metavar": metavar} if metavar else {"action": "store_true"}
+        parser.add_argument(name, help=text, **{**kind, **more})
 
 
 def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:

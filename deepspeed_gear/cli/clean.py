@@ -19,15 +19,16 @@ from deepspeed_gear.store.shared_memory import SHM, remove_garbage, stores
 _PROC = Path("/proc")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
-    parser.description = (
-        "Remove from /dev/shm what no process of this user is attached to: stores of runs that have ended, "
-        "and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves."
+DESCRIPTION = (
+    "Remove from /dev/shm what no process of this user is attached to: stores of runs that have ended, "
+    "and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves."
+)
+OPTIONS = {
+    "--prefix PREFIX": (
+        "first part of the names in /dev/shm (gear.shared_memory.prefix)",
+        {"default": "gear"},
     )
-    parser.add_argument(
-        "--prefix", default="gear", help="first part of the names in /dev/shm (gear.shared_memory.prefix)"
-    )
+}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.cli import grouped, ssh_hosts
+from deepspeed_gear.cli import Options, grouped, ssh_hosts
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -27,7 +26,7 @@ from deepspeed_gear.errors import (
     error_to_json,
     show_bytes,
 )
-from deepspeed_gear.ops import stale_locks
+from deepspeed_gear.ops import stale_locks, toolchain
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, read_file, tightest
 from deepspeed_gear.timeouts import check_timeout
 
@@ -41,31 +40,23 @@ _MARK = "GEAR-NODE "
 _HERE = "here"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `gear doctor`."""
-    parser.description = (
-        "Show devices, driver, shared memory and limits of this machine, and check them, versions and native "
-        "op; with --hostfile of all its hosts, over ssh, and whether each two of them reach each other. The "
-        "exit status is 1 if there is a problem."
-    )
-    parser.add_argument("--hostfile", metavar="F", help="check the hosts of this file, as DeepSpeed reads it")
-    parser.add_argument(
-        "--data", metavar="PATH", help="also open this data set, which must be equal on all hosts"
-    )
-    parser.add_argument("--json", metavar="F", help="also write everything that was found to this file")
-    parser.add_argument("--no-network", action="store_true", help="leave the network out")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds for each host to answer; the first build of the native op counts (default: 300)",
-    )
-    parser.add_argument("--node", action="store_true", help=argparse.SUPPRESS)
+DESCRIPTION = (
+    "Show devices, driver, shared memory and limits of this machine, and check them, versions and native "
+    "op; with --hostfile of all its hosts, over ssh, and whether each two of them reach each other. The "
+    "exit status is 1 if there is a problem."
+)
+_TIMEOUT = "seconds for each host to answer; the first build of the native op counts (default: 300)"
+OPTIONS: Options = {
+    "--hostfile F": "check the hosts of this file, as DeepSpeed reads it",
+    "--data PATH": "also open this data set, which must be equal on all hosts",
+    "--json F": "also write everything that was found to this file",
+    "--no-network": "leave the network out",
+    "--timeout S": (_TIMEOUT, {"type": float, "default": 300.0}),
+    "--node": argparse.SUPPRESS,
+}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print problems; the status is 1 if there is any problem."""
     if not options.timeout > 0:
         raise ConfigError("--timeout", "must be positive", options.timeout, "leave it out for the default")
     check_timeout("--timeout", options.timeout)
@@ -97,11 +88,8 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     if options.json:
         found = {"hosts": reports, "problems": [*map(error_to_json, problems)]}
-        try:
+        with DataError.on(options.json, "must be a writable file", OSError, remedy="choose another --json"):
             Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            rule = "must be a writable file"
-            raise DataError(options.json, rule, error.strerror, "choose another --json") from error
     return int(bool(problems))
 
 
@@ -129,12 +117,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
     from deepspeed_gear.store.cuda_registration import why_impossible
 
     versions = {"python": platform.python_version(), "deepspeed_gear": __version__}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "none"
-    versions["torch"], versions["CUDA of torch"] = torch.__version__, torch.version.cuda or "none"
+    versions |= {package: toolchain.installed_version(package) or "none" for package in _PACKAGES}
+    versions |= {"torch": torch.__version__, "CUDA of torch": torch.version.cuda or "none"}
     shm = shutil.disk_usage(SHM)
     locked, open_files = (
         None if (limit := resource.getrlimit(which)[0]) == resource.RLIM_INFINITY else limit

@@ -14,7 +14,7 @@ import numpy as np
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
-from deepspeed_gear.cli import listed
+from deepspeed_gear.cli import Options, listed
 from deepspeed_gear.cli.inspect_distribution import find_saves
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.export import FORMATS, export
@@ -28,25 +28,22 @@ from deepspeed_gear.store.records import SlotRetention
 _COPY = "export the data set itself, which has the same rows"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `gear export`."""
-    parser.description = (
-        "Write the trajectories of a data set, of a checkpoint's table or of a running process's table. gear "
-        "ingest reads them back bit for bit."
-    )
-    parser.add_argument("data", metavar="DATA", nargs="?", help="folder of a data set or checkpoint")
-    parser.add_argument("dest", metavar="DEST", help="file (parquet, npz) or folder (minari, jsonl) to make")
-    parser.add_argument("--format", required=True, choices=FORMATS, help="format to write")
-    parser.add_argument("--living", metavar="PID", type=int, help="export a table of a running process")
-    parser.add_argument("--table", metavar="NAME", help="which table, where there are several")
-    parser.add_argument(
-        "--columns", action="append", metavar="PATTERN[,PATTERN]", help="optional columns, as of gear ingest"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is of this format at DEST")
+DESCRIPTION = (
+    "Write the trajectories of a data set, of a checkpoint's table or of a running process's table. gear "
+    "ingest reads them back bit for bit."
+)
+OPTIONS: Options = {
+    "DATA": ("folder of a data set or checkpoint", {"nargs": "?"}),
+    "DEST": "file (parquet, npz) or folder (minari, jsonl) to make",
+    "--format": ("format to write", {"action": "store", "required": True, "choices": FORMATS}),
+    "--living PID": ("export a table of a running process", {"type": int}),
+    "--table NAME": "which table, where there are several",
+    "--columns PATTERN[,PATTERN]": ("optional columns, as of gear ingest", {"action": "append"}),
+    "--overwrite": "replace what is of this format at DEST",
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export and print one line about the result."""
     if (args.data is None) == (args.living is None):
         rule = "or --living must be given" if args.data is None else "and --living must not both be given"
         raise ConfigError("DATA", rule, args.data, "gear export --help shows both")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.cli import listed
+from deepspeed_gear.cli import Options, listed
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 _PAIRS = {  # options that are repeated: form, example, help
@@ -26,70 +26,46 @@ _PAIRS = {  # options that are repeated: form, example, help
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `gear ingest`."""
-    parser.description = "Turn one or more sources into a data set that training maps in place."
-    parser.add_argument("source", nargs="+", metavar="SOURCE", help="file or folder")
-    parser.add_argument("dest", metavar="DEST", help="folder to make")
-    parser.add_argument(
-        "--format",
-        default="auto",
-        help="auto (by the content, default), one of docs/how-to/formats.md, or module:Class",
-    )
-    parser.add_argument(
-        "--columns",
-        action="append",
-        metavar="PATTERN[,PATTERN]",
-        help="optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all",
-    )
-    for option, (form, example, text) in _PAIRS.items():
-        help = f"{text}, e.g. {example}"
-        parser.add_argument(f"--{option}", action="append", default=[], metavar=form, help=help)
-    parser.add_argument(
-        "--reward",
-        metavar="RULE",
-        help="rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1",
-    )
-    parser.add_argument(
-        "--episode-id", metavar="COLUMN", help="column of a table of steps that tells its episodes apart"
-    )
-    parser.add_argument("--allow-nan", action="store_true", help="allow NaN and infinities, and record it")
-    parser.add_argument(
-        "--split-by-flags",
-        action="store_true",
-        help="divide episodes after each step with an end flag, which is refused inside otherwise",
-    )
-    parser.add_argument(
-        "--max-expansion",
-        type=float,
-        default=100.0,
-        metavar="N",
-        help="most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)",
-    )
-    parser.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        default=None,
-        help="read pickles, of which only arrays and builtins are made",
-    )
-    parser.add_argument(
-        "--episode-length",
-        type=int,
-        metavar="N",
-        help="time limit of the environment, of a source without flags of it: an episode ends after N steps",
-    )
-    parser.add_argument("--mask", metavar="NAME", help="filter of robomimic's demonstrations, e.g. train")
-    place = parser.add_mutually_exclusive_group()
-    place.add_argument("--overwrite", action="store_true", help="replace a data set at DEST")
-    place.add_argument("--append", action="store_true", help="add to the data set at DEST")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no notes")
+DESCRIPTION = "Turn one or more sources into a data set that training maps in place."
+_COLUMNS = "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all"
+_EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
+OPTIONS: Options = {
+    "SOURCE": ("file or folder", {"nargs": "+"}),
+    "DEST": "folder to make",
+    "--format FORMAT": (
+        "auto (by the content, default), one of docs/how-to/formats.md, or module:Class",
+        {"default": "auto"},
+    ),
+    "--columns PATTERN[,PATTERN]": (_COLUMNS, {"action": "append"}),
+    **{
+        f"--{option} {form}": (f"{text}, e.g. {example}", {"action": "append", "default": []})
+        for option, (form, example, text) in _PAIRS.items()
+    },
+    "--reward RULE": (
+        "rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1"
+    ),
+    "--episode-id COLUMN": "column of a table of steps that tells its episodes apart",
+    "--allow-nan": "allow NaN and infinities, and record it",
+    "--split-by-flags": "divide episodes after each step with an end flag, which is refused inside otherwise",
+    "--max-expansion N": (_EXPANSION, {"type": float, "default": 100.0}),
+    "--allow-pickle": ("read pickles, of which only arrays and builtins are made", {"default": None}),
+    "--episode-length N": (
+        "time limit of the environment, of a source without flags of it: an episode ends after N steps",
+        {"type": int},
+    ),
+    "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
+    "--overwrite": "replace a data set at DEST",
+    "--append": "add to the data set at DEST",
+    "--quiet": "no progress bar and no notes",
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Ingest and print one line about the result."""
     from deepspeed_gear.data.dataset_writer import check_destination
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
 
+    if args.overwrite and args.append:
+        raise ConfigError("--append", "must not be given together with --overwrite", None, "drop one")
     check_destination(Path(args.dest), args.overwrite or args.append)
     columns = listed(args.columns)
     own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deepspeed_gear.cli import Options
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.config.cross_checks import BATCH_NAMES
@@ -59,20 +60,12 @@ class _Head:
         ]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `gear init`."""
-    parser.add_argument(
-        "data", metavar="DATA", type=Path, help="folder of the data set, written by gear ingest"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", type=Path, default=Path(), help="folder of the two files (default: here)"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite them if they exist")
-    parser.add_argument(
-        "--hostfile",
-        metavar="F",
-        help="print a launch line for the hosts of this file (default: this machine)",
-    )
+OPTIONS: Options = {
+    "DATA": ("folder of the data set, written by gear ingest", {"type": Path}),
+    "--out DIR": ("folder of the two files (default: here)", {"type": Path, "default": Path()}),
+    "--force": "overwrite them if they exist",
+    "--hostfile F": "print a launch line for the hosts of this file (default: this machine)",
+}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,14 +85,11 @@ def run(args: argparse.Namespace) -> int:
         if path.exists() and not args.force:
             remedy = "overwrite it with --force, or choose another --out"
             raise DataError(str(path), "must not exist", None, remedy)
-    try:
+    with DataError.on(str(args.out), "must be a writable folder", OSError, remedy="choose another --out"):
         args.out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}")
-    except OSError as error:
-        rule = "must be a writable folder"
-        raise DataError(str(args.out), rule, error.strerror, "choose another --out") from error
     split, held_out = held_out_split(dataset)
     if split != dataset.split:
         share = f"{split[_HELD_OUT]:.0%} of the trajectories are held out"

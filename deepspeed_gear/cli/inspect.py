@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.checkpoint import position, save_folders
-from deepspeed_gear.cli import grid_of
+from deepspeed_gear.cli import Options, grid_of
 from deepspeed_gear.cli.inspect_distribution import LEVELS, distribution, find_saves, of_living, of_saved
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
@@ -21,60 +21,46 @@ from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.store.live_stores import living_stores
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `gear inspect`."""
-    parser.description = (
-        "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
-        "a checkpoint and what its tables draw from; or what the tables of running processes draw from."
-    )
-    parser.add_argument("dest", metavar="DEST", nargs="?", help="folder of a data set or checkpoint")
-    parser.add_argument(
-        "--living",
-        metavar="PID",
-        nargs="?",
-        type=int,
-        const=0,
-        help="show the stores of a running process, or of all of this user, without touching them",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON, with statistics of each element")
-    parser.add_argument("--verify", action="store_true", help="compare every byte with what was written")
+DESCRIPTION = (
+    "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
+    "a checkpoint and what its tables draw from; or what the tables of running processes draw from."
+)
+_LIVING = "show the stores of a running process, or of all of this user, without touching them"
+OPTIONS: Options = {
+    "DEST": ("folder of a data set or checkpoint", {"nargs": "?"}),
+    "--living PID": (_LIVING, {"nargs": "?", "type": int, "const": 0}),
+    "--json": "print JSON, with statistics of each element",
+    "--verify": "compare every byte with what was written",
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table or JSON."""
     if (args.dest is None) == (args.living is None):
         rule = "or --living must be given" if args.dest is None else "and --living must not both be given"
         raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
-    if args.living is not None:
-        _refuse_verify(args)
+    folder = None if args.dest is None else Path(args.dest)
+    held_in, tables = (None, []) if folder is None else find_saves(folder)
+    if args.verify and (folder is None or held_in is not None or tables):
+        raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
+    if folder is None:
         document, lines = describe_living(args.living or None)
+    elif held_in is not None or tables:
+        document, lines = describe_saved(held_in, tables)
+    elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
+        rule = "must be the folder of a data set or of a checkpoint"
+        remedy = (
+            f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+            "engine.save_checkpoint or Replay.save a checkpoint"
+        )
+        raise DataError(str(folder), rule, None, remedy)
     else:
-        folder = Path(args.dest)
-        held_in, tables = find_saves(folder)
-        if held_in is not None or tables:
-            _refuse_verify(args)
-            document, lines = describe_saved(held_in, tables)
-        elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
-            rule = "must be the folder of a data set or of a checkpoint"
-            remedy = (
-                f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
-                "engine.save_checkpoint or Replay.save a checkpoint"
-            )
-            raise DataError(str(folder), rule, None, remedy)
-        else:
-            dataset = Dataset.open(args.dest)
-            if args.verify:
-                dataset.verify()
-            document = {**summarize(dataset), "verified": bool(args.verify)}
-            lines = dataset_lines(document)
+        dataset = Dataset.open(folder)
+        if args.verify:
+            dataset.verify()
+        document = {**summarize(dataset), "verified": bool(args.verify)}
+        lines = dataset_lines(document)
     print(json.dumps(document, indent=1) if args.json else "\n".join(lines))
     return 0
-
-
-def _refuse_verify(args: argparse.Namespace) -> None:
-    if args.verify:
-        raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
 
 
 # ---- data sets -----------------------------------------------------------------------------------

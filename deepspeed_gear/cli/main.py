@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed_gear import __version__
+from deepspeed_gear.cli import add_options
 from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 COMMANDS = {
@@ -31,10 +32,11 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"gear {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=help_line, description=f"{help_line.capitalize()}.")
-        if name == command:
-            module = importlib.import_module(f"{__package__}.{name}")
-            module.add_arguments(subparser)
+        module = importlib.import_module(f"{__package__}.{name}") if name == command else None
+        description = getattr(module, "DESCRIPTION", f"{help_line.capitalize()}.")
+        subparser = subparsers.add_parser(name, help=help_line, description=description)
+        if module is not None:
+            add_options(subparser, module.OPTIONS)
             known = [name for action in subparser._actions for name in action.option_strings]
             subparser.set_defaults(run=module.run, known=known)
     return parser

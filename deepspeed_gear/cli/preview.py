@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deepspeed_gear.cli import grid_of, grouped
+from deepspeed_gear.cli import Options, grid_of, grouped
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
@@ -23,35 +23,29 @@ _PLACE = ("pipe", "data", "sequence", "tensor")
 _WIDTH = 110
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `gear preview`."""
-    parser.description = (
-        "Show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel between "
-        "nodes; and the digests of the first global batches, which a run with gear.verify_every writes to "
-        "its log. Ranks and nodes that are equal share a line. One process, no GPU."
-    )
-    parser.add_argument("config", metavar="CONFIG", help="a ds_config with a gear section, or the section")
-    for option, axis in _AXES.items():
-        parser.add_argument(f"--{option}", type=_count, default=1, metavar="N", help=f"{axis} ranks")
-    parser.add_argument("--nodes", type=_count, default=1, metavar="N", help="nodes, with equally many ranks")
-    parser.add_argument("--batches", type=_count, default=3, metavar="N", help="global batches to draw")
-    parser.add_argument(
-        "--lengths",
-        metavar="FILE",
-        help="plan the packs of trajectories of these lengths instead: one a line, or .npy",
-    )
-    parser.add_argument("--full", action="store_true", help="add a line for each rank and each two nodes")
-    parser.add_argument("--json", action="store_true", help="print JSON, of each rank and each two nodes")
-
-
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text}")
     return int(text)
 
 
+DESCRIPTION = (
+    "Show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel between "
+    "nodes; and the digests of the first global batches, which a run with gear.verify_every writes to "
+    "its log. Ranks and nodes that are equal share a line. One process, no GPU."
+)
+OPTIONS: Options = {
+    "CONFIG": "a ds_config with a gear section, or the section",
+    **{f"--{option} N": (f"{axis} ranks", {"type": _count, "default": 1}) for option, axis in _AXES.items()},
+    "--nodes N": ("nodes, with equally many ranks", {"type": _count, "default": 1}),
+    "--batches N": ("global batches to draw", {"type": _count, "default": 3}),
+    "--lengths FILE": "plan the packs of trajectories of these lengths instead: one a line, or .npy",
+    "--full": "add a line for each rank and each two nodes",
+    "--json": "print JSON, of each rank and each two nodes",
+}
+
+
 def run(args: argparse.Namespace) -> int:
-    """Print the table or JSON."""
     from deepspeed_gear.config import batch_sizes, ds_config, parse
     from deepspeed_gear.replay.preview import format_pack_preview, pack_preview, preview, read_lengths
 

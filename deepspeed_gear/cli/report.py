@@ -19,10 +19,10 @@ from ..ops.load import load_native, load_native_cuda
 _WIDTH = 26
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `gear report`."""
-    parser.add_argument("--load", action="store_true", help="load the native ops, building them if need be")
-    parser.add_argument("--quiet", action="store_true", help="leave out why an op is not compatible")
+OPTIONS = {
+    "--load": "load the native ops, building them if need be",
+    "--quiet": "leave out why an op is not compatible",
+}
 
 
 def run(options: argparse.Namespace) -> int:

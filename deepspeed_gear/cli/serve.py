@@ -7,44 +7,28 @@ import logging
 import signal
 
 from ..errors import ConfigError
+from . import Options
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `gear serve`."""
-    parser.description = (
-        "Add trajectories of remote actors (RemoteWriter.connect) to a table of this node's store. It takes "
-        "one of the table's writers, waits for the run to begin, and ends with it or with SIGTERM."
-    )
-    parser.add_argument("--config", required=True, metavar="F", help="the run's ds_config.json")
-    parser.add_argument("--table", metavar="T", help="which table (default: the only one that takes writers)")
-    parser.add_argument(
-        "--run",
-        dest="run_name",
-        metavar="R",
-        help="name or id of the run, where several of one config share this node",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, help="port to listen at (default: a free one)")
-    parser.add_argument(
-        "--token-file", required=True, metavar="F", help="file of mode 0600 with the token that actors show"
-    )
-    parser.add_argument(
-        "--tls-cert", metavar="F", help="certificate, and those between it and the root, in PEM"
-    )
-    parser.add_argument("--tls-key", metavar="F", help="its private key, in PEM")
-    parser.add_argument(
-        "--insecure", action="store_true", help="admit other addresses than loopback without TLS"
-    )
-    parser.add_argument(
-        "--max-message",
-        type=int,
-        default=64,
-        metavar="MIB",
-        help="most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)",
-    )
-    parser.add_argument(
-        "--wait", type=float, default=60.0, metavar="S", help="seconds to wait for the store (default: 60)"
-    )
+DESCRIPTION = (
+    "Add trajectories of remote actors (RemoteWriter.connect) to a table of this node's store. It takes "
+    "one of the table's writers, waits for the run to begin, and ends with it or with SIGTERM."
+)
+_RUN = "name or id of the run, where several of one config share this node"
+_MESSAGE = "most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)"
+_TOKEN = "file of mode 0600 with the token that actors show"
+OPTIONS: Options = {
+    "--config F": ("the run's ds_config.json", {"required": True}),
+    "--table T": "which table (default: the only one that takes writers)",
+    "--run R": (_RUN, {"dest": "run_name"}),
+    "--host HOST": ("address to listen at (default: 127.0.0.1)", {"default": "127.0.0.1"}),
+    "--port PORT": ("port to listen at (default: a free one)", {"type": int, "default": 0}),
+    "--token-file F": (_TOKEN, {"required": True}),
+    "--tls-cert F": "certificate, and those between it and the root, in PEM",
+    "--tls-key F": "its private key, in PEM",
+    "--insecure": "admit other addresses than loopback without TLS",
+    "--max-message MIB": (_MESSAGE, {"type": int, "default": 64}),
+    "--wait S": ("seconds to wait for the store (default: 60)", {"type": float, "default": 60.0}),
+}
 
 
 def run(args: argparse.Namespace) -> int:

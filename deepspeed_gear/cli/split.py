@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from deepspeed_gear.cli import Options
 from deepspeed_gear.errors import ConfigError, show_bytes
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `gear split`."""
-    parser.description = (
-        "Divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node "
-        "that consumes. Each is read like any data set; copy part i to node i."
-    )
-    parser.add_argument("dataset", metavar="DATASET", help="folder of a whole data set")
-    parser.add_argument("out", metavar="OUT", help="folder to make")
-    parser.add_argument("--nodes", metavar="N", type=int, required=True, help="parts to make")
-    parser.add_argument("--overwrite", action="store_true", help="replace the parts in OUT")
+DESCRIPTION = (
+    "Divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node "
+    "that consumes. Each is read like any data set; copy part i to node i."
+)
+OPTIONS: Options = {
+    "DATASET": "folder of a whole data set",
+    "OUT": "folder to make",
+    "--nodes N": ("parts to make", {"type": int, "required": True}),
+    "--overwrite": "replace the parts in OUT",
+}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Split and print one line for each part."""
     from deepspeed_gear.data.dataset import Dataset
     from deepspeed_gear.data.dataset_writer import write_parts
     from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of

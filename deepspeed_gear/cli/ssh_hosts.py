@@ -41,11 +41,9 @@ _LINE = re.compile(r"(\S+)\s+slots=(\d+)")
 
 def read_hostfile(path: str | Path) -> dict[str, int]:
     """Read hosts and their slots, in the order of the ranks, by DeepSpeed's rules."""
-    try:
+    remedy = "copy configs/hostfile.example and name your hosts"
+    with ConfigError.on(str(path), "must be a readable hostfile", OSError, remedy=remedy):
         lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        rule, remedy = "must be a readable hostfile", "copy configs/hostfile.example and name your hosts"
-        raise ConfigError(str(path), rule, error.strerror, remedy) from error
     hosts: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), 1):
         if not line or line.startswith("#"):

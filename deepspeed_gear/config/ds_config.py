@@ -22,13 +22,9 @@ def read(config: Any) -> tuple[Any, dict[str, Any]]:
     file. Anything else is returned as it is.
     """
     if isinstance(config, (str, Path)):
-        try:
+        is_readable = ConfigError.on("config", "must be a readable file", OSError, value=str(config))
+        with is_readable, ConfigError.on(f"config {config}", "must be JSON", ValueError):
             config = parse_json(Path(config).read_text())
-        except OSError as error:
-            remedy = str(error.strerror)
-            raise ConfigError("config", "must be a readable file", str(config), remedy) from error
-        except ValueError as error:
-            raise ConfigError(f"config {config}", "must be JSON", None, str(error)) from error
     if not isinstance(config, Mapping):
         return config, {}
     if "gear" not in config:

@@ -72,7 +72,7 @@ class NativeOp(ABC):
             **toolchain.abi(),
             "sources": self.source_digest(),
             "compiler": toolchain.compiler_version(),
-            "deepspeed": toolchain.deepspeed_version(),  # its builder adds flags
+            "deepspeed": toolchain.installed_version("deepspeed"),  # its builder adds flags
             "flags": self.jit_flags(),
             "cpu": toolchain.cpu_features(),
         }

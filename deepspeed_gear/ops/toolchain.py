@@ -88,10 +88,10 @@ def compiler_version() -> str:
     return next(iter(_output([*compiler(), "--version"])), "")
 
 
-def deepspeed_version() -> str:
-    """Return the version of the installed DeepSpeed without importing it, or "" where there is none."""
+def installed_version(package: str) -> str:
+    """Return the version of an installed package without importing it, or "" where there is none."""
     try:
-        return importlib.metadata.version("deepspeed")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 

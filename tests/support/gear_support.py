@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.cli import add_options
 from deepspeed_gear.schema import Column, Schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,7 +103,7 @@ def load_script(path: Path) -> ModuleType:
 def run_command(command: Any, *arguments: str) -> int:
     """Run a subcommand of `gear`, by its module, in this process; its errors are raised."""
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    add_options(parser, command.OPTIONS)
     status: int = command.run(parser.parse_args(arguments))
     return status
 

@@ -148,7 +148,7 @@ def test_the_name_changes_with_everything_that_changes_the_build(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert CpuOp().jit_name() == GearBuilder().jit_name()
-    assert toolchain.deepspeed_version() == deepspeed.__version__
+    assert toolchain.installed_version("deepspeed") == deepspeed.__version__
     builder, second = GearBuilder(), workshop.csrc / "cpu" / "second.cpp"
     builder.csrc = workshop.csrc
     changes: list[Callable[[], object]] = [
@@ -159,7 +159,7 @@ def test_the_name_changes_with_everything_that_changes_the_build(
         lambda: monkeypatch.setattr(builder, "jit_flags", lambda: ["-O1"]),
         lambda: monkeypatch.setattr(toolchain, "cpu_features", lambda: "x86_64 sse2"),
         lambda: monkeypatch.setattr(toolchain, "compiler_version", lambda: "c++ 99"),
-        lambda: monkeypatch.setattr(toolchain, "deepspeed_version", lambda: "0.99"),
+        lambda: monkeypatch.setattr(toolchain, "installed_version", lambda _: "0.99"),
     ]
     names = [builder.jit_name()]
     for change in changes:
@@ -217,7 +217,7 @@ def test_a_finished_build_of_the_kernels_is_taken_where_all_that_it_depends_on_a
         "__version__": (torch, "2.99.0+cu130"),
         "cpu_features": (toolchain, lambda: "x86_64 sse2"),
         "compiler_version": (toolchain, lambda: "c++ 99"),
-        "deepspeed_version": (toolchain, lambda: "0.99"),
+        "installed_version": (toolchain, lambda _: "0.99"),
         "cuda_home": (toolchain, lambda: None),
         "_NVCC_FLAGS": (builder_module, ["--fmad=true"]),
         "_DROPPED_FLAGS": (builder_module, ()),
