@@ -31,8 +31,10 @@ def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
     return value
 
 
-def dense(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def dense(name: str, tensor: object) -> torch.Tensor:
     """Return a dense tensor with values, detached from its graph: not sparse, nested, quantized or meta."""
+    if not isinstance(tensor, torch.Tensor):
+        raise DataError(name, "must be a tensor", type(tensor).__name__)
     if tensor.is_nested or tensor.layout != torch.strided:
         raise DataError(name, "must be a dense tensor", str(tensor.layout), "give tensor.to_dense()")
     if tensor.is_meta or tensor.is_quantized:
@@ -98,8 +100,6 @@ def one_of(name: str, value: object, kind: type[T] | tuple[type[T], ...], what: 
 def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
     """Return a mapping of dense tensors by name, as they are."""
     for column, given in mapping(name, value).items():
-        if not isinstance(given, torch.Tensor):
-            raise DataError(f"{name}: column {column}", "must be a tensor", type(given).__name__)
         dense(f"{name}: column {column}", given)
     return value  # type: ignore[return-value]
 

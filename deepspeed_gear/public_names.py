@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from typing import ClassVar
 
 
-def public_names(names: Iterable[str], internal: Collection[str] = ()) -> list[str]:
-    """Return the public ones of an object's names, sorted, for its `__dir__`.
+class PublicNames:
+    """Base of classes whose objects show their public names only, sorted, where a program completes."""
 
-    `internal` are names without an underscore that only other modules of this package use.
-    """
-    return sorted(name for name in names if not name.startswith("_") and name not in internal)
+    #: Names without an underscore that only other modules of this package use.
+    _internal: ClassVar[frozenset[str]] = frozenset()
+
+    def __dir__(self) -> list[str]:
+        internal = type(self)._internal
+        return sorted(name for name in super().__dir__() if not name.startswith("_") and name not in internal)

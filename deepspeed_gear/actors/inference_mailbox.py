@@ -114,9 +114,8 @@ class InferenceMailbox:
             return slots
         except FileExistsError:
             memory.close()
-            raise StoreError(
-                f"table {places.table}", "must have one inference loader of a rank", None, "close the other"
-            ) from None
+            rule = "must have one inference loader of a rank"
+            raise StoreError(f"table {places.table}", rule, None, "close the other") from None
         except BaseException:
             memory.close()
             raise

@@ -19,10 +19,8 @@ from deepspeed_gear.config.field_checks import LEARNS, MASK
 from deepspeed_gear.errors import DataError, FieldError, ShapeError, StaleBatchError
 from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 
-# Names that other modules of this package use, and no program.
-INTERNAL = frozenset("arrival arrives every_tensor host_records host_source lifetime reported".split())
 Samples = slice | torch.Tensor | np.ndarray | list[Any]  # which samples of a batch
 
 
@@ -65,7 +63,7 @@ _OF_EACH = ("records", "valid", "epoch", "is_weight", "source", "probability", "
 _OF_ALL = ("step_items", "total", "burn_in", "first_index", "index_step")
 
 
-class Batch(Mapping[str, torch.Tensor]):
+class Batch(PublicNames, Mapping[str, torch.Tensor]):
     """Fields of a batch by name, with their masks and samples.
 
     `batch["action"]` is [B, T, *shape] for a field with a window of T steps, [B, *shape] without one.
@@ -81,6 +79,7 @@ class Batch(Mapping[str, torch.Tensor]):
     out of the batch before (a tensor, the result of a `torch.utils._pytree` function) are not tracked.
     """
 
+    _internal = frozenset("arrival arrives every_tensor host_records host_source lifetime reported".split())
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
 
     def __init__(
@@ -485,10 +484,6 @@ class Batch(Mapping[str, torch.Tensor]):
     def __repr__(self) -> str:
         fields = ", ".join(f"{n}: {str(t.dtype)[6:]}{list(t.shape)}" for n, t in self._tensors.items())
         return f"Batch({self.num_samples} samples on {self.device}; {fields})"
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
 
 
 class OverwrittenBatch(Batch):

@@ -13,12 +13,9 @@ import torch
 from deepspeed_gear.batching.packed_models import PackedModel, named_inputs
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 
 PADDING = -1  # the sequence of places that belong to no trajectory
-INTERNAL = frozenset(
-    {"host_source", "pack_shape", "reported"}
-)  # used by other modules of this package, and by no program
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class PackSources:
     opaque: dict[str, list[Any]] = field(default_factory=dict)
 
 
-class MicroBatch(Mapping[str, torch.Tensor]):
+class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     """One pack of whole trajectories, `[1, N]`: the fields, the sequences and the loss weights.
 
     `micro["tokens"]` is [1, N, *shape] for a column with a row per step, [S, *shape] for one with a row per
@@ -116,6 +113,8 @@ class MicroBatch(Mapping[str, torch.Tensor]):
     Args:
         targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
     """
+
+    _internal = frozenset({"host_source", "pack_shape", "reported"})
 
     def __init__(
         self,
@@ -158,10 +157,6 @@ class MicroBatch(Mapping[str, torch.Tensor]):
             f"MicroBatch({self.num_trajectories} trajectories, "
             f"{self.num_tokens} of {self.pack_shape.rows} places: {names})"
         )
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
 
     @property
     def index(self) -> torch.Tensor:

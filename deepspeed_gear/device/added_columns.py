@@ -62,8 +62,6 @@ def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | Non
     if not 1 <= count <= most:
         raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
     if lengths is not None:
-        if not isinstance(lengths, Tensor):
-            raise DataError("lengths", "must be a tensor", type(lengths).__name__)
         arguments.dense("lengths", lengths)
         if lengths.shape != (count,) or lengths.dtype != torch.int64:
             form = f"{list(lengths.shape)}, {lengths.dtype}"
@@ -71,31 +69,23 @@ def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | Non
     return count, steps
 
 
-def without_inner_ends(
-    table: RingTable, columns: Columns, lengths: Tensor | None, steps: int
-) -> Tensor | None:
+def without_inner_ends(table: RingTable, columns: Columns, lengths: Tensor, steps: int) -> Tensor:
     """Return the lengths of checked trajectories, -1 (refused) where an end flag precedes the last step.
 
     In host memory such a flag is a DataError; a device is not waited for.
-
-    Args:
-        columns: Of the trajectories. [E, T, *shape].
-        lengths: Steps of each; None: all `steps`. [E], int64.
     """
     flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
     if not flags or steps == 1:
         return lengths
     inner = flags[0] if len(flags) == 1 else flags[0] | flags[1]
-    if lengths is not None:
-        inner = inner & (torch.arange(1, steps, device=table.device) < lengths[:, None])
+    inner = inner & (torch.arange(1, steps, device=table.device) < lengths[:, None])
     has_inner = inner.any(1)
     if table.device.type == "cpu" and not torch.compiler.is_compiling() and bool(has_inner.any()):
         number, step = inner.nonzero()[0].tolist()
         names = " or ".join(column.name for column in table.schema.end_columns)
         remedy = "add each episode as a trajectory, or steps with num_envs and add_steps_"
         raise DataError(f"column {names}", ENDS_LAST, f"a flag at step {step} of trajectory {number}", remedy)
-    kept = torch.full_like(has_inner, steps, dtype=torch.int64) if lengths is None else lengths
-    return torch.where(has_inner, -1, kept)
+    return torch.where(has_inner, -1, lengths)
 
 
 def as_trajectories(table: RingTable, columns: Columns, following: Columns) -> dict[str, Tensor]:
@@ -140,8 +130,6 @@ def check_step(
 
 def check_mask(table: RingTable, mask: object) -> None:
     """Raise unless a mask is a bool of each environment, on the device."""
-    if not isinstance(mask, Tensor):
-        raise DataError("mask", "must be a tensor", type(mask).__name__)
     of_step = table.state.device, [table.num_envs], _PER_ENVIRONMENT
     _check_values("mask", arguments.dense("mask", mask), Column("mask", "bool"), *of_step)
 
@@ -187,18 +175,13 @@ class AddFilter:
                 least = None if least is None else max(math.ceil(least), limits.min)
                 most = None if most is None else min(math.floor(most), limits.max)
             number = float if dtype.is_floating_point else int
-            passing = (
-                None if among is None else torch.tensor([number(n) for n in among], dtype=dtype).to(device)
-            )
+            passing = None
+            if among is not None:
+                passing = torch.tensor([number(n) for n in among], dtype=dtype).to(device)
             self._tests.append((name, least, most, passing))
 
-    def lengths(self, columns: Columns, lengths: Tensor | None, steps: int) -> Tensor | None:
-        """Return the lengths of trajectories, 0 for those that fail a condition; None: all are `steps`.
-
-        Args:
-            columns: Of the trajectories. [E, *shape].
-            lengths: Steps of each; None: all `steps`. [E], int64.
-        """
+    def lengths(self, columns: Columns, lengths: Tensor) -> Tensor:
+        """Return the lengths of trajectories, 0 for those that fail a condition. [E], int64."""
         for name, least, most, passing in self._tests:
             values = columns[name]
             values = values if values.dtype.is_floating_point else values.long()
@@ -209,6 +192,5 @@ class AddFilter:
                 holds &= values <= most
             if passing is not None:
                 holds &= (values[:, None] == passing).any(1)
-            kept = torch.full_like(holds, steps, dtype=torch.int64) if lengths is None else lengths
-            lengths = torch.where(holds, kept, torch.zeros_like(kept))
+            lengths = torch.where(holds, lengths, 0)
         return lengths

@@ -13,16 +13,13 @@ from torch import Tensor
 from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.gather import Buffers, note_overwritten
-from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_of, reduce_steps
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
-from deepspeed_gear.config import PriorityOptions
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, masses_of
 from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.resolved_plan import Resolved
-from deepspeed_gear.errors import ConfigError, ShapeError
+from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.public_names import public_names
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -157,21 +154,18 @@ class DeviceLoader:
             self._apply()
 
     def apply_updates(self) -> None:
-        """Apply the pending updates, in the order of sample numbers."""
+        """Apply the pending updates of some micro batches."""
         if self._waiting:
             refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
             self._apply()
 
     def _apply(self) -> None:
+        """Apply the pending updates, in the order of sample numbers."""
         parts = sorted(self._waiting)
         waiting = [self._waiting[micro] for micro in parts]
         self._waiting.clear()
         records = torch.stack([records for records, _ in waiting], 1).reshape(-1, Resolution.NUM_WORDS)
         self._mixture.update_(records, torch.stack([values for _, values in waiting], 1).reshape(-1), parts)
-
-
-# Names that other modules of this package use, and no program.
-INTERNAL = frozenset("again buffers importance micro of_pass owner place records written".split())
 
 
 class DeviceBatch(Batch):
@@ -182,6 +176,10 @@ class DeviceBatch(Batch):
         owner: The replay whose training stream fills it; None: it is of a pass.
         mixture: The tables that it is drawn from; None: there is one.
     """
+
+    _internal = Batch._internal.union(
+        "again buffers importance micro of_pass owner place records written".split()
+    )
 
     def __init__(
         self,
@@ -252,26 +250,6 @@ class DeviceBatch(Batch):
         """Tensor that the PER weights are written to; None: they are all 1."""
         return self._samples.is_weight
 
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
-
-
-def reported(batch: DeviceBatch, priorities: Tensor, mask: Tensor | None, sampler: PriorityOptions) -> Tensor:
-    """Return reported priorities, [B] or [B, T] of any floating dtype, as they are stored: [B], float32.
-
-    Args:
-        mask: Which steps of [B, T] count; None: that of `mask_of`. [B, T], bool.
-    """
-    values = priorities.detach()
-    if values.dim() == 2:
-        counts = mask_of(batch, values, mask, is_checked=False)
-        values = reduce_steps(values, counts, sampler.reduce, sampler.eta, is_checked=False)
-    if values.shape != (batch.num_samples,):
-        rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
-        raise ShapeError("priorities", rule, list(priorities.shape))
-    return float32_on_device(values.to(batch.records.device))
-
 
 _RING = 2  # batches of a pass whose tensors are used in turn
 
@@ -285,11 +263,7 @@ class DeviceEvaluation:
     """
 
     def __init__(
-        self,
-        plan: Resolved,
-        table: DeviceTable,
-        splits: Mapping[str, StreamSpec],
-        burn_in: BurnIn | None,
+        self, plan: Resolved, table: DeviceTable, splits: Mapping[str, StreamSpec], burn_in: BurnIn | None
     ) -> None:
         self._plan, self._table, self._splits, self._burn_in = plan, table, splits, burn_in
         self._items: dict[str, tuple[Tensor, int]] = {}

@@ -43,7 +43,19 @@ class WeightExponents:
         values = np.zeros(0, np.int64)
         if beta is not None and end_of(beta) is None:
             self._function = beta if callable(beta) else imported(beta["callable"], _BETA)
-            _check_schedule(self._function, device)
+            for batch in _PROBED:
+                at = torch.tensor(float(batch), dtype=torch.float64, device=device)
+                try:
+                    found = self._function(at)
+                except (TypeError, ValueError, RuntimeError) as error:
+                    found = error
+                if not isinstance(found, Tensor) or found.shape != () or found.device.type != device.type:
+                    rule = "must take a tensor [], float64, and return one, for a table on devices"
+                    kind = type(found).__name__
+                    shown = list(found.shape) if isinstance(found, Tensor) else f"{kind}: {found}"
+                    raise ConfigError(_BETA, rule, shown, "use the functions of torch, or a linear schedule")
+                if not 0 <= float(found) <= 1:
+                    raise ConfigError(f"{_BETA} at global batch {batch}", "must be in [0, 1]", float(found))
         elif isinstance(beta, dict):  # until it is constant, as `value_at`
             first, last, steps = beta["linear"]
             parts = np.minimum(np.arange(steps + 1) / steps, 1.0)
@@ -65,20 +77,6 @@ class WeightExponents:
         state[RingState.REFUSED] += (beta != value).long()
         exponent: Tensor = (beta * ONE_Q62).long().reshape(1)
         return exponent
-
-
-def _check_schedule(function: Callable[[Tensor], Any], device: torch.device) -> None:
-    for batch in _PROBED:
-        try:
-            found = function(torch.tensor(float(batch), dtype=torch.float64, device=device))
-        except (TypeError, ValueError, RuntimeError) as error:
-            found = error
-        if not isinstance(found, Tensor) or found.shape != () or found.device.type != device.type:
-            rule = "must take a tensor [], float64, and return one, for a table on devices"
-            shown = list(found.shape) if isinstance(found, Tensor) else f"{type(found).__name__}: {found}"
-            raise ConfigError(_BETA, rule, shown, "use the functions of torch, or a linear schedule")
-        if not 0 <= float(found) <= 1:
-            raise ConfigError(f"{_BETA} at global batch {batch}", "must be in [0, 1]", float(found))
 
 
 class DeviceTable:

@@ -32,14 +32,7 @@ from deepspeed_gear.ops.records import (
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import DTYPES, Schema
-from deepspeed_gear.store.cuda_registration import (
-    CudaRuntime,
-    Registration,
-    as_device_tensor,
-    memory_span,
-    plan,
-    span_of,
-)
+from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
@@ -96,13 +89,10 @@ class RingTableSpec:
 
 
 class HostRows:
-    """Columns in host memory, all of it registered with CUDA. Begins with zeros.
+    """Columns in host memory, all of it registered with CUDA, unless the device is a CPU. Begins with zeros.
 
-    Args:
-        sizes: Shape (rows, and shape of a row) and dtype of the columns, by name.
-        device: That reads and writes them; on a CPU nothing is registered.
-        at: Name of the table in the config, for errors.
-        runtime: The calls that register memory; None: those of `device`.
+    `sizes` are shapes and dtypes of the columns by name, `at` is the table's name in the config.
+
     Raises:
         ConfigError: The device cannot use all of the memory in place; nothing stays allocated.
         StoreFullError: The host has too little memory.
@@ -133,10 +123,8 @@ class HostRows:
         if device.type == "cpu" and runtime is None:
             return
         try:
-            columns = {name: span_of(rows) for name, rows in self.on_host.items()}
-            wanted = plan(columns, memory_span(self._memory))
             used = CudaRuntime(device) if runtime is None else runtime
-            self._registration = Registration(self._memory, wanted, used)
+            self._registration = Registration.of(self._memory, self.on_host, used)
             for name, why in self._registration.left_out.items():
                 rule = f'must be "device" here: column {name} cannot be used in place: {why}'
                 raise ConfigError(f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device")
@@ -193,13 +181,10 @@ class RingTable:
         def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
-        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            column.name: (
-                (num_slots if column.rows == "1" else num_rows, *column.shape),
-                DTYPES[column.dtype],
-            )
-            for column in schema
-        }
+        sizes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for column in schema:
+            count = num_slots if column.rows == "1" else num_rows
+            sizes[column.name] = (count, *column.shape), DTYPES[column.dtype]
         sizes[RETURN_TO_GO] = (num_rows if spec.return_to_go else 0,), torch.float32
         #: Memory of the rows; None: it is the device's.
         self.host_rows = None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
@@ -225,18 +210,10 @@ class RingTable:
         truncated = schema.role("truncated") if self.num_envs else None
         self._truncations = zeros(0, dtype=torch.bool) if truncated is None else self.columns[truncated.name]
         #: All tensors that change, by name.
-        self.content = {
-            **{f"column/{name}": rows for name, rows in held.items()},
-            "state": self.state,
-            "slots": self.slots,
-            "begins": self.begins,
-            "sums": self.sums,
-            "minima": self.minima,
-            "priorities": self.priorities,
-            "row_slots": self.row_slots,
-            **({"opened": self.opened} if self.num_envs else {}),
-            **({} if self.owners is self.row_slots else {"owners": self.owners}),
-        }
+        self.content: dict[str, Tensor] = {f"column/{name}": rows for name, rows in held.items()}
+        names = ["state", "slots", "begins", "sums", "minima", "priorities", "row_slots"]
+        names += ["opened"] * (self.num_envs > 0) + ["owners"] * has_owners
+        self.content |= {name: getattr(self, name) for name in names}
         on_host = {} if self.host_rows is None else self.host_rows.on_host
         self._on_host = {f"column/{name}": rows for name, rows in on_host.items()}
         for tensor in self.content.values():
@@ -309,12 +286,10 @@ class RingTable:
         self.state[RingState.NEXT], self.state[RingState.HEAD] = count, self.num_rows
         self.state[RingState.STEPS] = int(lengths.sum())
 
-    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor | None, count: int, steps: int) -> None:
+    def add_(self, columns: Mapping[str, Tensor], lengths: Tensor) -> None:
         """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
-        placed = torch.empty(count, PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
-        if lengths is None:
-            lengths = torch.full((count,), steps, dtype=torch.int64, device=self.device)
+        placed = torch.empty(len(lengths), PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
         self.ops.ring_add_(
             self.state,
             self.slots,

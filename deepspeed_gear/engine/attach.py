@@ -26,7 +26,7 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
-from deepspeed_gear.replay.metrics import ProgressMeter
+from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.schema import Schema
 
@@ -234,12 +234,8 @@ def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint
             raise ConfigError("replay", rule, replay.gradient_divisor, remedy)
     if (place, info) != (replay._topology.place, replay.batch_info):
         rule = f"must be of an engine like this one ({place}; {info})"
-        raise ConfigError(
-            "replay",
-            rule,
-            f"{replay._topology.place}; {replay.batch_info}",
-            "give the engine a Replay of its own",
-        )
+        given = f"{replay._topology.place}; {replay.batch_info}"
+        raise ConfigError("replay", rule, given, "give the engine a Replay of its own")
 
 
 def _log_sizes(engine: Any, replay: ReplayBase) -> None:
@@ -303,23 +299,24 @@ def _report_steps(engine: Any, replay: ReplayBase) -> None:
     every = engine.steps_per_print() if replay._topology.rank == 0 else None
     if not writes and not every:
         return
-    meter: ProgressMeter | None = None
+    before: Progress | None = None
 
     def step(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        nonlocal meter
-        before = engine.global_steps
+        nonlocal before
+        number = engine.global_steps
         result = original(*arguments, **options)
-        if engine.global_steps == before:
+        if engine.global_steps == number:
             return result
         if writes:
             taken = replay.take_metrics()
             events = [(f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()]
             if engine.global_rank == 0:
                 engine.monitor.write_events(events)
-        if every and meter is None:
-            meter = ProgressMeter(replay._totals())
-        elif every and meter is not None and engine.global_steps % every == 0:
-            LOG.info("gear: step %d: %s", engine.global_steps, meter.read(replay._totals()))
+        if every and (before is None or engine.global_steps % every == 0):
+            now = replay._totals()
+            if before is not None:
+                LOG.info("gear: step %d: %s", engine.global_steps, now - before)
+            before = now
         return result
 
     name = "train_batch" if deepspeed_compat.is_pipeline(engine) else "step"

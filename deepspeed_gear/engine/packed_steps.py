@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from deepspeed_gear.config.pack_options import PackConfig
@@ -41,24 +42,18 @@ class PackedSteps:
     def begin(self, step: TrainStep) -> None:
         """Begin a train step, after `engine.step()` if `backward` was called in the one before."""
         if self._step is not None and deepspeed_compat.pending_backwards(self._engine):
-            raise StoreError(
-                step.name,
-                f"must not begin before engine.step() was called for {self._step.name}",
-                None,
-                "call engine.step() after the loop over a step's micro batches",
-            )
+            rule = f"must not begin before engine.step() was called for {self._step.name}"
+            remedy = "call engine.step() after the loop over a step's micro batches"
+            raise StoreError(step.name, rule, None, remedy)
         self._step = step
 
     def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the engine's `step` if `backward` was called for all micro batches of the train step."""
         step, done = self._step, deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
-            raise StoreError(
-                step.name,
-                f"must have called engine.backward() for all {len(step)} micro batches before engine.step()",
-                done,
-                "a micro batch without loss tokens has the loss micro.sum(...) of 0",
-            )
+            calls = f"engine.backward() for all {len(step)} micro batches"
+            remedy = "a micro batch without loss tokens has the loss micro.sum(...) of 0"
+            raise StoreError(step.name, f"must have called {calls} before engine.step()", done, remedy)
         return original(*arguments, **options)
 
     def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -82,7 +77,7 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
 
     If it `owns` the replay, which was made for it, its skipped steps are counted.
     """
-    steps = PackedSteps(engine, replay.metrics.skipped_step if owns else lambda: None)
+    steps = PackedSteps(engine, partial(replay.metrics.trained_step, skipped=owns))
     deepspeed_compat.wrap(engine, "step", steps.step)
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout

@@ -105,7 +105,9 @@ class BatchAssembler:
         opaque = self._opaque(taken) if self._needs.opaque else None
         if shares is None:
             ((stream, own),) = taken
-            gatherer, records = self._gatherers.get(stream) or self._added(stream), own.records
+            gatherer, records = self._gatherers.get(stream), own.records
+            if gatherer is None:  # of a pass
+                gatherer = self._gatherers[stream] = self._gatherer(stream)
             goals = self._relabelling.draw(stream.spec.key, records) if self._relabels else None
             tensors, mask = gatherer.gather(records, goals)
             samples = BatchSamples(
@@ -216,10 +218,6 @@ class BatchAssembler:
             values = [read_opaque(stream.table, field.column, own.records) for stream, own in taken]
             found[field.name] = list(chain.from_iterable(values))
         return found
-
-    def _added(self, stream: BatchStream) -> Gatherer:
-        """Make the gatherer of a stream that is no training stream."""
-        return self._gatherers.setdefault(stream, self._gatherer(stream))
 
     def _gatherer(self, stream: BatchStream) -> Gatherer:
         info, ahead = self._info, self._config.prefetch * self._info.accumulation

@@ -13,10 +13,11 @@ from torch import Tensor
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_of, reduce_steps
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
-from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader, reported
+from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, device_of, ops_of, table_of
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
@@ -181,11 +182,12 @@ class DeviceReplay(ReplayBase):
             rule = "must get single steps: its rows are divided among the environments of num_envs"
             raise StoreError("the table on the device", rule, None, "use add_steps_, or leave num_envs out")
         count, steps = added_columns.check_trajectories(into.table, columns, lengths)
-        if lengths is not None and steps < into.table.most_steps:
+        if lengths is None:
+            lengths = torch.full((count,), steps, dtype=torch.int64, device=self.device)
+        elif steps < into.table.most_steps:
             lengths = torch.where(lengths <= steps, lengths, -1)
         lengths = added_columns.without_inner_ends(into.table, columns, lengths, steps)
-        lengths = into.filter.lengths(columns, lengths, steps)
-        into.table.add_(columns, lengths, count, steps)
+        into.table.add_(columns, into.filter.lengths(columns, lengths))
         into.mark_filled()
 
     def add_transitions_(
@@ -334,24 +336,27 @@ class DeviceReplay(ReplayBase):
         sampler = self.config.item_sampler
         if not isinstance(sampler, PriorityOptions):
             raise ConfigError("gear.sampler.kind", 'must be "prioritized" or "top_k"', sampler.kind)
-        if not isinstance(priorities, Tensor):  # no implicit copies to a device
-            raise DataError("priorities", "must be a tensor", type(priorities).__name__)
-        arguments.dense("priorities", priorities)
-        if priorities.is_complex():
-            raise DataError("priorities", "must hold real numbers", str(priorities.dtype))
-        if mask is not None and (not isinstance(mask, Tensor) or mask.dtype != torch.bool):
-            form = str(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
-            raise DataError("mask", "must be a tensor of bools", form)
-        if priorities.dim() == 2 and self.batch_info.sequence_world > 1:
+        values = arguments.dense("priorities", priorities)  # no implicit copies to a device
+        if values.is_complex():
+            raise DataError("priorities", "must hold real numbers", str(values.dtype))
+        if mask is not None and arguments.dense("mask", mask).dtype != torch.bool:
+            raise DataError("mask", "must be bool", str(mask.dtype))
+        if values.dim() == 2 and self.batch_info.sequence_world > 1:
             rule = "must have shape [B] where ranks share the time axis"
-            raise ShapeError("priorities", rule, list(priorities.shape), "reduce them over these ranks")
+            raise ShapeError("priorities", rule, list(values.shape), "reduce them over these ranks")
         if not isinstance(batch, DeviceBatch):
             rule = "must be from this replay's sample or new_batch, and no clone or part"
             raise DataError("batch", rule, type(batch).__name__, "report the priorities of the whole batch")
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
-        self._loader.update_(batch, reported(batch, priorities, mask, sampler))
+        if values.dim() == 2:
+            counts = mask_of(batch, values, mask, is_checked=False)
+            values = reduce_steps(values, counts, sampler.reduce, sampler.eta, is_checked=False)
+        if values.shape != (batch.num_samples,):
+            rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"
+            raise ShapeError("priorities", rule, list(priorities.shape))
+        self._loader.update_(batch, float32_on_device(values.to(self.device)))
 
     update_priorities = update_priorities_
 
@@ -413,9 +418,8 @@ class DeviceReplay(ReplayBase):
                 "add trajectories that have an anchor before sample_, and report priorities above 0; "
                 "batch.valid and batch.is_weight mark the samples that exist"
             )
-            raise DataError(
-                "the table on the device", rule, f"{empty} global batches without samples", remedy
-            )
+            given = f"{empty} global batches without samples"
+            raise DataError("the table on the device", rule, given, remedy)
         for warning in self._clamp_warnings:
             warning.check()
 
@@ -430,10 +434,8 @@ class DeviceReplay(ReplayBase):
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        content = {
-            name: device_checkpoint.saved_content(self._plan, name, table)
-            for name, table in self.tables.items()
-        }
+        saved = device_checkpoint.saved_content
+        content = {name: saved(self._plan, name, table) for name, table in self.tables.items()}
         return {**device_checkpoint.position_of(self._plan, self.tables), "content": content}
 
     def import_table(self, exported: Mapping[str, Any]) -> None:

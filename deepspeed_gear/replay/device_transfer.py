@@ -35,14 +35,7 @@ from deepspeed_gear.config.options import TransferConfig
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
 from deepspeed_gear.ops import Ops, load_backend
-from deepspeed_gear.store.cuda_registration import (
-    CudaRuntime,
-    Registration,
-    as_device_tensor,
-    memory_span,
-    plan,
-    span_of,
-)
+from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.table import Table
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -115,12 +108,17 @@ class DeviceTransfer:
 
     def gatherer(self, table: Table, depth: int, way: str | None = None) -> DeviceGatherer:
         """Return a gatherer of a table, with a ring of some depth; `way`: None: the chosen method."""
+        reaches_n_step = all(
+            name is None or name in self._reaches[each.spec.name].columns
+            for each in self._tables
+            for name in n_step_columns(each)
+        )
         transfer = FieldTransfer(
             self.lane,
             self._ops or table.ops,  # unused by staged fields
             self.way if way is None else way,
             self._is_reached,
-            self._reaches_n_step,
+            reaches_n_step,
             self._keep,
             self._least_copy_bytes,
         )
@@ -156,10 +154,8 @@ class DeviceTransfer:
         if self._ops is None:
             return Reach({})
         most = self._config.register_bytes
-        spans = {name: span_of(column) for name, column in columns.items()}
         room = None if most is None else max(most - self._num_registered, 0)
-        wanted = plan(spans, memory_span(table.memory), room)
-        registration = Registration(table.memory, wanted, CudaRuntime(self.lane.device))
+        registration = Registration.of(table.memory, columns, CudaRuntime(self.lane.device), room)
         self._registrations[table.spec.name] = registration
         there: dict[str, torch.Tensor] = {}
         for name in registration.columns:
@@ -172,13 +168,6 @@ class DeviceTransfer:
     def _is_reached(self, name: str) -> bool:
         return all(
             name in reach.columns for table, reach in self._reaches.items() if name in self._names[table]
-        )
-
-    @property
-    def _reaches_n_step(self) -> bool:
-        wanted = [(table.spec.name, n_step_columns(table)) for table in self._tables]
-        return all(
-            name is None or name in self._reaches[table].columns for table, names in wanted for name in names
         )
 
     # ---- the choice ------------------------------------------------------------------------------
@@ -201,12 +190,8 @@ class DeviceTransfer:
         if wanted != "auto":
             if wanted in possible and self._works(table, wanted, num_samples):
                 return wanted
-            raise ConfigError(
-                "gear.transfer.way",
-                "must be possible here",
-                wanted,
-                f"{self._refused.get(wanted, '')}; use auto or staged",
-            )
+            remedy = f"{self._refused.get(wanted, '')}; use auto or staged"
+            raise ConfigError("gear.transfer.way", "must be possible here", wanted, remedy)
         for way in possible:
             if self._works(table, way, num_samples) and way not in self._figures:
                 return way  # without a measurement: the first one

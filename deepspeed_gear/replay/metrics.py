@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,9 @@ class Metrics:
         self.wait_s = 0.0  # in all calls of `sample`, or for rollout batches and their packs
         self._sample_s = 0.0
         self._taken: np.ndarray | float = 0.0  # sums at the last `take`
-        self.trained = dict.fromkeys(("steps", *TRAINED), 0.0)  # sums over optimizer steps of packed batches
+        # Sums over optimizer steps of packed batches; skipped: those whose update was, for an overflow.
+        self.trained = dict.fromkeys(("steps", "skipped", *TRAINED), 0.0)
         self._trained_before = dict(self.trained)
-        self._num_skipped = 0  # of these steps, those whose update was skipped for an overflow
 
     def produced(self, seconds: float) -> None:
         """Count a micro batch that was selected and gathered."""
@@ -48,13 +49,9 @@ class Metrics:
         """Count time in which packs of a rollout batch were gathered, or other ranks were waited for."""
         self.wait_s += seconds
 
-    def skipped_step(self) -> None:
-        """Count an optimizer step of packed batches whose update was skipped."""
-        self._num_skipped += 1
-
     def trained_step(self, **sums: float) -> None:
-        """Count an optimizer step of packed batches, with a value for each name of `TRAINED`."""
-        for name, value in {"steps": 1, **sums}.items():
+        """Count an optimizer step of packed batches (its `TRAINED`), or one that was skipped."""
+        for name, value in sums.items():
             self.trained[name] += value
 
     def waited(self, seconds: float, epoch: int) -> None:
@@ -68,7 +65,7 @@ class Metrics:
         now, before = dict(self.trained), self._trained_before
         self._trained_before, steps = now, now["steps"] - before["steps"]
         means = {f"step_{name}": (now[name] - before[name]) / max(steps, 1) for name in TRAINED}
-        return {**means, "train_steps": steps, "skipped_steps": float(self._num_skipped)}
+        return {**means, "train_steps": steps, "skipped_steps": now["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
         """Return means per micro batch since the last call.
@@ -120,6 +117,12 @@ class Progress:
             return None
         return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
+    def __sub__(self, before: Progress) -> Progress:
+        """Return the progress from one period's end to this one's, which began together."""
+        wait_s = None if self.wait_s is None else self.wait_s - (before.wait_s or 0.0)
+        samples, elapsed_s = self.num_samples - before.num_samples, self.elapsed_s - before.elapsed_s
+        return Progress(samples, elapsed_s, wait_s, self.lag)
+
     def __str__(self) -> str:
         rate, share = self.samples_per_s, self.wait_share
         parts = [f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"]
@@ -128,24 +131,6 @@ class Progress:
         if self.lag is not None:
             parts.append(f"policy lag {self.lag:.1f}")
         return ", ".join(parts)
-
-
-class ProgressMeter:
-    """Measures the progress between two readings; each is of the time since a replay was made."""
-
-    def __init__(self, begin: Progress) -> None:
-        self._before = begin
-
-    def read(self, now: Progress) -> Progress:
-        """Return the progress since the last reading."""
-        before, self._before = self._before, now
-        waits = now.wait_s is not None and before.wait_s is not None
-        return Progress(
-            now.num_samples - before.num_samples,
-            now.elapsed_s - before.elapsed_s,
-            (now.wait_s or 0.0) - (before.wait_s or 0.0) if waits else None,
-            now.lag,
-        )
 
 
 Selections = list[tuple[BatchStream, SelectionPart]]  # of one global batch: one a table
@@ -202,10 +187,7 @@ def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
 
 
 def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
-    """Return the cheap statistics of the newest global batch; empty before the first one.
-
-    `effective_samples`, `duplicates` and mean `age` as in `of_selection`; `lag` where a table has versions.
-    """
+    """Return the cheap statistics of the newest global batch (`of_selection`); empty before the first."""
     batches = _batches(streams, 1)
     if not batches:
         return {}
@@ -250,8 +232,8 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
         age = _age(stream, [batch[index][1] for batch in batches])
         drawn[stream.table.spec.name] = {"age": age, "priorities": histogram, "draws": _draws(stream)}
     return {
-        "effective_samples": _mean([_effective(batch) for batch in batches]),
-        "duplicates": _mean([_duplicates(batch) for batch in batches]),
+        "effective_samples": fmean(map(_effective, batches)) if batches else None,
+        "duplicates": fmean(map(_duplicates, batches)) if batches else None,
         "drawn": drawn,
     }
 
@@ -339,7 +321,3 @@ def _draws(stream: BatchStream) -> dict[str, float] | None:
 
 def _mean_and_max(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(values.mean()), "max": float(values.max())}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

@@ -21,10 +21,8 @@ def check_packing(
 ) -> float:
     """Compare the logits of a pack with those of each of its trajectories alone: `Replay.check_packing`."""
     if settings.place.sequence_world > 1:
-        remedy = "check the model with one rank per sequence"
-        raise ConfigError(
-            "check_packing", "must have whole trajectories", settings.place.sequence_world, remedy
-        )
+        rule, remedy = "must have whole trajectories", "check the model with one rank per sequence"
+        raise ConfigError("check_packing", rule, settings.place.sequence_world, remedy)
     packed_model = PackedModel(model)
     micro = _pack(packed_model.config.get_text_config().vocab_size, settings)
     inputs = micro.model_inputs(attention or model)

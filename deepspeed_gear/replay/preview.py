@@ -204,9 +204,8 @@ def read_lengths(path: Path) -> np.ndarray:
         else:
             found = np.loadtxt(path, np.int64, ndmin=1)
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or found.min() < 1:
-        raise DataError(
-            f"lengths {path}", "must be whole numbers of at least 1", f"{found.dtype} {found.shape}"
-        )
+        form = f"{found.dtype} {found.shape}"
+        raise DataError(f"lengths {path}", "must be whole numbers of at least 1", form)
     return found.astype(np.int64)
 
 

@@ -128,16 +128,12 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
 
 def _rounded(given: Tensor) -> Tensor:
     """Convert priorities to float32 in host memory, in which positive ones stay above 0; check float64."""
-    if given.dtype == torch.float32 and given.is_cpu:
-        return given.contiguous()
     given = given.to("cpu")
-    rounded = given.to(torch.float32)
+    rounded = float32_on_device(given)
     if given.dtype == torch.float64:
         check_priorities(given.numpy())
-        tiny = torch.finfo(torch.float32).smallest_normal
-        rounded = torch.where((given > 0) & (rounded == 0), tiny, rounded)
         check_priorities(rounded.numpy())
-    return rounded.contiguous()
+    return rounded
 
 
 def report_by_id(

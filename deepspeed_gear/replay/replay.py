@@ -554,11 +554,8 @@ class Replay(ReplayBase):
         streams = self._parts.streams[name]
         masses = streams[TRAIN].state.priorities if TRAIN in streams else None
         if masses is None:
-            raise ConfigError(
-                "gear.sampler.kind",
-                'must be "prioritized" or "top_k" for priorities to be reported',
-                self.config.item_sampler.kind,
-            )
+            rule = 'must be "prioritized" or "top_k" for priorities to be reported'
+            raise ConfigError("gear.sampler.kind", rule, self.config.item_sampler.kind)
         return masses
 
     # ---- state -----------------------------------------------------------------------------------

@@ -20,27 +20,26 @@ from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.device.device_loader import DeviceEvaluation
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import Evaluation
-from deepspeed_gear.replay.metrics import Progress, ProgressMeter
+from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.normalizer import Normalizer
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.store.process_bound import ProcessBound
 
-Self = TypeVar("Self", bound="ReplayBase")
 T = TypeVar("T")
 _MOST_LOADS = 20  # saves that are replaced while they are read, one after the other
-# Names that other modules of this package use, and no program.
-INTERNAL = frozenset({"close_with", "metrics", "observe_steps"})
 
 
-class ReplayBase(ProcessBound, ABC):
+class ReplayBase(ProcessBound, PublicNames, ABC):
     """Batches, priorities, checkpoints and statistics of the tables of a config.
 
     Construction, `state_dict`, `load_state_dict`, `save`, `load` and `close` are collective. One thread per
     process uses a replay.
     """
+
+    _internal = frozenset({"close_with", "metrics", "observe_steps"})
 
     def __init__(self, plan: Resolved, device: torch.device, engine_dtype: torch.dtype) -> None:
         self.config, self.batch_info, self.device = plan.config, plan.info, device
@@ -51,7 +50,7 @@ class ReplayBase(ProcessBound, ABC):
         self._passes: Evaluation | DeviceEvaluation
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
         self._folder_locks = FolderLocks()
-        self._begin_s, self._meter = time.perf_counter(), ProgressMeter(Progress(0, 0.0, 0.0, None))
+        self._begin_s, self._progress = time.perf_counter(), Progress(0, 0.0, 0.0, None)
 
     def __repr__(self) -> str:
         kind, info = self.config.sampler.kind, self.batch_info
@@ -64,10 +63,6 @@ class ReplayBase(ProcessBound, ABC):
             end = f", {len(self):,} trajectories, {self.num_steps:,} steps"
         name = type(self).__name__
         return f"{name}({', '.join(self.config.sampled_tables)}: {kind}, {sizes}, on {self.device}{end})"
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
 
     def _table_name(self, given: str | None, known: Iterable[str], choice: Sequence[str]) -> str:
         """Return the name of a known table that a call gives, else the only one of a choice."""
@@ -275,12 +270,9 @@ class ReplayBase(ProcessBound, ABC):
                 if not self._from_leader(partial(save_folders.is_replaced, folder, known)):
                     raise
                 cause = error
-        raise CheckpointError(
-            str(folder),
-            f"must hold a save for as long as it is read: {_MOST_LOADS} were replaced meanwhile",
-            None,
-            "save less often, or load a copy of the folder",
-        ) from cause
+        rule = f"must hold a save for as long as it is read: {_MOST_LOADS} were replaced meanwhile"
+        remedy = "save less often, or load a copy of the folder"
+        raise CheckpointError(str(folder), rule, None, remedy) from cause
 
     def _from_leader(self, action: Callable[[], T]) -> T:
         """Return what an action returns on rank 0: others would see another save. Collective."""
@@ -334,7 +326,8 @@ class ReplayBase(ProcessBound, ABC):
             DeviceReplay waits for the device.
         """
         self._check_reads()
-        return self._meter.read(self._totals())
+        before, self._progress = self._progress, self._totals()
+        return self._progress - before
 
     @abstractmethod
     def _totals(self) -> Progress:
@@ -353,9 +346,3 @@ class ReplayBase(ProcessBound, ABC):
     @abstractmethod
     def close(self) -> None:
         """Detach from the other ranks and release all resources; safe to call twice."""
-
-    def __enter__(self: Self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -109,12 +109,11 @@ class ReplayCheckpoint:
             if not rollout or not rollout.get("names"):
                 return {}
             if folder is None:
-                raise CheckpointError(
-                    "the gear state",
-                    "must be loaded from the folder of its save, which has the columns of its rollout batch",
-                    ", ".join(rollout["names"]),
-                    "use save and load, or take states between two rollout batches",
+                rule = (
+                    "must be loaded from the folder of its save, which has the columns of its rollout batch"
                 )
+                remedy = "use save and load, or take states between two rollout batches"
+                raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
             return table_files.read_rollout(folder, state)
 
         exchange.agree("loading the state", check)

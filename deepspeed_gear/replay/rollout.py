@@ -19,17 +19,14 @@ from deepspeed_gear.config.describe_options import translate
 from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData
 
 EPSILON = 1e-8
 READ = "the columns of a rollout batch that are read"
-# Names that other modules of this package use, and no program.
-INTERNAL = frozenset({"abandon", "check_open", "finish", "step"})
-STEP_INTERNAL = frozenset({"name", "packs"})
 
 
-class Rollout:
+class Rollout(PublicNames):
     """A rollout batch on this rank: an iterable of its optimizer steps. Methods are collective.
 
     It ends with its last step, or where the loop over them is left.
@@ -42,6 +39,8 @@ class Rollout:
         steps_done: Optimizer steps that are done.
         columns: The columns of this rollout batch. [num_tokens] each, float32, trajectory by trajectory.
     """
+
+    _internal = frozenset({"abandon", "check_open", "finish", "step"})
 
     def __init__(
         self,
@@ -66,10 +65,6 @@ class Rollout:
             f"Rollout({self.number}: {self.num_items} items, {self.num_trajectories} trajectories, "
             f"{self.num_tokens} tokens, {self.steps_done} of {len(self)} steps done)"
         )
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
 
     # ---- contents --------------------------------------------------------------------------------
 
@@ -119,20 +114,22 @@ class Rollout:
             PeerError: Another rank failed.
         """
         self.check_open()
-        missing = [name for name in names if name not in self._data.columns]
+        data = self._data
+        missing = [name for name in names if name not in data.columns]
 
         def check() -> None:
-            self._data.check_names(missing)
+            data.check_names(missing)
             if not missing or tokens is None:
                 return
-            multiple, longest = self._data.settings.pack.pad.multiple, int(self._data.lengths.max(initial=1))
+            multiple, longest = data.settings.pack.pad.multiple, int(data.lengths.max(initial=1))
             if arguments.count("tokens", tokens) // multiple * multiple < longest:
                 rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
                 remedy = f"at least {-(-longest // multiple) * multiple}"
                 raise ConfigError("rollout.forward: tokens", rule, tokens, remedy)
 
         # Rows move between nodes: after it no rank reads those of another batch.
-        self._data.session.agree_on("rollout.forward: columns and tokens", (missing, tokens), check)
+        data.session.agree(check)
+        data.session.agree_on("rollout.forward: columns and tokens", (missing, tokens))
         if not missing:
             return
         made = {name: torch.zeros(self.num_tokens) for name in missing}
@@ -143,10 +140,9 @@ class Rollout:
                 if name not in made:
                     rule = f"must be one of those that forward names ({', '.join(missing)})"
                     raise FieldError(f"column {name!r}", rule)
-                self._data.write(made[name], micro, values)
+                data.write(made[name], micro, values)
                 filled[name].add(number)
 
-        data = self._data
         packs = PackSequence(data, np.arange(self.num_trajectories), tokens)
         data.fetch(packs)
         for number in range(len(packs)):
@@ -156,12 +152,9 @@ class Rollout:
         def check_filled() -> None:
             for name, numbers in filled.items():
                 if len(numbers) != len(packs):
-                    raise StoreError(
-                        f"rollout.forward: column {name!r}",
-                        f"must be filled in each of the {len(packs)} micro batches",
-                        len(numbers),
-                        f"call micro.fill({name}=...) in the loop",
-                    )
+                    at, rule = f"column {name!r}", f"must be filled in each of the {len(packs)} micro batches"
+                    remedy = f"call micro.fill({name}=...) in the loop"
+                    raise StoreError(f"rollout.forward: {at}", rule, len(numbers), remedy)
 
         data.session.agree(check_filled)
         for name, values in made.items():
@@ -241,33 +234,32 @@ class Rollout:
         if kind in ("gae", "vtrace"):
             of_groups = {"group": group, "member": member, "count_masked": count_masked}
             options |= {option: value for option, value in of_groups.items() if value is not None}
-            return self._estimate(_advantage_options(kind, options), reward, name)
+            try:
+                chosen = AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
+            except ValidationError as error:
+                wrong = translate(AdvantageConfig, error)
+                at = wrong.name.replace("gear", "rollout.advantages", 1)
+                raise ConfigError(at, wrong.rule, wrong.value, wrong.remedy) from None
+            return self._estimate(chosen, reward, name)
         if options:
-            option = next(iter(options))
-            raise ConfigError(
-                f"rollout.advantages.{option}", f"is not an option of {kind!r}", options[option]
-            )
+            option, value = next(iter(options.items()))
+            raise ConfigError(f"rollout.advantages.{option}", f"is not an option of {kind!r}", value)
         member = data.settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
         if count_masked is None:
             count_masked = data.settings.loss.count_masked
 
-        def read() -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-            values = {column: data.values(column) for column in named}
-            return values, None if count_masked else data.counts > 0
-
         def compute() -> np.ndarray:
-            values, counted = read() if known is None else known
+            values = {column: data.values(column) for column in named}
+            counted = None if count_masked else data.counts > 0
             groups = data.item if group is None else values[group].astype(np.int64)
             members = np.arange(len(groups)) if member is None else values[member].astype(np.int64)
             found = group_advantages(kind, values[reward], groups, members, counted)
             data.set_column(name, found)
             return found
 
-        known = None
-        if data.session.is_spread:  # reading is collective: no rank must do so alone
-            data.session.agree_on(READ, (*named, count_masked), partial(data.check_values, *named))
-            known = read()
+        # Reading is collective over nodes: no rank must do so alone.
+        data.session.agree_on(READ, (*named, count_masked), partial(data.check_values, *named))
         return torch.from_numpy(data.session.agree(compute))
 
     def _estimate(self, options: AdvantageConfig, reward: str, name: str) -> torch.Tensor:
@@ -275,15 +267,12 @@ class Rollout:
         data = self._data
 
         def compute() -> np.ndarray:
-            found = data.estimate(options, reward) if known is None else known
+            found = data.estimate(options, reward)
             for column, values in zip((name, "value_target"), found, strict=True):
                 data.set_column(column, values)
             return np.asarray(found[0])
 
-        known = None
-        if data.session.is_spread:  # reading is collective: no rank must do so alone
-            data.session.agree_on(READ, (reward, options.model_dump()))
-            known = data.estimate(options, reward)
+        data.session.agree_on(READ, (reward, options.model_dump()))
         return torch.from_numpy(data.session.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:
@@ -380,16 +369,7 @@ class Rollout:
         self._is_closed = True
 
 
-def _advantage_options(kind: str, options: Mapping[str, Any]) -> AdvantageConfig:
-    try:
-        return AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
-    except ValidationError as error:
-        wrong = translate(AdvantageConfig, error)
-        name = wrong.name.replace("gear", "rollout.advantages", 1)
-        raise ConfigError(name, wrong.rule, wrong.value, wrong.remedy) from None
-
-
-class TrainStep:
+class TrainStep(PublicNames):
     """One optimizer step: an iterable of this rank's micro batches. Iterated once.
 
     Attributes:
@@ -399,6 +379,8 @@ class TrainStep:
         num_tokens: Their steps.
         loss_tokens: Their loss tokens.
     """
+
+    _internal = frozenset({"name", "packs"})
 
     def __init__(self, rollout: Rollout, data: RolloutData, index: np.ndarray, number: int) -> None:
         self._rollout, self._data, self.number, self.index = rollout, data, number, index
@@ -417,10 +399,6 @@ class TrainStep:
             f"TrainStep({self.number} of rollout batch {self._data.number}: {self.num_trajectories} "
             f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
         )
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), STEP_INTERNAL)
 
     @property
     def name(self) -> str:
@@ -453,6 +431,7 @@ class TrainStep:
             yield data.pack(packs, number)
             self._rollout.check_open()  # the loop may be resumed after the batch has ended
         data.metrics.trained_step(
+            steps=1,
             trajectories=self.num_trajectories,
             tokens=self.num_tokens,
             micro_batches=len(packs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,42 +80,30 @@ class PackSettings:
         return found
 
 
+@dataclass
 class RolloutSession:
-    """The ranks of a replay that train rollout batches together.
+    """The ranks of a replay that train rollout batches together."""
 
-    Args:
-        barrier: Of ranks that train together; None: they need not.
-        is_spread: Whether nodes exchange rows: values of all trajectories are then collective.
-        divisor: Returns the gradient divisor.
-    """
-
-    def __init__(
-        self,
-        exchange: ControlPlane,
-        barrier: BatchBarrier | None,
-        is_spread: bool,
-        divisor: Callable[[], float],
-    ) -> None:
-        self.exchange, self.divisor = exchange, divisor
-        self._barrier, self.is_spread = barrier, is_spread
-        #: Called with each train step before its first micro batch; all ranks raise their errors.
-        self.observers: list[StepObserver] = []
+    exchange: ControlPlane
+    barrier: BatchBarrier | None  # of ranks that train together; None: they need not
+    is_spread: bool  # nodes exchange rows: values of all trajectories are then collective
+    divisor: Callable[[], float]  # returns the gradient divisor
+    #: Called with each train step before its first micro batch; all ranks raise their errors.
+    observers: list[StepObserver] = dataclasses.field(default_factory=list)
 
     def agree(self, action: Callable[[], T]) -> T:
         """Return what an action returns, after the ranks' batch barrier: an error is raised on all ranks."""
-        if self._barrier is not None:
-            return self._barrier.agree(action)
+        if self.barrier is not None:
+            return self.barrier.agree(action)
         if self.is_spread:  # nodes exchange rows: ranks must not use them before or after
             return self.exchange.agree("a rollout batch", action)
         return action()
 
     def agree_on(self, what: str, value: object, check: Callable[[], None] = lambda: None) -> None:
-        """Run a check; where nodes exchange rows, on all ranks, which raise unless they give one value."""
+        """Where nodes exchange rows, run a check on all ranks, which raise unless they give one value."""
         if self.is_spread:
             self.agree(check)
             self.exchange.compare(what, value)
-        else:
-            check()
 
 
 class Records(NamedTuple):
@@ -180,6 +169,7 @@ class TablePart:
 
     def values(self, name: str) -> np.ndarray:
         """Return a per-trajectory column's stored values, bfloat16 as float32. [n, *shape]."""
+        self.check_filled(name)
         return self._joined(self.table.values(name, self._slots))
 
     def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
@@ -195,6 +185,7 @@ class TablePart:
         return found if self.spread is None else self._join(found)
 
     def _own_steps(self, ops: Ops, name: str, offset: int) -> np.ndarray:
+        self.check_filled(name)
         records, lengths = self.records.resolutions, self.records.resolutions[:, Resolution.NUM_STEPS].numpy()
         is_own, found = np.zeros(len(records), bool), np.zeros(int(lengths.sum()))
         is_own[self._own] = True
@@ -211,19 +202,10 @@ class TablePart:
         present = self.table.views["retention"][self._slots, SlotRetention.PRESENT] & bits
         absent = self._joined(np.asarray(present == 0))
         if absent.any():
-            raise DataError(
-                f"table {self.table.spec.name}: late column {name}",
-                "must be filled before it is read",
-                f"absent in {int(absent.sum())} of {len(absent)} trajectories",
-                "name it in gear.fields or in needs of the table's group: then only trajectories that have "
-                "it are sampled",
-            )
-
-    def reported(self) -> torch.Tensor:
-        """Return the records with slots as priority updates have them. [n, 8], int64."""
-        records = self.records.resolutions.clone()
-        records[:, Resolution.SLOT] = self.records.origins
-        return records
+            at, found = f"table {self.table.spec.name}: late column {name}", int(absent.sum())
+            remedy = "name it in gear.fields or in needs of the table's group: others are not sampled then"
+            value = f"absent in {found} of {len(absent)} trajectories"
+            raise DataError(at, "must be filled before it is read", value, remedy)
 
 
 class RolloutData:
@@ -240,7 +222,9 @@ class RolloutData:
     ) -> None:
         self.parts, self.settings, self.ops, self.number = parts, settings, ops, number
         self.session, self.metrics = session, Metrics() if metrics is None else metrics
-        self.records = torch.cat([part.reported() for part in parts])
+        self.records = torch.cat([part.records.resolutions for part in parts])
+        # As priority updates have the slots.
+        self.records[:, Resolution.SLOT] = torch.cat([part.records.origins for part in parts])
         self._is_weight = torch.cat([part.records.weights for part in parts])
         # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
         self.source = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
@@ -259,9 +243,9 @@ class RolloutData:
         """Which steps count in the loss, at predicting places, one trajectory after the other. [tokens]."""
         predicts, schema = self.settings.predicts, self.settings.schema
         tokens, flags = schema.role("token"), schema.role("loss_mask")
-        for name in [column.name for column in (tokens, flags) if column is not None]:
+        if tokens is not None:
             for part in self.parts:
-                part.check_filled(name)
+                part.check_filled(tokens.name)
         if flags is not None:
             return np.concatenate([part.flags(self.ops, flags.name, int(predicts)) for part in self.parts])
         mask = np.ones(self.num_tokens, bool)
@@ -277,18 +261,11 @@ class RolloutData:
         return np.add.reduceat(self.mask, self.starts, dtype=np.int64)
 
     @cached_property
-    def member(self) -> np.ndarray:
-        """The member of its group that each trajectory belongs to. [n], int64."""
-        if self.settings.member is None:
-            return np.arange(len(self.lengths))
-        return self.values(self.settings.member).astype(np.int64)
-
-    @cached_property
     def sequence(self) -> np.ndarray:
         """The sequence of each trajectory for the loss: itself, or its member. [n], int64."""
-        if self.settings.loss.by == "trajectory":
+        if self.settings.loss.by == "trajectory" or self.settings.member is None:
             return np.arange(len(self.lengths))
-        pairs = np.stack([self.item, self.member], axis=1)
+        pairs = np.stack([self.item, self.values(self.settings.member).astype(np.int64)], axis=1)
         return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
     def check_values(self, *names: str) -> None:
@@ -303,8 +280,6 @@ class RolloutData:
     def values(self, name: str) -> np.ndarray:
         """Return a per-trajectory column's stored values. [n, *shape]. Collective over nodes."""
         self.check_values(name)
-        for part in self.parts:
-            part.check_filled(name)
         return np.concatenate([part.values(name) for part in self.parts])
 
     def _column(self, name: str) -> tuple[Column, int]:
@@ -327,8 +302,6 @@ class RolloutData:
         if name in self.columns:
             return self.columns[name].double().numpy()
         column, offset = self._column(name)
-        for part in self.parts:
-            part.check_filled(column.name)
         return np.concatenate([part.steps(self.ops, column.name, offset + later) for part in self.parts])
 
     def estimate(self, options: AdvantageConfig, reward: str) -> np.ndarray:

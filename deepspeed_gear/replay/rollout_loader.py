@@ -133,13 +133,9 @@ class RolloutLoader:
 
         def check_tokens() -> None:
             if data.num_tokens != num_tokens:
-                raise CheckpointError(
-                    f"rollout batch {number}",
-                    f"must have the {num_tokens} steps with which it was saved",
-                    data.num_tokens,
-                    "load it with the gear.pack of its run: with too_long = truncate, tokens decides the "
-                    "lengths",
-                )
+                rule = f"must have the {num_tokens} steps with which it was saved"
+                remedy = "load it with its run's gear.pack: where it truncates, tokens decides the lengths"
+                raise CheckpointError(f"rollout batch {number}", rule, data.num_tokens, remedy)
 
         if num_tokens is not None:
             self.session.agree(check_tokens)
@@ -263,12 +259,9 @@ class RolloutLoader:
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError unless a rollout batch that is being trained has the size of this config."""
         if rollout is not None and rollout["size"] != self._size.model_dump():
-            raise CheckpointError(
-                "the rollout batch of the gear state",
-                f"must have the size of this config ({self._size.model_dump()})",
-                rollout["size"],
-                "load with the size that it was saved with, or take a checkpoint between rollout batches",
-            )
+            rule = f"must have the size of this config ({self._size.model_dump()})"
+            remedy = "load with the size that it was saved with, or take a checkpoint between rollout batches"
+            raise CheckpointError("the rollout batch of the gear state", rule, rollout["size"], remedy)
 
     def seek(self, to: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""

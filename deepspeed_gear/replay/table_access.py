@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -45,14 +45,6 @@ def inserter_of(
     return Inserter(table, readers, context, max_length, tuple(checks), more, True)
 
 
-def add(
-    table: Table, streams: list[BatchStream], trajectory: Mapping[str, Any], max_length: int | None
-) -> int:
-    """Store a trajectory. Returns its id."""
-    context = Context(timeout_s=table.lock.timeout_s)
-    return inserter_of(table, streams, max_length, context).add(trajectory)
-
-
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
     """Copy whole trajectories, under the lock, so that they are consistent."""
     numbers = arguments.integers("ids", ids)
@@ -70,9 +62,8 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             remedy = ""
             if table.spec.retention.max_times_sampled:
                 remedy = "read samples before adding more: rows of evicted trajectories are reused"
-            raise StoreError(
-                f"table {table.spec.name}: id", "must be stored", int(numbers[slots < 0][0]), remedy
-            )
+            absent = int(numbers[slots < 0][0])
+            raise StoreError(f"table {table.spec.name}: id", "must be stored", absent, remedy)
         found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
 
     def value(column: Column, rows: np.ndarray) -> Any:

@@ -13,9 +13,10 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 
 LOG = logging.getLogger("deepspeed_gear")
@@ -89,7 +90,7 @@ class _Rows(NamedTuple):
         return as_stored(rows, self.column, "the transition", len(rows))
 
 
-class TransitionBuffer:
+class TransitionBuffer(ProcessBound, PublicNames):
     """Stores transitions of one or many environments, and samples them one by one; each observation once.
 
     The next observation of a transition is the stored observation of the next one; only the last one of a
@@ -272,19 +273,9 @@ class TransitionBuffer:
     def __repr__(self) -> str:
         return f"TransitionBuffer({self.num_envs} environments, {self.replay!r})"
 
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__())
-
     def close(self) -> None:
         """Close the replay; safe to call twice."""
         self.replay.close()
-
-    def __enter__(self) -> TransitionBuffer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _with_shape(tensor: torch.Tensor) -> torch.Tensor:

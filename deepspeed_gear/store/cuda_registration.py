@@ -173,6 +173,18 @@ class Registration:
     Thread safety: none; made and closed by the main thread. Memory must stay mapped until it is closed.
     """
 
+    @classmethod
+    def of(
+        cls,
+        memory: SharedMemory,
+        columns: Mapping[str, torch.Tensor],
+        runtime: CudaRuntime,
+        budget: int | None = None,
+    ) -> Registration:
+        """Register the memory of columns, as far as a budget of bytes goes."""
+        spans = {name: span_of(column) for name, column in columns.items()}
+        return cls(memory, plan(spans, memory_span(memory), budget), runtime)
+
     def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: CudaRuntime) -> None:
         self._runtime, self.calls = runtime, list[Span]()
         self.left_out = dict(wanted.left_out)

@@ -13,7 +13,7 @@ import numpy as np
 
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.pins import SelectionPins
@@ -27,14 +27,10 @@ from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.partial_publish import Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
-# Names that other modules of this package use, and no program.
-INTERNAL = frozenset(
-    "check_goes_on clients end_with_replay limit publisher run_goes_on store_name waiting_checks".split()
-)
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
 
-class TrajectoryWriter(ProcessBound):
+class TrajectoryWriter(ProcessBound, PublicNames):
     """Adds trajectories to a table of this node's store.
 
     In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a rank:
@@ -46,6 +42,10 @@ class TrajectoryWriter(ProcessBound):
         waiting_checks: Of a writer that was attached by itself: called while `add` waits; they raise to end
             the wait. `close` detaches the table. None: writer and table belong to a rank's replay.
     """
+
+    _internal = frozenset(
+        "check_goes_on clients end_with_replay limit publisher run_goes_on store_name waiting_checks".split()
+    )
 
     def __init__(
         self, table: Table, inserter: Inserter, waiting_checks: list[Callable[[], None]] | None = None
@@ -109,10 +109,6 @@ class TrajectoryWriter(ProcessBound):
     def __repr__(self) -> str:
         end = "" if self._open else ", closed"
         return f"TrajectoryWriter({self.table}: {self.num_added:,} trajectories added{end})"
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
 
     @property
     def schema(self) -> Schema:

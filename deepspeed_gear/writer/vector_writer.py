@@ -13,7 +13,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, cast, check_finite
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.public_names import public_names
+from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
@@ -34,11 +34,9 @@ _FIRST_LENGTH = 256
 _FLAG = Column("flag", "bool")
 _LEFT = -1  # the native call did nothing
 _ENDS_LEFT, _PUBLISH_LEFT = 2, 4  # what it left: StepEvent of store/vector_steps.h
-# Used by other modules of this package, and by no program.
-INTERNAL = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
 
-class VectorWriter(ProcessBound):
+class VectorWriter(ProcessBound, PublicNames):
     """Keeps the open trajectories of N environments, and adds each when its episode ends.
 
     State columns (observations, and all columns of T+1 rows) hold the state of an environment: `reset` takes
@@ -60,6 +58,8 @@ class VectorWriter(ProcessBound):
         staging: Arrays in which trajectories grow; None: private memory.
         publisher: Publishes steps of open trajectories; None: they cannot be published.
     """
+
+    _internal = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
     def __init__(
         self,
@@ -126,10 +126,6 @@ class VectorWriter(ProcessBound):
             f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", '
             f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added)"
         )
-
-    def __dir__(self) -> list[str]:
-        """Return the public names: what completion shows."""
-        return public_names(super().__dir__(), INTERNAL)
 
     # ---- staging ---------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from gear_support import STEP, trajectory, wait_until
 from process_support import exit_status, in_child, kill
-from store_support import StoreScene, check_whole, every_death, priority_rule, stream_spec
+from store_support import StoreScene, check_whole, every_death, priority_rule, store_trajectory, stream_spec
 
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError, StoreFullError
@@ -72,7 +72,7 @@ def test_death_while_adding_or_removing(adds: bool, num_slots: int) -> None:
 
     def act(table: Any, streams: Any) -> None:
         if adds:
-            table_access.add(table, streams, trajectory(5, 6), None)
+            store_trajectory(table, streams, trajectory(5, 6), None)
         else:
             table_access.remove(table, [1, 3])
 
@@ -414,7 +414,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
             count += 1
             if random_.random() < (0.3 if has_priorities else 0.8):
                 with contextlib.suppress(StoreFullError):
-                    number = table_access.add(table, [mine], trajectory(number, random_.randint(1, 9)), None)
+                    number = store_trajectory(table, [mine], trajectory(number, random_.randint(1, 9)), None)
                 lowest = peers + 1 if has_priorities else 0
                 table_access.remove(table, [random_.randint(max(lowest, number - 9), number + 1)])
 

@@ -12,7 +12,7 @@ import pytest
 from gear_support import trajectory
 from group_support import GROUP, add, check_groups, section, stored, trained
 from process_support import exit_status, in_child
-from store_support import StoreScene, check_whole, every_death, priority_rule, stream_spec
+from store_support import StoreScene, check_whole, every_death, priority_rule, store_trajectory, stream_spec
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
@@ -95,7 +95,7 @@ def test_death_while_groups_are_evicted(remove: str) -> None:
     def act(table: Any, streams: Any) -> None:
         streams[0].release(0)  # its groups are evicted too
         for task in (3, 4, 4):
-            table_access.add(table, streams, {**trajectory(9, 2), "task": np.int64(task)}, None)
+            store_trajectory(table, streams, {**trajectory(9, 2), "task": np.int64(task)}, None)
         table_access.remove(table, [2, 7])
 
     for scene in every_death(make, act, STRIDE):

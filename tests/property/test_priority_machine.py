@@ -11,7 +11,7 @@ from gear_support import trajectory
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from store_support import StoreScene, check_whole, priority_rule, stream_spec
+from store_support import StoreScene, check_whole, priority_rule, store_trajectory, stream_spec
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
@@ -85,7 +85,7 @@ class PriorityMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 12), peer=st.integers(0, NUM_PEERS - 1))
     def add(self, steps: int, peer: int = 0) -> None:
         try:
-            number = table_access.add(
+            number = store_trajectory(
                 self.tables[peer], [self.streams[peer]], trajectory(self.scene.count, steps), None
             )
         except StoreFullError:

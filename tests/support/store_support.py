@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from gear_support import ROOT, SCHEMA, SHM, prefix, trajectory
 from process_support import exit_status, in_child
 
 from deepspeed_gear import config
+from deepspeed_gear.context import Context
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
 from deepspeed_gear.ops.reference.priorities import mass_, minima_build_
@@ -82,7 +83,7 @@ class StoreScene:
         self.count += 1
         row = trajectory(self.count - 1, num_steps)
         given = {} if task is None else {"task": np.int64(task)}
-        return table_access.add(self.table, self.streams, {**row, **given}, None)
+        return store_trajectory(self.table, self.streams, {**row, **given}, None)
 
     def __enter__(self) -> StoreScene:
         return self
@@ -94,6 +95,14 @@ class StoreScene:
         """Remove the store."""
         (SHM / self.name).unlink(missing_ok=True)
         self.table.close()
+
+
+def store_trajectory(
+    table: Table, streams: list[BatchStream], trajectory: Mapping[str, Any], max_length: int | None
+) -> int:
+    """Store a trajectory. Returns its id."""
+    context = Context(timeout_s=table.lock.timeout_s)
+    return table_access.inserter_of(table, streams, max_length, context).add(trajectory)
 
 
 def reserve(table: Any, num_steps: int) -> int:

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 from gear_support import SHM, prefix, shared_files, trajectory
-from store_support import StoreScene
+from store_support import StoreScene, store_trajectory
 
 from deepspeed_gear.data.trajectory_checks import check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
-from deepspeed_gear.replay import table_access
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER, Layout
 
@@ -83,7 +82,7 @@ def test_wrong_trajectories_are_refused(scene: StoreScene, change: dict[str, Any
     """Names, shapes and lengths: tests/unit/data/test_dataset.py; values: tests/property/test_ways_in.py."""
     before = scene.table.slots.copy()
     with pytest.raises(DataError, match=text):
-        table_access.add(scene.table, [], {**trajectory(0, 4), **change}, None)
+        store_trajectory(scene.table, [], {**trajectory(0, 4), **change}, None)
     assert (scene.table.slots == before).all()
 
 
@@ -91,8 +90,8 @@ def test_trajectories_that_are_too_short_or_too_long(scene: StoreScene) -> None:
     with pytest.raises(DataError, match="must have at least one step, got 0"):
         scene.add(0)
     with pytest.raises(DataError, match="must have at most max_length = 3 steps, got 4"):
-        table_access.add(scene.table, [], trajectory(0, 4), 3)
-    table_access.add(scene.table, [], trajectory(0, 3), 3)
+        store_trajectory(scene.table, [], trajectory(0, 4), 3)
+    store_trajectory(scene.table, [], trajectory(0, 3), 3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
