@@ -26,8 +26,6 @@ from deepspeed_gear.store.records import NOTHING, Control, SlotRetention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
-_NO_SLOTS = np.empty(0, np.int64)
-
 
 class TreeChanges:
     """Words of the mass changes that wait for a selection."""
@@ -128,19 +126,18 @@ class ItemMasses:
 
     # ---- changes ---------------------------------------------------------------------------------
 
-    def take_changes(self) -> np.ndarray:
-        """Queue the slots of the table that changed since the last call; return them. [n], int64."""
+    def take_changes(self) -> None:
+        """Queue the slots of the table that changed since the last call."""
         if self._groups is not None:
             self._groups.update()
         seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
         if seen == changed or self.table.spec.dataset is not None:
-            return _NO_SLOTS
+            return
         logged = self.table.extents.changed_since(seen)
         slots = self._differing() if logged is None else logged
         self.queue(slots, self._wanted(slots))
         self.words[TreeChanges.SEEN] = changed
         self._report_changed(logged)
-        return slots
 
     def _report_changed(self, slots: np.ndarray | None) -> None:
         """Call each `on_change` with those of the slots that are committed; None: of all slots."""

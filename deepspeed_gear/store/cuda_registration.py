@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import fcntl
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,54 +67,32 @@ def plan(
 ) -> RegistrationPlan:
     """Choose the columns to register: whole columns in order, as long as their pages fit into a budget.
 
-    Calls are shared by neighbours, and end where a column ends, up to a page, or after `most` bytes.
-
-    Args:
-        memory: Addresses of the shared memory.
-        budget: Bytes that may be registered; None for any number.
-        page: Bytes of a page, of which `most` is a multiple.
+    `memory` are the addresses of the shared memory; `budget` is in bytes, None for any number.
     """
     taken: dict[str, Span] = {}
     left_out: dict[str, str] = {}
-    merged: list[Span] = []
+    calls: list[Span] = []
     for name, column in columns.items():
-        if column.num_bytes == 0:
-            taken[name] = column
-            continue
-        if not memory.holds(column):
+        if column.num_bytes and not memory.holds(column):
             left_out[name] = IS_FILE
             continue
-        pages = Span(column.begin // page * page, -(-column.end // page) * page)
-        united = _united([*merged, pages])
-        if budget is not None and sum(span.num_bytes for span in united) > budget:
+        wanted = _calls([*taken.values(), column], page, most)
+        if budget is not None and sum(call.num_bytes for call in wanted) > budget:
             left_out[name] = OVER_BUDGET
-            continue
-        merged, taken[name] = united, column
-    ends = [column.begin // page * page for column in taken.values()]
-    calls = [call for span in merged for call in _split(span, ends, most)]
+        else:
+            calls, taken[name] = wanted, column
     return RegistrationPlan(tuple(calls), taken, left_out)
 
 
-def _united(spans: Sequence[Span]) -> list[Span]:
-    """Return ascending spans that cover the same bytes and do not touch."""
-    found: list[Span] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        if found and span.begin <= found[-1].end:
-            found[-1] = Span(found[-1].begin, max(found[-1].end, span.end))
-        else:
-            found.append(span)
-    return found
-
-
-def _split(span: Span, ends: Sequence[int], most: int) -> Iterator[Span]:
-    """Split a span into calls: at the last column end within `most` bytes, else after `most` bytes."""
-    begin = span.begin
-    while begin < span.end:
-        limit = min(begin + most, span.end)
-        if limit < span.end:
-            limit = max((end for end in ends if begin < end <= limit), default=limit)
-        yield Span(begin, limit)
-        begin = limit
+def _calls(columns: Sequence[Span], page: int, most: int) -> list[Span]:
+    """Return the calls that register columns: of whole pages, none of them twice, in pieces of `most`."""
+    calls, end = list[Span](), 0
+    for column in sorted(columns, key=lambda column: column.begin):
+        if column.num_bytes:
+            begin = max(column.begin // page * page, end)  # its first page may be a neighbour's too
+            end = -(-column.end // page) * page
+            calls += [Span(at, min(at + most, end)) for at in range(begin, end, most)]
+    return calls
 
 
 def span_of(column: torch.Tensor) -> Span:
@@ -198,11 +176,9 @@ class Registration:
         finally:
             fcntl.flock(memory.fd, fcntl.LOCK_UN)
         self.columns: dict[str, Span] = {}
+        end = self.calls[-1].end if self.calls else 0  # the pages before it are registered
         for name, column in wanted.columns.items():
-            covered = column.begin
-            for call in self.calls:
-                covered = call.end if call.begin <= covered < call.end else covered
-            if covered >= column.end:
+            if column.num_bytes == 0 or column.end <= end:
                 self.columns[name] = column
             else:
                 self.left_out[name] = failed

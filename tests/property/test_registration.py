@@ -114,14 +114,13 @@ def test_plan(wanted: dict[str, Span], budget: int | None, pages: int) -> None:
 
 @given(st.lists(st.integers(1, 120), min_size=1, max_size=6), st.integers(2, 9))
 def test_calls_end_where_columns_do(sizes: list[int], pages: int) -> None:
-    """A call ends in front of the page in which another column begins, if it reaches one."""
+    """A call is of one column: its neighbour's begins after the page that both have."""
     ends = np.cumsum([0, *sizes]).tolist()
     spans = {str(i): Span(begin, end) for i, (begin, end) in enumerate(pairwise(ends))}
     found = plan(spans, Span(0, 2000), None, PAGE, pages * PAGE)
     for call in found.calls[:-1]:
-        borders = [begin // PAGE * PAGE for begin in ends[:-1] if call.begin < begin // PAGE * PAGE]
-        within = [border for border in borders if border <= call.begin + pages * PAGE]
-        assert call.end == (max(within) if within else call.begin + pages * PAGE)
+        border = min(-(-end // PAGE) * PAGE for end in ends if end > call.begin)
+        assert call.end == min(border, call.begin + pages * PAGE)
 
 
 def test_registered_columns(memory: SharedMemory) -> None:
@@ -132,9 +131,9 @@ def test_registered_columns(memory: SharedMemory) -> None:
     found = Registration(memory, plan(spans, memory_span(memory), most=8192), runtime)
     assert set(found.columns) == {"a", "b", "none"}
     assert found.left_out == {"file": IS_FILE}
-    assert len(runtime.locked) == len(found.calls) == 4
+    assert len(runtime.locked) == len(found.calls) == 5
     assert found.num_bytes == 32768
-    assert found.copy_bounds("b").tolist() == [8192 * i - 9000 for i in range(2, 5)]
+    assert found.copy_bounds("b").tolist() == [end - 9000 for end in (12288, 20480, 28672, 32768)]
     found.close()
     found.close()
     assert runtime.locked == []
