@@ -18,7 +18,6 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Peer, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
@@ -41,8 +40,7 @@ def inserter_of(
         for masses in custom:  # errors of a program's own masses are raised here, not in a selection
             masses.of(np.array([slot]))
 
-    readers, more = SelectionPins(table), committed if custom else None
-    return Inserter(table, readers, context, max_length, tuple(checks), more, True)
+    return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
 
 
 def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]]:
@@ -87,7 +85,7 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
 def clear(table: Table, streams: list[BatchStream]) -> None:
     """Retire all trajectories and end the epoch."""
     refuse_read_only(table)
-    evictor = Evictor(table, SelectionPins(table), Context(timeout_s=table.lock.timeout_s))
+    evictor = Evictor(table, Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         table.evict(np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0], removed=True)
         if table.groups is not None:

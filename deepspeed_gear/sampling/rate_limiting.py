@@ -14,7 +14,6 @@ from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Head, Peer, Position, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, divide, kept
 from deepspeed_gear.store.table import Table
@@ -124,7 +123,6 @@ class SelectionLimiter:
         self._turn, self._admitted = 0, 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
         self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
-        self._readers = SelectionPins(table)
         self._waits: np.ndarray = table.peers[: table.spec.num_peers, Peer.WAITS]
         self._seen = self._waits.copy()
 
@@ -214,8 +212,7 @@ class SelectionLimiter:
     def evict_used_up(self) -> None:
         """Evict trajectories that were drawn `max_times_sampled` times."""
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        for slot in self._table.evict(committed[self._times[committed] >= self.most]).tolist():
-            self._readers.forget(slot)
+        self._table.evict(committed[self._times[committed] >= self.most])
 
     @property
     def may_be_filled(self) -> bool:

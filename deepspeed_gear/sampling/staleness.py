@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Peer, SlotRetention
 from deepspeed_gear.store.table import Table
 
@@ -19,7 +18,6 @@ class Staleness:
         self._table, self.retention = table, table.spec.retention
         self._versions: np.ndarray = table.views["retention"][:, SlotRetention.POLICY_VERSION]
         self._num_stale, self._stale_steps = table.views["stale"]  # by length
-        self._readers = SelectionPins(table)
         self._control: memoryview = table.control.data
         self._dropped = (-1, -1, -1)  # batch, policy version and changes at the last call
 
@@ -51,7 +49,6 @@ class Staleness:
             length = num_steps.bit_length() - 1
             self._num_stale[length] += 1
             self._stale_steps[length] += num_steps
-            self._readers.forget(slot)
         self._dropped = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
 
     def open_lagging(self, version: int) -> list[int]:

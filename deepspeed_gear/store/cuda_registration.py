@@ -53,10 +53,6 @@ class RegistrationPlan:
     columns: Mapping[str, Span]  # those that the calls cover, by name
     left_out: Mapping[str, str]  # why each other column is not registered, by name
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(call.num_bytes for call in self.calls)
-
 
 def plan(
     columns: Mapping[str, Span],

@@ -31,8 +31,8 @@ class Evictor:
     process that samples too (`samples`) must not wait for itself.
     """
 
-    def __init__(self, table: Table, readers: SelectionPins, context: Context, samples: bool = False) -> None:
-        self.table, self.readers = table, readers
+    def __init__(self, table: Table, context: Context, samples: bool = False) -> None:
+        self.table, self.readers = table, SelectionPins(table)
         self.timeout_s, self._check = context.timeout_s, context.check
         self._samples = samples
         self.retention = table.spec.retention

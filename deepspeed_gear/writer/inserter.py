@@ -13,7 +13,6 @@ from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.store.eviction import Evictor
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
 from deepspeed_gear.store.table import Table
 
@@ -51,7 +50,6 @@ class Inserter:
     def __init__(
         self,
         table: Table,
-        readers: SelectionPins,
         context: Context,
         max_length: int | None = None,
         checks: tuple[Check, ...] = (),
@@ -60,7 +58,7 @@ class Inserter:
     ) -> None:
         self.table, self.timeout_s = table, context.timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
-        self.evictor = Evictor(table, readers, context, samples)
+        self.evictor = Evictor(table, context, samples)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
         self._columns = frozenset(self._names)
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
@@ -79,7 +77,8 @@ class Inserter:
         # Set up the native store for this process; it adds whole trajectories where it evicts by itself.
         self._store, self._store_add = table.extents.handle, table.ops.native.store_add
         self._address = self._store.address
-        spec, is_plain = table.spec, not (readers.have_step_priorities or readers.orders or table.groups)
+        spec, readers = table.spec, self.evictor.readers
+        is_plain = not (readers.have_step_priorities or readers.orders or table.groups)
         rate, ahead = retention.rate_limiter, readers.ahead
         code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
         rates = []

@@ -16,7 +16,6 @@ from deepspeed_gear.errors import StoreError
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
@@ -101,7 +100,7 @@ class TrajectoryWriter(ProcessBound, PublicNames):
                 each()
 
         context = Context(timeout_s=float(options["timeout_s"]), check=check_wait)
-        inserter = Inserter(of, SelectionPins(of), context, options["max_length"], checks)
+        inserter = Inserter(of, context, options["max_length"], checks)
         writer = cls(of, inserter, waiting)
         waiting.append(partial(writer.check_goes_on, at_once=True))
         return writer

@@ -58,11 +58,11 @@ def stored(table: Any) -> set[int]:
 
 
 def evictor(table: Any) -> Evictor:
-    return Evictor(table, SelectionPins(table), Context(timeout_s=5.0))
+    return Evictor(table, Context(timeout_s=5.0))
 
 
 def inserter(table: Any) -> Inserter:
-    return Inserter(table, SelectionPins(table), Context(timeout_s=5.0))
+    return Inserter(table, Context(timeout_s=5.0))
 
 
 @pytest.mark.parametrize(("adds", "num_slots"), [(True, 7), (False, 5)])

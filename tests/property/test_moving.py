@@ -35,7 +35,7 @@ def scene_of(removal: Any = "uniform", **options: Any) -> StoreScene:
 
 
 def inserter(scene: StoreScene) -> Inserter:
-    return Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.0))
+    return Inserter(scene.table, Context(timeout_s=0.0))
 
 
 def priority_of(number: int, step: int) -> float:

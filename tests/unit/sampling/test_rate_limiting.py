@@ -25,7 +25,6 @@ from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.live_stores import living_stores
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, Head, Peer, Position
 from deepspeed_gear.store.retention import RateLimiter, Retention
 from deepspeed_gear.store.table_spec import Shard
@@ -346,7 +345,7 @@ def meet(scenes: list[StoreScene]) -> bool:
 
 def fill(scene: StoreScene, num_steps: int = 1) -> int:
     """Add until it is refused; return how often it was not."""
-    by = Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=0.001))
+    by = Inserter(scene.table, Context(timeout_s=0.001))
     for number in range(1000):
         try:
             by.add(plain_trajectory(number, num_steps))

@@ -21,7 +21,6 @@ from deepspeed_gear.context import Context
 from deepspeed_gear.errors import ConfigError, NotReadyError, StoreFullError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.writer.inserter import Inserter
@@ -43,7 +42,7 @@ def make(scenes: Any) -> Make:
 
 
 def inserter(scene: StoreScene, timeout_s: float = 0.05, **options: Any) -> Inserter:
-    return Inserter(scene.table, SelectionPins(scene.table), Context(timeout_s=timeout_s), **options)
+    return Inserter(scene.table, Context(timeout_s=timeout_s), **options)
 
 
 def add(scene: StoreScene, num_steps: int, by: Inserter | None = None, **columns: Any) -> int:
