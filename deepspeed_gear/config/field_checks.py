@@ -26,6 +26,7 @@ DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 DERIVED |= dict.fromkeys(ESTIMATED, "float32")
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
+_ONE_NUMBER = "must name a column with one number per trajectory"
 _VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
 
@@ -149,8 +150,18 @@ def check_against(
     return fields[first]
 
 
+def _scalars(schema: Schema) -> list[str]:
+    return [c.name for c in schema.trajectory_columns if not c.shape]
+
+
 def _numbers(schema: Schema) -> list[Column]:
     return [c for c in schema.trajectory_columns if not c.shape and c.dtype != "bool"]
+
+
+def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
+    for role in roles:
+        if schema.role(role) is None:
+            raise ConfigError(at, f"must have a {role} column in the sampled table", None, _known(schema))
 
 
 def _check_listed(at: str, rule: str, name: str, known: Sequence[str]) -> None:
@@ -175,13 +186,10 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
             _check_listed(f"{at}.group.member", rule, group.member, integers)
         for name in group.needs:
             _check_listed(f"{at}.group.needs", "must name late columns", name, late)
-        scalars = [c.name for c in schema.trajectory_columns if not c.shape]
         for name in group.where:
-            rule = "must name a column with one number per trajectory"
-            _check_listed(f"{at}.group.where.{name}", rule, name, scalars)
+            _check_listed(f"{at}.group.where.{name}", _ONE_NUMBER, name, _scalars(schema))
     if table.keep_best is not None:
-        rule = "must name a column with one number per trajectory"
-        _check_listed(f"{at}.keep_best", rule, table.keep_best, numbers)
+        _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:
         versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in _VERSION_DTYPES]
         rule = "must name a column with one integer per step"
@@ -227,12 +235,9 @@ def _fields(
     for column, where in sampler.where.items():
         _check_where(column, where, schema)
     for option, column in sampler.columns.items():
-        rule = "must name a column with one number per trajectory"
-        _check_listed(f"gear.sampler.{option}", rule, column, [c.name for c in _numbers(schema)])
-    for role in ("reward", "terminated") if config.n_step is not None else ():
-        if schema.role(role) is None:
-            rule = f"must have a {role} column in the sampled table"
-            raise ConfigError("gear.n_step", rule, None, _known(schema))
+        _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, [c.name for c in _numbers(schema)])
+    if config.n_step is not None:
+        _need_roles("gear.n_step", ("reward", "terminated"), schema)
     requested = config.fields or {c.name: FieldConfig() for c in schema if not c.is_opaque}
     check_field_names(list(requested), n_step=config.n_step is not None)
     shifts = config.pack is not None and schema.role("token") is not None
@@ -278,13 +283,8 @@ def _known(schema: Schema) -> str:
 
 def _check_where(name: str, where: WhereConfig, schema: Schema) -> None:
     at = dotted("gear", "sampler", "where", name)
-    per_trajectory = ", ".join(c.name for c in schema.trajectory_columns if not c.is_opaque) or "none"
-    remedy = f"per-trajectory columns are: {per_trajectory}"
-    if name not in schema:
-        raise ConfigError(at, "must name a column", name, remedy)
+    _check_listed(at, _ONE_NUMBER, name, _scalars(schema))
     column = schema[name]
-    if column.rows != "1" or column.shape:
-        raise ConfigError(at, "must name a column with one number per trajectory", name, remedy)
     if column.dtype == "bool" and where.in_ is None:
         raise ConfigError(at, "must use in, as the column is bool", None, 'write {"in": [true]}')
     for value in where.in_ or ():
@@ -383,12 +383,7 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
             _check_listed(f"gear.advantage.{option}", rule, name, columns)
         return None if name is None else schema[name]
 
-    reward, terminated, truncated = map(schema.role, ("reward", "terminated", "truncated"))
-    for role, column in (("reward", reward), ("terminated", terminated)):
-        if column is None:
-            raise ConfigError(
-                "gear.advantage", f"must have a {role} column in the table", None, _known(schema)
-            )
+    _need_roles("gear.advantage", ("reward", "terminated"), schema)
     value, following = named("value", ("T", "T+1")), named("next_value")
     assert value is not None
     if (value.rows == "T") != (following is not None):
@@ -398,8 +393,8 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
         remedy = "store the values in T+1 rows, or those of the next observations in a column of their own"
         raise ConfigError("gear.advantage.next_value", rule, options.next_value, remedy)
     after = window("next_value", value, 1) if following is None else window("next_value", following)
-    inputs = [window("reward", reward), window("value", value), after]
-    inputs += [window("terminated", terminated), window("truncated", truncated)]
+    inputs = [window("reward", schema.role("reward")), window("value", value), after]
+    inputs += [window(role, schema.role(role)) for role in ("terminated", "truncated")]
     inputs += [window(option, named(option)) for option in ("log_prob", "behaviour_log_prob")]
     return Estimate(tuple(inputs), options.factors)
 

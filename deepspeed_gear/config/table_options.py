@@ -26,7 +26,7 @@ from deepspeed_gear.config.types import (
     conflict,
     refuse,
 )
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Schema
 
 Writers = Annotated[Int, Ge(0), Le(1024)]
 EVICTION_POLICIES = ("none", "fifo", "lifo", "uniform", "lowest_priority", "keep_best")
@@ -210,12 +210,7 @@ class SchemaConfig(GearModel):
 
     def build(self) -> Schema:
         """Make the schema."""
-        return Schema(
-            [
-                Column(name, c.dtype, tuple(c.shape), c.role, c.rows, c.late, c.allow_nan, c.max_bytes or 0)
-                for name, c in self.columns.items()
-            ]
-        )
+        return Schema.from_json(self.model_dump(exclude_none=True))
 
 
 class TableConfig(GearModel):

@@ -47,12 +47,7 @@ def decompressed_bytes(message: Any) -> int | None:
 
 
 def stated_bytes(arrow: Any, source: Any) -> int:
-    """Return the decompressed bytes that all messages of an Arrow stream state, from its position on.
-
-    Args:
-        arrow: The module pyarrow.
-        source: An open pyarrow.NativeFile. The messages of a file begin after its first 8 bytes.
-    """
+    """Return the decompressed bytes that all messages of an Arrow stream state, from its position on."""
     messages = arrow.ipc.MessageReader.open_stream(source)
     kinds = ("record batch", "dictionary")
     return sum(decompressed_bytes(message) or 0 for message in messages if message.type in kinds)

@@ -41,19 +41,7 @@ class OutputColumns:
         role: Mapping[str, str] | None = None,
         reward: str | None = None,
     ) -> None:
-        """Apply the options to a reader's columns.
-
-        Args:
-            reader: An open source.
-            dtype: Stored dtype by column or shell pattern, by the new names.
-            rename: New name by the reader's name.
-            role: Role by column or shell pattern, by the new names.
-            reward: Rule of a source without rewards: "none", "last=1.0" or "each=-1".
-        Raises:
-            ConfigError: The rule is malformed.
-            DataError: An option names no column, two columns get one name, or the rule is missing, or given
-                for a source with rewards.
-        """
+        """Apply the options, which `ingest.Options` describes, to the columns of an open source."""
         self.reader, self._names = reader, dict(rename or {})
         self._check_names("--rename", self._names, [column.name for column in reader.columns])
         columns = [replace(c, name=self._names.get(c.name, c.name)) for c in reader.columns]

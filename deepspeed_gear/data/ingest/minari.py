@@ -36,7 +36,6 @@ from deepspeed_gear.schema import Column
 Key = tuple[str, ...]
 _MAIN_FILE, _METADATA_FILE = "main_data.hdf5", "metadata.json"
 _TABLE_FORMS = ("arrow", "parquet")
-_REQUIRED = ("observations", "actions", "rewards", "terminations", "truncations")
 GROUPS = {
     "observations": "observation",
     "actions": "action",
@@ -118,7 +117,7 @@ class MinariReader(Reader):
         facts = [self._store.facts(number) for number in numbers]
         self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
         names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
-        is_required = {key: len(key) == 1 and key[0] in _REQUIRED for key in names}
+        is_required = {key: len(key) == 1 and key[0] in GROUPS for key in names}
         self._keys = {key: name for key, name in names.items() if is_required[key] or self.select(name)}
         self._values: dict[str, NDArray[np.int64]] = {}
         for name, fact in (("episode_id", "id"), ("seed", "seed")):
@@ -156,12 +155,12 @@ class MinariReader(Reader):
     def _ordered_keys(self, number: int) -> list[Key]:
         """Return the keys of an episode: groups in Minari's order, in them by name, tuples by index."""
         keys = self._store.keys(number)
-        for group in _REQUIRED:
+        for group in GROUPS:
             is_array = group in ("rewards", "terminations", "truncations")
             if not any(key == (group,) if is_array else key[0] == group for key in keys):
                 found = sorted({key[0] for key in keys})
                 raise DataError(self._store.where(number, group), "must be in the episode", found)
-        rank = {group: i for i, group in enumerate(_REQUIRED)}
+        rank = {group: i for i, group in enumerate(GROUPS)}
         return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [_natural(part) for part in key]))
 
     def _column(self, number: int, key: Key, name: str) -> Column:
@@ -175,7 +174,7 @@ class MinariReader(Reader):
     def _load(self, number: int, key: Key, length: int) -> NDArray[Any]:
         """Read an array and check that it has the rows of its group in an episode of `length` steps."""
         array = self._store.load(number, key)
-        legal = (length,) if key[0] in _REQUIRED else (length, length + 1)
+        legal = (length,) if key[0] in GROUPS else (length, length + 1)
         legal = (length + 1,) if key[0] == "observations" else legal
         where = self._store.where(number, *key)
         if len(array) not in legal:

@@ -73,9 +73,8 @@ class Steps:
 
         Args:
             where: Prefix of a key in error texts.
-            arrays: Arrays, or HDF5 arrays, by key; a part of a dict has a key such as "obs/position".
-            keep: Tells whether an optional column is kept.
-            limit: Steps after which an episode ends by a time limit, or None.
+            arrays: By key; a part of a dict has a key such as "obs/position".
+            limit: Steps after which an episode ends by a time limit.
             is_whole: Whether the steps are one episode, and not those of an environment that resets itself.
         """
         self._where, self._is_whole = where, is_whole

@@ -55,13 +55,7 @@ def table_files(path: Path) -> list[Path]:
 
 
 def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Iterator[Block]:
-    """Yield the blocks of files, whose bytes in memory are bounded.
-
-    Args:
-        files: In the order of the rows.
-        expansion: Bound of a file's bytes in memory.
-        is_nested: Whether structs and objects stay as they are.
-    """
+    """Yield the blocks of files; `is_nested`: structs and objects stay as they are."""
     for file in files:
         if table_form(file) == "json":
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
@@ -152,11 +146,7 @@ def record_batches(
 
     Sizes that the file states are checked before anything is decompressed. Parquet is read in small batches,
     as a value that is repeated takes no bytes there.
-
-    Args:
-        path: An Arrow file or stream by its name, or Parquet.
-        expansion: Bound of the file's bytes in memory.
-        choose: Returns the columns of Parquet to read, of those that there are; None reads all.
+    `choose` returns the columns of Parquet to read, of those that there are.
     """
     arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
     source = arrow.memory_map(str(path))

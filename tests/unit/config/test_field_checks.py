@@ -207,11 +207,11 @@ WRONG = refusals(
 {"fields": {"a": {"column": "action"}, "b": {"column": "action"}}}
     gear.fields.b must differ from gear.fields.a; both hold the same; drop one
 {"sampler": {"where": {"score": {"min": 1}}}}
-    gear.sampler.where.score must name a column, got 'score'; per-trajectory columns are: return, task,
-    expert, goal
+    gear.sampler.where.score must name a column with one number per trajectory, got 'score'; there are:
+    return, task, expert
 {"sampler": {"where": {"reward": {"min": 1}}}}
-    gear.sampler.where.reward must name a column with one number per trajectory, got 'reward';
-    per-trajectory columns are: return, task, expert, goal
+    gear.sampler.where.reward must name a column with one number per trajectory, got 'reward'; there are:
+    return, task, expert
 {"sampler": {"where": {"expert": {"min": 1}}}}
     gear.sampler.where.expert must use in, as the column is bool; write {"in": [true]}
 {"sampler": {"where": {"task": {"in": [1, 2.5]}}}}
