@@ -298,5 +298,4 @@ class GearOptions(GearModel):
 
     def to_json(self) -> dict[str, Any]:
         """Return the section with all defaults filled in; `parse` reads it back to an equal config."""
-        dumped: dict[str, Any] = self.model_dump(mode="json", by_alias=True)
-        return dumped
+        return self.model_dump(mode="json", by_alias=True)

@@ -77,10 +77,8 @@ def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -
 
 
 def _no_auto(value: Any) -> Any:
-    if value == "auto":
-        raise refuse(
-            "must be given or left out: 'auto' is not defined for it", "leave the option out for its default"
-        )
+    if value == "auto":  # `translate` has the remedy
+        raise refuse("must not be 'auto'")
     return value
 
 

@@ -164,7 +164,7 @@ class ArrayFile:
         self.path = path
         self._dtype, self._row_shape = dtype, row_shape
         self._file: BinaryIO = path.open("wb", buffering=_BLOCK_BYTES // 4)
-        self._file.write(npy_header(dtype, (0, *row_shape)))
+        self._begin = self._file.write(npy_header(dtype, (0, *row_shape)))
         self._digest = hashlib.sha256()
         self._row_bytes = int(np.prod(row_shape, dtype=np.int64)) * dtype.itemsize
 
@@ -175,8 +175,9 @@ class ArrayFile:
             self._file.write(payload)
             self._digest.update(payload)
 
-    def finish(self, num_rows: int, whole_probe: bool = False) -> FileRecord:
+    def finish(self, whole_probe: bool = False) -> FileRecord:
         """Complete the header, flush to the disk and close."""
+        num_rows = (self._file.tell() - self._begin) // self._row_bytes
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
         self._file.flush()

@@ -244,10 +244,9 @@ class DatasetWriter:
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
         file = ArrayFile(self._made / EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
-        records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish(len(extents), whole_probe=True)}
+        records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish(whole_probe=True)}
         for column in self.schema:
-            rows = len(lengths) if column.rows == "1" else self._num_rows
-            records[column_file(column)] = self._files[column.name].finish(rows)
+            records[column_file(column)] = self._files[column.name].finish()
         statistics = self._statistics
         if statistics is None:
             columns = {c.name: np.load(self._made / column_file(c), mmap_mode="r") for c in self.schema}

@@ -9,7 +9,6 @@ import json
 import os
 import zipfile
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -235,29 +234,29 @@ class NpzFile(TrajectoryFile):
 
     def __init__(self, path: Path, schema: Schema) -> None:
         super().__init__(path, schema)
-        self._folder = path.with_name("arrays")
-        self._folder.mkdir()
-        self._lengths = ArrayFile(self._folder / LENGTHS_KEY, np.dtype(np.int64), ())
-        files = {c.name: ArrayFile(self._folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema}
-        self._files, self._num_rows = files, Counter[str]()
+        folder = path.with_name("arrays")
+        folder.mkdir()
+        files = {c.name: ArrayFile(folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema}
+        self._files = {**files, LENGTHS_KEY: ArrayFile(folder / LENGTHS_KEY, np.dtype(np.int64), ())}
 
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
         for column in self.schema:
             value = trajectory[column.name]
-            rows = encode(value, column, name) if column.is_opaque else value
-            self._files[column.name].append(rows)
-            self._num_rows[column.name] += 1 if column.rows == "1" else len(rows)
-        first = self.schema.step_columns[0]
-        self._lengths.append(np.int64(len(trajectory[first.name]) - int(first.rows == "T+1")).reshape(1))
-        self._num_rows[LENGTHS_KEY] += 1
+            self._files[column.name].append(encode(value, column, name) if column.is_opaque else value)
+        self._files[LENGTHS_KEY].append(np.array([_num_steps(trajectory, self.schema)]))
 
     def close(self) -> None:
         with zipfile.ZipFile(self.path, "w") as archive:
-            for name, file in {**self._files, LENGTHS_KEY: self._lengths}.items():
-                file.finish(self._num_rows[name])
+            for name, file in self._files.items():
+                file.finish()
                 archive.write(file.path, f"{name}.npy")
             with archive.open(f"{SCHEMA_KEY}.npy", "w") as entry:
                 np.lib.format.write_array(entry, np.array(json.dumps(self.schema.to_json())))
+
+
+def _num_steps(trajectory: Mapping[str, Any], schema: Schema) -> int:
+    first = schema.step_columns[0]
+    return len(trajectory[first.name]) - int(first.rows == "T+1")
 
 
 FORMATS = {kind.format: kind for kind in (MinariFile, ParquetFile, JsonlFolder, NpzFile)}
@@ -318,9 +317,9 @@ def export(
 
 def _check_derived(name: str, trajectory: Mapping[str, Any], derived: list[Column], schema: Schema) -> None:
     """Raise DataError unless a trajectory's return and length are those that ingest derives."""
-    first, reward = schema.step_columns[0], schema.role("reward")
+    reward = schema.role("reward")
     for column in derived:
-        wanted: Any = len(trajectory[first.name]) - int(first.rows == "T+1")
+        wanted: Any = _num_steps(trajectory, schema)
         if column.role == "return" and reward is not None:
             wanted = as_numbers(trajectory[reward.name], reward).astype(np.float64).sum()
         value = trajectory[column.name]

@@ -14,8 +14,8 @@ import numpy as np
 from deepspeed_gear.errors import DataError
 
 CHECK_EVERY_S = 1.0
-_Identity = tuple[int, int, int, int]
-_ATTRIBUTES = ("device", "inode", "size", "modification time (ns)")
+_ATTRIBUTES = {"device": "st_dev", "inode": "st_ino", "size": "st_size"}
+_ATTRIBUTES["modification time (ns)"] = "st_mtime_ns"
 _REMEDY = (
     "leave a data set unchanged while a run uses it; end the run, and copy the data set again or make it "
     "with gear ingest"
@@ -32,7 +32,7 @@ class MappedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._identities: dict[Path, _Identity] = {}
+        self._identities: dict[Path, dict[str, int]] = {}
         self._maps: dict[Path, np.memmap] = {}
         self._checked_at = time.monotonic()
         self._folder, opened = folder, os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -95,16 +95,14 @@ def _close(opened: Mapping[Path, int]) -> None:
         os.close(descriptor)
 
 
-def _compare(path: Path, known: _Identity, file: Path | int) -> None:
-    pairs = zip(_ATTRIBUTES, known, _identity(path, file), strict=True)
-    changed = [f"{what} {before} -> {after}" for what, before, after in pairs if before != after]
+def _compare(path: Path, known: Mapping[str, int], file: Path | int) -> None:
+    now = _identity(path, file)
+    changed = [f"{what} {known[what]} -> {now[what]}" for what in now if now[what] != known[what]]
     if changed:
         raise DataError(str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY)
 
 
-def _identity(path: Path, file: Path | int) -> _Identity:
-    try:
+def _identity(path: Path, file: Path | int) -> dict[str, int]:
+    with DataError.on(str(path), "must exist while it is used", OSError, remedy=_REMEDY):
         status = os.stat(file)
-    except OSError as error:
-        raise DataError(str(path), "must exist while it is used", error.strerror, _REMEDY) from error
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return {what: getattr(status, attribute) for what, attribute in _ATTRIBUTES.items()}

@@ -169,10 +169,7 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         )
 
 
-BUILDERS: dict[str, type[GearBuilder] | type[GearCudaBuilder]] = {
-    "GearBuilder": GearBuilder,
-    "GearCudaBuilder": GearCudaBuilder,
-}
+BUILDERS = {builder.__name__: builder for builder in (GearBuilder, GearCudaBuilder)}
 
 
 def register() -> None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from tqdm import tqdm
+from typing_extensions import Unpack  # typing's from Python 3.11 on; pydantic needs it as well
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
@@ -26,16 +27,13 @@ from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader
 from deepspeed_gear.data.ingest.pickles import PickleReader
-from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader
+from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import DataError, near_name, show_bytes
 from deepspeed_gear.schema import Column, Schema
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # typing's from Python 3.11 on
 
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     ExportedReader,
@@ -126,8 +124,7 @@ def _content(path: Path) -> str:
         return f"a folder with {', '.join(sorted(entry.name for entry in path.iterdir())[:8]) or 'nothing'}"
     if not h5py.is_hdf5(path):
         return f"a file that is neither HDF5 nor a table, {path.name}"
-    with h5py.File(path, "r") as file:
-        return f"HDF5 with {', '.join(sorted(file)[:8]) or 'nothing'}"
+    return f"HDF5 with {', '.join(sorted(hdf5_members(path))[:8]) or 'nothing'}"
 
 
 class Options(TypedDict, total=False):

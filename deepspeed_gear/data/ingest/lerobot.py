@@ -83,8 +83,8 @@ class LerobotReader(Reader):
             where, rule = f"{self.path / _INFO}: codebase_version", f"must be one of {', '.join(_VERSIONS)}"
             raise DataError(where, rule, version, "convert the data set with LeRobot's scripts")
         self._features, self._has_many = features, version == "v3.0"  # episodes in a file
-        kinds: dict[str, dict[str, Column]] = {"": {}, "image": {}, "video": {}}
-        self._columns = kinds  # by kind and feature
+        # By kind and feature.
+        self._columns: dict[str, dict[str, Column]] = {"": {}, "image": {}, "video": {}}
         for key, feature in features.items():
             name = _NEXT.get(key) or column_name(*key.split("."))
             if key not in _COUNTERS and (key in _NEXT or self.select(name)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import chain, pairwise
 from pathlib import Path
@@ -90,8 +89,10 @@ class TableReader(Reader):
         heads = {facts.name: facts.name.split(".")[0] for facts in kept}
         kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
-        wide = sum(column.max_bytes for column in self.columns) * num_trajectories
-        self.expansion.check(f"{self.path}: columns of texts and objects", wide, self._file_bytes())
+        if "rows" not in self.options:
+            wide = sum(column.max_bytes for column in self.columns) * num_trajectories
+            file_bytes = sum(file.stat().st_size for file in table_files(self.path))
+            self.expansion.check(f"{self.path}: columns of texts and objects", wide, file_bytes)
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
@@ -108,11 +109,6 @@ class TableReader(Reader):
                 if (facts := known[name]) is not None:
                     facts.add(where, value, length)
         return [facts for facts in known.values() if facts is not None], number
-
-    def _file_bytes(self) -> int:
-        if "rows" in self.options:
-            return sys.maxsize
-        return sum(file.stat().st_size for file in table_files(self.path))
 
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
         if "rows" in self.options:
