@@ -193,9 +193,6 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturn
         yield vector.num_steps
 
 
-# ---- the process -------------------------------------------------------------------------------------
-
-
 def main() -> None:
     """Read a job from stdin, run it, and write its result to stdout as a line of JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops actors through stdin

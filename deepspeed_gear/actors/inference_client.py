@@ -71,8 +71,6 @@ class InferenceClient(VectorWriter):
         self._finalizer = weakref.finalize(self, slots.leave, places)
         writer.clients.add(self)
 
-    # ---- requests --------------------------------------------------------------------------------
-
     def act(self, timeout_s: float = 60.0) -> dict[str, np.ndarray]:
         """Request actions for all environments, wait, and return them.
 
@@ -126,8 +124,6 @@ class InferenceClient(VectorWriter):
     def answers(self, envs: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Return the policy's answers for environments that are ready. Column -> [n, *shape], copies."""
         return self._answer_rows.get(self._next[slice(None) if envs is None else envs] - 1)
-
-    # ---- steps -----------------------------------------------------------------------------------
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
         """Begin an episode of all environments, or of some; as `VectorWriter.reset`.
@@ -185,8 +181,6 @@ class InferenceClient(VectorWriter):
             self._aside.pop(env, None)
             self._aside_steps[env] = 0
 
-    # ---- rows ------------------------------------------------------------------------------------
-
     def _reserve_rows(self, envs: np.ndarray) -> None:
         """Ensure a free row for the next step of environments that do not wait, so that `step` finds one."""
         used = self._next[envs] - self._staging.first[envs] - 1
@@ -215,8 +209,6 @@ class InferenceClient(VectorWriter):
         super()._commit(env, num_steps, is_truncated)
         if self._aside.pop(env, None) is not None:
             self._aside_steps[env] = 0
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

@@ -154,8 +154,6 @@ class InferenceMailbox:
         """Number of places that simulators have claimed."""
         return int(np.count_nonzero(self.states != PlaceState.FREE))
 
-    # ---- simulators ------------------------------------------------------------------------------
-
     def claim(self, count: int) -> np.ndarray:
         """Claim free places; if fewer than `count` are returned, none was claimed. [count]."""
         with self.lock:
@@ -211,8 +209,6 @@ class InferenceMailbox:
             return False
         self._looked = now
         return True
-
-    # ---- loader ----------------------------------------------------------------------------------
 
     def take(self, most: int, timeout_s: float | None) -> np.ndarray:
         """Take the oldest requests, waiting as `InferenceLoader` defines. Returns their places. [n]."""

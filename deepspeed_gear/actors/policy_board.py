@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,15 +23,9 @@ MAX_READERS = 1024
 _SLOTS = 3  # a reader can copy a version until the publisher begins the third one after it
 _PUBLISHER = 0  # its peer index; readers have the next ones
 _NEWEST = 0  # word of the board
+_VERSION, _CHECKSUM = 0, 1  # words of a stored policy
 _POLL_S = 50e-6
 _PATIENCE_S = 10.0
-
-
-class BoardSlot:
-    """Words of a stored policy."""
-
-    VERSION: Final = 0
-    CHECKSUM: Final = 1
 
 
 class PolicyBoard(ProcessBound):
@@ -119,8 +113,6 @@ class PolicyBoard(ProcessBound):
         """Whether the process that publishes is still attached."""
         return self._memory.is_alive(_PUBLISHER)
 
-    # ---- publishing ------------------------------------------------------------------------------
-
     def publish(self, module: nn.Module, version: int | None = None) -> int:
         """Publish a module's parameters as the newest version.
 
@@ -141,16 +133,14 @@ class PolicyBoard(ProcessBound):
             raise DataError("version", f"must be more than {self.version}", number)
         state = self._check(module)
         slot = (int(self._words[_NEWEST + 1]) + 1) % _SLOTS
-        self._slots[slot, BoardSlot.VERSION] = 0  # invalidates it for readers that are copying it
+        self._slots[slot, _VERSION] = 0  # invalidates it for readers that are copying it
         values = self._views["values"][slot]
         _copy(self._parts(values), state)
-        self._slots[slot, BoardSlot.CHECKSUM] = zlib.crc32(values)
-        self._slots[slot, BoardSlot.VERSION] = number
+        self._slots[slot, _CHECKSUM] = zlib.crc32(values)
+        self._slots[slot, _VERSION] = number
         self._words[_NEWEST + 1] = slot
         self._words[_NEWEST] = number  # the commit point
         return number
-
-    # ---- loading ---------------------------------------------------------------------------------
 
     def load_into(self, module: nn.Module) -> int:
         """Copy the newest version into a module, if this process has not loaded it already.
@@ -179,13 +169,13 @@ class PolicyBoard(ProcessBound):
     def _read(self) -> int | None:
         """Copy the newest version; None if it was overwritten meanwhile."""
         version = self.version
-        found = np.nonzero(self._slots[:, BoardSlot.VERSION] == version)[0]
+        found = np.nonzero(self._slots[:, _VERSION] == version)[0]
         if not len(found):
             return None
         slot = int(found[0])
-        checksum = int(self._slots[slot, BoardSlot.CHECKSUM])
+        checksum = int(self._slots[slot, _CHECKSUM])
         np.copyto(self._copy, self._views["values"][slot])
-        is_whole = self._slots[slot, BoardSlot.VERSION] == version and zlib.crc32(self._copy) == checksum
+        is_whole = self._slots[slot, _VERSION] == version and zlib.crc32(self._copy) == checksum
         return version if is_whole else None
 
     def _parts(self, values: np.ndarray) -> list[Tensor]:
@@ -201,8 +191,6 @@ class PolicyBoard(ProcessBound):
             odd = next((f for f in found if f not in self._shapes), None) or "fewer parameters"
             raise DataError("module", "must have the parameters that the board was made for", odd)
         return [tensor for _, tensor in state]
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Detach; the last to detach removes the board. Safe to call twice and at exit."""

@@ -44,15 +44,11 @@ def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | Non
     """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and steps."""
     schema, device = table.schema, table.state.device
     _check_names("columns", columns, schema.names, schema.names)
-    count, steps = -1, -1  # of the first column that has them: those of all
-    for column in schema:
-        given = columns[column.name]
-        if count < 0 and given.dim() > 0:
-            count = given.shape[0]
-        if steps < 0 and given.dim() > 1 and column.rows != "1":
-            steps = given.shape[1] - int(column.rows == "T+1")
-    if steps < 0:
-        steps = table.most_steps
+    # Of the first column that has them: those of all.
+    count = next((values.shape[0] for name in schema.names if (values := columns[name]).dim() > 0), -1)
+    stepped = (c for c in schema.step_columns if columns[c.name].dim() > 1)
+    known = (columns[c.name].shape[1] - int(c.rows == "T+1") for c in stepped)
+    steps = next(known, table.most_steps)
     for column in schema:
         sizes = [count] if column.rows == "1" else [count, steps + int(column.rows == "T+1")]
         _check_values(f"column {column.name}", columns[column.name], column, device, sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.checkpoint import position, save_folders
+from deepspeed_gear.context import LOG
 from deepspeed_gear.device import reshard_rings
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.records import OpenTrajectory, RingState
 
-LOG = logging.getLogger("deepspeed_gear")
 FORMAT = 3
 CONTENT = "content.pt"
 Tables = Mapping[str, RingTable]
@@ -122,12 +121,8 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     for name in tables if plan.topology.rank == 0 else ():
         if count := sum(of_rank.get(name, 0) for of_rank in every):
             LOG.warning(
-                "gear.tables.%s: %d of the oldest trajectories of %s do not fit into %d replicas and were "
-                "left out; raise capacity_steps to keep them",
-                name,
-                count,
-                folder,
-                replicas,
+                f"gear.tables.{name}: {count} of the oldest trajectories of {folder} do not fit into "
+                f"{replicas} replicas and were left out; raise capacity_steps to keep them"
             )
     exchange.agree(what, lambda: restore(plan, tables, content))
     return dict(state)

@@ -26,14 +26,11 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 
 def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor], None] | None:
-    """Return the broadcast in place from the reporting rank of this replica to its others. Collective.
+    """Return the broadcast in place from this replica's reporting rank to its others; None: it is one rank.
 
-    Between GPUs it is one of NCCL, queued on the current CUDA stream, in the same order on every rank; the
-    host does not wait for it, and it can be captured in a CUDA graph. Ranks that share a GPU, which NCCL
-    refuses, use gloo and host memory.
-
-    Returns:
-        None where each replica is one rank.
+    Collective. Between GPUs it is one of NCCL, queued on the current CUDA stream, in the same order on every
+    rank; the host does not wait for it, and it can be captured in a CUDA graph. Ranks that share a GPU, which
+    NCCL refuses, use gloo and host memory.
     """
     topology, group = plan.topology, plan.group
     mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.data_rank]
@@ -82,8 +79,6 @@ class DeviceLoader:
         counters = [each.gatherer.counters for each in mixture.tables]
         for tensor in (self._all, self._all_weights, *counters, *later):
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
-
-    # ---- batches ---------------------------------------------------------------------------------
 
     def new_batch(self) -> DeviceBatch:
         """Return a batch of fixed tensors for `fill_`."""
@@ -138,8 +133,6 @@ class DeviceLoader:
         """Continue from another state of the table: drop pending micro batches and priority updates."""
         self.next_micro = 0
         self._waiting.clear()
-
-    # ---- priority updates ------------------------------------------------------------------------
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
         """Set the priorities of a micro batch; those of a global batch after its last one. [B], float32."""

@@ -94,16 +94,10 @@ class DeviceTable:
         self.is_filled = self.has_data
         #: Which added trajectories are stored.
         self.filter = AddFilter(() if self.has_data else spec.rule.where, table.schema, table.device)
-        self.gatherer = Gatherer(
-            needs.fields,
-            table,
-            plan.statistics(needs.fields),
-            config.n_step if needs.n_step else None,
-            plan.info.micro,
-            0,
-            engine_dtype,
-            config.threads if table.device.type == "cpu" else 1,  # for a kernel it would be its blocks
-        )
+        statistics, n_step = plan.statistics(needs.fields), config.n_step if needs.n_step else None
+        threads = config.threads if table.device.type == "cpu" else 1  # for a kernel it would be its blocks
+        of_batch = plan.info.micro, 0, engine_dtype, threads
+        self.gatherer = Gatherer(needs.fields, table, statistics, n_step, *of_batch)
         self.has_step_items = spec.rule.unit == "step" and spec.priorities is None
         self._most = options.max_times_sampled  # draws after which a trajectory is removed; 0: never
         self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
@@ -202,12 +196,7 @@ class TableMixture:
             each.select_(of_table, own_weights)
 
     def update_(self, records: Tensor, values: Tensor, parts: Sequence[int]) -> None:
-        """Set the priorities of samples of a global batch.
-
-        Args:
-            records: Those of some micro batches, in the order of their sample numbers. [n, 8], int64.
-            values: Their priorities. [n], float32.
-        """
+        """Set the priorities of some micro batches' samples, in the order of their sample numbers."""
         sizes = [sum([self.sizes[part][i] for part in parts]) for i in range(len(self.tables))]
         of_tables = self._split(records, sizes), self._split(values, sizes)
         for each, of_table, own in zip(self.tables, *of_tables, strict=True):

@@ -60,17 +60,11 @@ class ItemRule:
         unit, anchors = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit], rule.anchors.as_list()
         if priorities is None:
             return cls(False, False, False, anchors, unit)
-        initial = priorities.initial
-        return cls(
-            rule.unit == "step",
-            True,
-            priorities.normalize == "table",
-            anchors,
-            unit,
-            int(priorities.alpha(0) * ONE_Q62),
-            HIGHEST_SO_FAR if initial is None else int(np.float32(initial).view(np.int32)),
-            priorities.most_bits,
-        )
+        alpha, initial = int(priorities.alpha(0) * ONE_Q62), HIGHEST_SO_FAR
+        if priorities.initial is not None:
+            initial = int(np.float32(priorities.initial).view(np.int32))
+        by_row, has_minima = rule.unit == "step", priorities.normalize == "table"
+        return cls(by_row, True, has_minima, anchors, unit, alpha, initial, priorities.most_bits)
 
 
 @dataclass(frozen=True)
@@ -168,6 +162,8 @@ class RingTable:
         self.most_steps = spec.most_steps
         self.shape = [num_rows, num_slots, int(schema.has_final_row), spec.most_steps]
         self.num_items = num_rows if items.by_row else num_slots
+        masses = items.unit, items.alpha, items.initial, items.most_bits
+        self._item_rule = (items.anchors, self.shape, *masses)  # as ops take it
 
         # Names of the columns of ends, or of what is given instead of them where steps are added.
         self._ends = {"terminated": "terminated", "truncated": "truncated"}
@@ -240,14 +236,10 @@ class RingTable:
         """Return the rows of a column, or of RETURN_TO_GO. [rows or slots, *shape]."""
         return self.returns_to_go if name == RETURN_TO_GO else self.columns[name]
 
-    # ---- content ---------------------------------------------------------------------------------
-
     def load_(self, dataset: Dataset, masses: np.ndarray, admitted: np.ndarray | None) -> None:
         """Copy a data set, or this node's part, to the empty table, which is closed if a file has changed.
 
-        Args:
-            masses: Of its trajectories. [n], int64.
-            admitted: Which rows are anchors, where items are rows. [rows], bool; None: items are slots.
+        `masses` are of trajectories; `admitted` is which rows are anchors, where items are rows.
         """
         dataset.files.guard(self.ops.native)
         lengths, count, items = dataset.lengths, len(dataset.lengths), self.items
@@ -290,23 +282,8 @@ class RingTable:
         """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
         placed = torch.empty(len(lengths), PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
-        self.ops.ring_add_(
-            self.state,
-            self.slots,
-            self.begins,
-            self.sums,
-            self.minima,
-            self.priorities,
-            self.row_slots,
-            placed,
-            lengths,
-            self.items.anchors,
-            self.shape,
-            self.items.unit,
-            self.items.alpha,
-            self.items.initial,
-            self.items.most_bits,
-        )
+        known = (self.state, self.slots, self.begins, self.sums, self.minima, self.priorities, self.row_slots)
+        self.ops.ring_add_(*known, placed, lengths, *self._item_rule)
         self._scatter({name: columns[name] for name in self.columns}, placed)
         if len(self.returns_to_go) and self._rewards is not None:
             extents = placed[:, 1:3].contiguous()  # 0 steps where nothing was added
@@ -337,8 +314,6 @@ class RingTable:
         known = (self.state, self.slots, self.sums, self.minima, self.priorities)
         self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
 
-    # ---- steps of environments -------------------------------------------------------------------
-
     def add_steps_(
         self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor], mask: Tensor | None, mode: str
     ) -> None:
@@ -348,28 +323,11 @@ class RingTable:
             torch.empty(self.num_envs, words, dtype=torch.int64, device=self.device)
             for words in (PlacedStep.NUM_WORDS, 3)
         )
-        truncated = self._ends["truncated"]
+        known = (self.state, self.slots, self.opened, self.owners, self.sums, self.minima, self.priorities)
+        given = (columns[self._ends["terminated"]], columns.get(self._ends["truncated"]), mask)
+        flags = [None if each is None else each.contiguous() for each in given]
         self.ops.ring_extend_(
-            self.state,
-            self.slots,
-            self.opened,
-            self.owners,
-            self.sums,
-            self.minima,
-            self.priorities,
-            placed,
-            begun,
-            self._truncations,
-            columns[self._ends["terminated"]].contiguous(),
-            columns[truncated].contiguous() if truncated in columns else None,
-            None if mask is None else mask.contiguous(),
-            self.items.anchors,
-            self.shape,
-            self.items.unit,
-            self.items.alpha,
-            self.items.initial,
-            self.items.most_bits,
-            mode == "next_step",
+            *known, placed, begun, self._truncations, *flags, *self._item_rule, mode == "next_step"
         )
         rows, once = {}, {}
         for column in self.schema:
@@ -396,8 +354,6 @@ class RingTable:
             self.ops.scatter_([self._truncations], [marks], last, [Source.STEPS])
         for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):
             self.opened[:, word].masked_fill_(which, 0)
-
-    # ---- state -----------------------------------------------------------------------------------
 
     def num_trajectories(self) -> int:
         """Return the number of stored trajectories. Waits for the device."""

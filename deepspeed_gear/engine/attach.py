@@ -16,6 +16,7 @@ from deepspeed.utils import logger
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import ds_config, parse, refuse_batch_sizes
+from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -30,7 +31,6 @@ from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.schema import Schema
 
-LOG = logging.getLogger("deepspeed_gear")
 _plain_initialize = deepspeed.initialize
 
 

@@ -67,9 +67,6 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     return True
 
 
-# ---- engines that have loaded before they were attached ------------------------------------------
-
-
 def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     """Raise if an engine is under way, and no checkpoint is given where its batch stream continues."""
     if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import logging
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ import grpc
 import numpy as np
 import pyarrow as pa
 
+from deepspeed_gear.context import LOG
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -36,7 +36,6 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
-LOG = logging.getLogger("deepspeed_gear")
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
 Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
@@ -104,18 +103,13 @@ class Sessions:
         self.error: GearError | None = None  # why nothing is added any more
         self.num_added = 0
 
-    # ---- writers ---------------------------------------------------------------------------------
-
     def open(self, client: str) -> None:
         """Begin a session; an existing one continues."""
         self.check()
         self._sessions.setdefault(client, Session())
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
-        """End the sessions whose writers have not called for some time; return how many.
-
-        A session whose last batch is still being added continues.
-        """
+        """End sessions whose writers wait for no batch and have not called for a time; return how many."""
         before = time.monotonic() - after_s
         found = list(self._sessions.items())
         ended = [client for client, one in found if one.called_at < before and not one.is_busy(0.0)]
@@ -172,8 +166,6 @@ class Sessions:
             answer["error"], session.is_notified = error_to_json(self.error), True
         return answer
 
-    # ---- adding ----------------------------------------------------------------------------------
-
     def _add_all(self, session: Session, trajectories: Numbered) -> None:
         """Add or refuse each trajectory; wait while the table's rate limiter blocks."""
         try:
@@ -193,8 +185,6 @@ class Sessions:
         except Exception as error:  # whether it is stored is not known: no caller may assume either
             LOG.exception("a trajectory could not be added")
             self.end(StoreError("the gateway", "must be able to add trajectories", None, repr(error)))
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise what has ended the gateway."""
@@ -258,25 +248,20 @@ class Gateway:
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
         scheme, address = "grpc" if certificate is None else "grpc+tls", f"[{host}]" if ":" in host else host
-        self.port = self._listen(f"{address}:{port}", certificate)
-        self.url = f"{scheme}://{address}:{self.port}"
-        self._server.start()
-
-    def _listen(self, address: str, certificate: Certificate | None) -> int:
-        """Bind the port; return it."""
-        found, cause = 0, None
+        at, self.port, cause = f"{address}:{port}", 0, None
         try:
             if certificate is None:
-                found = self._server.add_insecure_port(address)
+                self.port = self._server.add_insecure_port(at)
             else:
-                pair = (certificate.key, certificate.chain)
-                found = self._server.add_secure_port(address, grpc.ssl_server_credentials([pair]))
+                pair = grpc.ssl_server_credentials([(certificate.key, certificate.chain)])
+                self.port = self._server.add_secure_port(at, pair)
         except (RuntimeError, ValueError) as error:
             cause = error
-        if not found:
+        if not self.port:
             remedy = "look in its log whether the port is taken, or the certificate not PEM"
-            raise ConfigError("gateway", f"must be able to listen at {address}", None, remedy) from cause
-        return found
+            raise ConfigError("gateway", f"must be able to listen at {at}", None, remedy) from cause
+        self.url = f"{scheme}://{address}:{self.port}"
+        self._server.start()
 
     @staticmethod
     def check(
@@ -315,8 +300,6 @@ class Gateway:
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
         self.sessions.close()
-
-    # ---- calls -----------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
         if header.get("version") != gateway_messages.VERSION:

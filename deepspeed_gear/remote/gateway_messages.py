@@ -38,9 +38,6 @@ _VALUE_BYTES = 8 + 248
 Arrays = Mapping[str, np.ndarray]
 
 
-# ---- trajectories --------------------------------------------------------------------------------
-
-
 def trajectory_bytes(arrays: Arrays) -> int:
     """Return the bytes that a trajectory takes in a gateway: its values and number, and an array for each."""
     return sum(array.nbytes for array in arrays.values()) + _VALUE_BYTES * (len(arrays) + 1)
@@ -91,9 +88,6 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
 
 
-# ---- requests and answers ------------------------------------------------------------------------
-
-
 def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.Buffer:
     """Return a message: the header's length, the header as JSON, and a record batch as an IPC stream."""
     sink, head = pa.BufferOutputStream(), json.dumps(header).encode()
@@ -133,9 +127,6 @@ def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
         batch = pa.ipc.read_record_batch(message, own)
         batch.validate(full=True)  # checks that offsets are inside their buffers
         return batch
-
-
-# ---- schemas -------------------------------------------------------------------------------------
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.context import LOG
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import (
@@ -41,7 +41,6 @@ from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
-LOG = logging.getLogger("deepspeed_gear")
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
 _STOP_S = 2.0  # longest that the end of a process waits for a call
 _LOOK_S = 0.1
@@ -139,8 +138,6 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name="gear-send", daemon=True)
         self._thread.start()
 
-    # ---- the side of the actor -------------------------------------------------------------------
-
     def put(self, arrays: Mapping[str, np.ndarray], num_bytes: int) -> int:
         """Append the columns of a trajectory, which do not change any more; return its number.
 
@@ -195,8 +192,6 @@ class Sender:
             self._stopped.set()
             self._changed.notify_all()
         self._thread.join(_STOP_S)
-
-    # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -354,11 +349,8 @@ class RemoteWriter(ProcessBound):
         if not 0 < batch_bytes <= MOST_MAX_MESSAGE_BYTES:
             raise ConfigError("batch_bytes", f"must be in [1, {MOST_MAX_MESSAGE_BYTES}]", batch_bytes)
         line, client = Connection(url, token, ca, insecure), uuid.uuid4().hex
-        header = {
-            "version": VERSION,
-            "client": client,
-            "schema": None if schema is None else schema.to_json(),
-        }
+        columns = None if schema is None else schema.to_json()
+        header = {"version": VERSION, "client": client, "schema": columns}
         retries, hello = RetryPolicy(url, timeout_s), None
         while hello is None:
             try:
@@ -388,8 +380,6 @@ class RemoteWriter(ProcessBound):
     def num_lost(self) -> int:
         """Number of calls that were lost with their connection, and repeated."""
         return self._sender.num_lost
-
-    # ---- adding ----------------------------------------------------------------------------------
 
     @overload
     def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
@@ -488,8 +478,6 @@ class RemoteWriter(ProcessBound):
             more = f"{len(found) - 1} more were refused: see refused" if len(found) > 1 else ""
             remedy = "; ".join(filter(None, (error.remedy, more)))
             raise type(error)(f"trajectory {number}: {error.name}", error.rule, error.value, remedy)
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Flush and disconnect. Safe to call twice.

@@ -29,12 +29,7 @@ Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
 class BatchAssembler:
-    """Gathers this rank's batches of all streams from their selections. One thread per stream.
-
-    Args:
-        train: The training stream of each sampled table.
-        releases: Deferred releases of selections that the device still reads.
-    """
+    """Gathers this rank's batches of all streams from their selections. One thread per stream."""
 
     def __init__(
         self,
@@ -92,7 +87,6 @@ class BatchAssembler:
 
         Args:
             taken: Streams, and the part of each one's selection: one, or the training streams of a mixture.
-            part: Index of the micro batch among `num_parts`.
             pass_size: Items of an evaluation pass, after which samples are fillers; None: no pass.
             shares: Of a mixture, the share of each table in the global batch.
         Raises:
@@ -154,13 +148,9 @@ class BatchAssembler:
         gatherer.lend(batch)
         keys = None
         if self._transform is not None:
-            seed = self._config.seed
-            keys = torch.cat(
-                [
-                    position.transform_keys(seed, s.spec.key, own.records[:, Resolution.SAMPLE_NUMBER])
-                    for s, own in taken
-                ]
-            )
+            seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
+            made = [position.transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
+            keys = torch.cat(made)
         return self._finish(batch, keys, gatherer)
 
     def use(self, transform: Transform | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -16,6 +15,7 @@ from deepspeed_gear.batching.batch import Batch, LentTensors
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
 from deepspeed_gear.config.cross_checks import SPLITS
+from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
 from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
@@ -25,8 +25,6 @@ from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT, SelectionPart
 from deepspeed_gear.store.records import Head
-
-LOG = logging.getLogger("deepspeed_gear")
 
 
 class PreparedBatch(NamedTuple):
@@ -149,8 +147,6 @@ class BatchLoader:
                 LOG.info("gear: global batch %d: digest %016x", self.next_key, made.digest % (1 << 64))
         self._seen = hashlib.blake2b(digest_size=8)
 
-    # ---- position --------------------------------------------------------------------------------
-
     @property
     def position(self) -> LoaderPosition:
         """The position after the last global batch whose micro batches were all used."""
@@ -198,9 +194,6 @@ class Evaluation:
     def __init__(self, parts: ReplayParts) -> None:
         self._parts = parts
         self.begun: dict[str, int] = {}  # by split; a checkpoint has them
-
-    def continue_from(self, begun: dict[str, int]) -> None:
-        self.begun = begun
 
     def batches(self, split: str) -> Iterator[Batch]:
         """Begin a pass; return its batches."""

@@ -6,7 +6,6 @@ assembler. Each part gets the earlier ones as arguments.
 
 from __future__ import annotations
 
-import logging
 import secrets
 from collections.abc import Iterable
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.context import Context
+from deepspeed_gear.context import LOG, Context
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
@@ -41,7 +40,6 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
 
-LOG = logging.getLogger("deepspeed_gear")
 NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
 
 
@@ -76,12 +74,8 @@ class ReplayParts:
             #: Its check raises if a rank of any node is lost.
             self.context = self._context(self.detector)
             plan.exchange.watch(partial(_lost_rank, plan, first, self.detector))
-            relabelling = agree(
-                "the fields",
-                lambda: HindsightRelabelling(
-                    config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
-                ),
-            )
+            goals = config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
+            relabelling = agree("the fields", lambda: HindsightRelabelling(*goals))
             selectors = self.exchange.selectors(states, relabelling.draw, self.detector)
             spread_states = [s for s in self._states if s.table.spec.name in plan.placement.spread]
             own_totals = [state.masses.total for state in spread_states] if plan.leads_shard else None

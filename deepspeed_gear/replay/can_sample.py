@@ -37,14 +37,10 @@ class Readiness:
         plan, number = self._parts.plan, int(self._asked[self._peer])
         exchange = plan.exchange
         self._wait_for_slowest(number)
-        if all(stream.state.joint_limiter is None for stream in self._streams):
+        if plan.topology.num_nodes == 1:
             answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in self._streams)))
             self._asked[self._peer] = number + 1
-            if plan.topology.num_nodes == 1:
-                return answer
-            answers = exchange.gather(answer)
-            spread = any(stream.spec.num_shards > 1 for stream in self._streams)
-            return any(answers) if spread else all(answers)
+            return answer
         self._asked[self._peer] = number + 1
         if plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
             self._wait_for_slowest(number + len(self._answers))
@@ -78,27 +74,21 @@ class Readiness:
         self._wait_for_slowest(number)
         self._asked[self._peer] = number + 1
         self._wait_for_slowest(number + len(self._answers))
-        if stream.spec.num_shards > 1:
-            missing = self._missing_of_nodes(stream, key)
-        else:
-            with stream.table.lock:
-                here = stream.missing_items(key, [stream.held_items(key)])
-            missing = self._first(number, lambda: here)
-        share, rest = divmod(missing, place.data_world)
-        return share + int(place.data_rank < rest)
-
-    def _missing_of_nodes(self, stream: BatchStream, key: int) -> int:
-        """Return how many items the stores of all nodes lack together; the same on all ranks."""
-        exchange = self._parts.plan.exchange
 
         def count() -> list[ItemsHeld | None]:
-            if not self._parts.plan.leads_shard:
-                return []
             with stream.table.lock:
                 return [stream.held_items(key)]
 
-        held = exchange.gather(exchange.agree("counting the items of its node", count))
-        return stream.missing_items(key, [one for of_rank in held for one in of_rank])
+        if stream.spec.num_shards > 1:
+            exchange, leads = self._parts.plan.exchange, self._parts.plan.leads_shard
+            own = exchange.agree("counting the items of its node", lambda: count() if leads else [])
+            held = exchange.gather(own)
+            missing = stream.missing_items(key, [one for of_rank in held for one in of_rank])
+        else:
+            here = stream.missing_items(key, count())
+            missing = self._first(number, lambda: here)
+        share, rest = divmod(missing, place.data_world)
+        return share + int(place.data_rank < rest)
 
     def _first(self, number: int, answer: Callable[[], int]) -> int:
         """Return the answer to a call that the first rank of this node has given."""

@@ -8,7 +8,6 @@ ring entry after the work that was on the user's stream when `keep` newer batche
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -17,28 +16,19 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.gather import n_step_columns
+from deepspeed_gear.batching.transfer import copy_engine
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
-from deepspeed_gear.batching.transfer.copy_engine import (
-    COPIES,
-    DIRECT,
-    LEAST_COPY_BYTES,
-    STAGED,
-    WAYS,
-    column_name,
-    is_computed,
-    suits_copies,
-)
+from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED, column_name
 from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
+from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.table import Table
-
-LOG = logging.getLogger("deepspeed_gear")
 
 
 class _Arrival(NamedTuple):
@@ -79,14 +69,14 @@ class DeviceTransfer:
         self.lane = lane_of(device)
         self._config, self._keep, self._options = config, keep, options
         # Smallest window that the copy engine copies: any, if it is set explicitly.
-        self._least_copy_bytes = 0 if config.way == COPIES else LEAST_COPY_BYTES
+        self._least_copy_bytes = 0 if config.way == COPIES else copy_engine.LEAST_COPY_BYTES
         self._registrations: dict[str, Registration] = {}  # by table
         self._refused: dict[str, str] = {}
         self._figures: dict[str, TransferTimings] = {}
         self._measured: dict[str, int] = {}
         self._tables = list(tables)
         read = read_fields(needs.fields)
-        self._fields = [field for field in read if not is_computed(field) and not field.mask_only]
+        self._fields = [f for f in read if not copy_engine.is_computed(f) and not f.mask_only]
         stored = [column_name(field) for field in self._fields]
         #: The columns that batches read, by table, in the order of the fields.
         self._names: dict[str, list[str]] = {}
@@ -108,20 +98,11 @@ class DeviceTransfer:
 
     def gatherer(self, table: Table, depth: int, way: str | None = None) -> DeviceGatherer:
         """Return a gatherer of a table, with a ring of some depth; `way`: None: the chosen method."""
-        reaches_n_step = all(
-            name is None or name in self._reaches[each.spec.name].columns
-            for each in self._tables
-            for name in n_step_columns(each)
-        )
-        transfer = FieldTransfer(
-            self.lane,
-            self._ops or table.ops,  # unused by staged fields
-            self.way if way is None else way,
-            self._is_reached,
-            reaches_n_step,
-            self._keep,
-            self._least_copy_bytes,
-        )
+        n_step = [name for each in self._tables for name in n_step_columns(each) if name is not None]
+        reaches_n_step = all(map(self._is_reached, n_step))
+        ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
+        least = self._least_copy_bytes
+        transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep, least)
         reach = self._reaches[table.spec.name]
         return DeviceGatherer(transfer, reach, table=table, depth=depth, **self._options)
 
@@ -129,8 +110,6 @@ class DeviceTransfer:
     def _num_registered(self) -> int:
         """Registered bytes of all tables."""
         return sum(registration.num_bytes for registration in self._registrations.values())
-
-    # ---- what is possible ------------------------------------------------------------------------
 
     def _kernels(self, backend: str) -> Ops | None:
         """Return ops for tensors of the device; None where only staging is possible."""
@@ -170,8 +149,6 @@ class DeviceTransfer:
             name in reach.columns for table, reach in self._reaches.items() if name in self._names[table]
         )
 
-    # ---- the choice ------------------------------------------------------------------------------
-
     def _choose(self, table: Table, num_samples: int) -> str:
         """Return the transfer method; record why others are impossible."""
         reached = [field for field in self._fields if self._is_reached(column_name(field))]
@@ -181,10 +158,11 @@ class DeviceTransfer:
             text = "; ".join(["the device reads no column in place", *why[:3]])
             self._refused |= dict.fromkeys((DIRECT, COPIES), text)
         least = self._least_copy_bytes
-        if self._ops is not None and reached and not any(suits_copies(field, least) for field in reached):
+        suited = any(copy_engine.suits_copies(field, least) for field in reached)
+        if self._ops is not None and reached and not suited:
             windows = f", of windows of at least {show_bytes(least)}" if least else ""
             self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{windows}"
-        possible, wanted = [way for way in WAYS if way not in self._refused], self._config.way
+        possible, wanted = [way for way in copy_engine.WAYS if way not in self._refused], self._config.way
         if not any(self._names.values()):  # a stage that reads no column
             return STAGED
         if wanted != "auto":
@@ -218,8 +196,6 @@ class DeviceTransfer:
             return False
         return True
 
-    # ---- batches ---------------------------------------------------------------------------------
-
     def bring(self, batch: Batch) -> Batch:
         """Copy a batch's other tensors (its samples) to the device. Called on the transfer stream."""
         here = [tensor for tensor in batch.every_tensor if tensor.device != self.lane.device]
@@ -245,8 +221,6 @@ class DeviceTransfer:
             self.lane.hand_over(arrival.event, batch.every_tensor)
             batch.arrives(None)
         return batch
-
-    # ---- the rest --------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, Any]:
         """Return the transfer method, measurements, registered bytes, and why others were not registered."""

@@ -173,10 +173,7 @@ def of_groups(tables: Sequence[Table]) -> dict[str, float]:
 
 
 def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
-    """Return how many priority updates were applied, ignored and clamped, and how many items epochs skipped.
-
-    Skipped items were evicted before their turn. Without priorities or epochs these are left out.
-    """
+    """Return the counts of priority updates, and of items that were evicted before their turn in an epoch."""
     updates: Counter[str] = Counter()
     for stream in streams:
         if stream.state.priorities is not None:

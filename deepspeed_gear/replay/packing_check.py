@@ -61,13 +61,7 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
         lengths.append(-(-rest // 2))
         rest -= lengths[-1]
     tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
-    none = torch.zeros(0)
-    return MicroBatch(
-        {} if settings.token is None else {settings.token: tokens.to(settings.device)},
-        None,
-        PackShape(np.array(lengths, np.int64), rows, 0, rows),
-        PackLoss(none, none, 0.0, 1.0),
-        PackSources(none, none, none, none, none),
-        settings.token,
-        settings.device,
-    )
+    none, shape = torch.zeros(0), PackShape(np.array(lengths, np.int64), rows, 0, rows)
+    fields = {} if settings.token is None else {settings.token: tokens.to(settings.device)}
+    loss, sources = PackLoss(none, none, 0.0, 1.0), PackSources(none, none, none, none, none)
+    return MicroBatch(fields, None, shape, loss, sources, settings.token, settings.device)

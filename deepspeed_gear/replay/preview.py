@@ -16,13 +16,8 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.pack_options import room
-from deepspeed_gear.distributed.row_exchange.exchange_plan import (
-    ReadNeeds,
-    grid,
-    needs_of,
-    readers_of,
-    shards_of,
-)
+from deepspeed_gear.distributed.row_exchange import exchange_plan
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops import load_backend
@@ -60,14 +55,8 @@ class Preview:
 def preview(
     config: GearConfig, micro: int, accumulation: int, worlds: Mapping[str, int], num_nodes: int, batches: int
 ) -> Preview:
-    """Compute the first micro batch of every rank.
-
-    Args:
-        worlds: Ranks of each axis of the grid.
-        num_nodes: Nodes, with equally many ranks each, in their order.
-        batches: Global batches to draw.
-    """
-    places = grid(worlds)
+    """Compute the first micro batch of every rank, on nodes with equally many ranks each, in their order."""
+    places = exchange_plan.grid(worlds)
     if len(places) % num_nodes:
         raise ConfigError("nodes", f"must divide the {len(places)} ranks", num_nodes, "change nodes or ranks")
     nodes = [rank * num_nodes // len(places) for rank in range(len(places))]
@@ -81,15 +70,13 @@ def preview(
     alone = {"batch_size": info.global_batch, "micro_batch_size": None, "gradient_accumulation_steps": 1}
     section = {**config.to_json(), **alone, "prefetch": 0, "verify_every": 1}
     with Replay({name: value for name, value in section.items() if value is not None}) as replay:
-        needs = {place: needs_of(place, replay.config, replay.fields) for place in places}
+        needs = {p: exchange_plan.needs_of(p, replay.config, replay.fields) for p in places}
         digests: list[int] = []
         for number in range(batches):
             batch = replay.sample()
             if number == 0:
                 ranks = [_rank(r, nodes[r], p, needs[p], batch, info) for r, p in enumerate(places)]
-                consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
-                held = _holders(replay, batch, consuming)
-                traffic = _traffic(places, nodes, needs, batch, held, info, num_nodes)
+                traffic = _traffic(needs, nodes, replay, batch, info)
             assert replay.metrics.digest is not None
             digests.append(replay.metrics.digest[1])
     return Preview(info, ranks, traffic, digests)
@@ -125,31 +112,27 @@ def _mask(batch: Batch, field: ResolvedField) -> torch.Tensor:
     return mask[:, field.part_first : field.part_first + count]
 
 
-def _holders(replay: Replay, batch: Batch, nodes: Sequence[int]) -> np.ndarray:
-    """Return which of the reading nodes holds each sample's trajectory. [B], int64."""
-    source, ids = batch.source.numpy(), batch.trajectory_id.numpy()
-    holders = np.zeros(len(ids), np.int64)
-    for index, table in enumerate(replay.config.sampled_tables):
-        dataset, mine = replay.datasets[table], source == index
-        bounds = shards_of(dataset.lengths * dataset.schema.row_bytes, len(nodes))
-        holders[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
-    return np.array(nodes)[np.minimum(holders, len(nodes) - 1)]
-
-
 def _traffic(
-    places: Sequence[RankCoordinates],
-    nodes: Sequence[int],
     needs: Mapping[RankCoordinates, ReadNeeds],
+    nodes: Sequence[int],
+    replay: Replay,
     batch: Batch,
-    held: np.ndarray,
     info: BatchInfo,
-    num_nodes: int,
 ) -> np.ndarray:
     """Count the bytes of rows that nodes receive; a row is sent to a node once, for all its readers."""
+    places, num_nodes = list(needs), nodes[-1] + 1
+    consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
+    source, ids = batch.source.numpy(), batch.trajectory_id.numpy()
+    held = np.zeros(len(ids), np.int64)  # index of the reading node that holds each trajectory, then the node
+    for index, table in enumerate(replay.config.sampled_tables):
+        dataset, mine = replay.datasets[table], source == index
+        bounds = exchange_plan.shards_of(dataset.lengths * dataset.schema.row_bytes, len(consuming))
+        held[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
+    held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
     sent = np.zeros((num_nodes, num_nodes), np.int64)
     replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
     for index in range(info.data_world):
-        for node, readers in readers_of(places, nodes, index).items():
+        for node, readers in exchange_plan.readers_of(places, nodes, index).items():
             fields = {field for place in readers for field in needs[place].fields}
             opaque = {field for place in readers for field in needs[place].opaque}
             size = sum(
@@ -210,13 +193,7 @@ def read_lengths(path: Path) -> np.ndarray:
 
 
 def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequence: int = 1) -> PackPreview:
-    """Plan the packs of one optimizer step.
-
-    Args:
-        lengths: Steps of its trajectories. [n], int64.
-        replicas: Ranks that train on different samples.
-        sequence: Ranks that share a sequence.
-    """
+    """Plan the packs of one optimizer step, whose trajectories have so many steps ([n], int64)."""
     pack = config.pack
     if pack is None:
         remedy = 'give "pack": {"tokens": ...}, or leave --lengths out'

@@ -12,16 +12,10 @@ import torch
 from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching import priority_reduction
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.batching.priority_reduction import (
-    float32_on_device,
-    mask_of,
-    mask_unseen,
-    reduce_steps,
-    refuse_empty,
-    refuse_masks,
-)
+from deepspeed_gear.batching.priority_reduction import float32_on_device
 from deepspeed_gear.batching.transfer.cuda_streams import Event, allow_captures_elsewhere, refuse_capture
 from deepspeed_gear.config.sampler_options import PriorityOptions, SamplerOptions
 from deepspeed_gear.data.splits import split_of
@@ -66,14 +60,15 @@ def report(
         late.drain()
     if given.dim() == 2 and isinstance(batch, Batch):
         if is_late:
-            chosen, differ = mask_unseen(batch, given, counts)
+            chosen, differ = priority_reduction.mask_unseen(batch, given, counts)
             none_counts = ~chosen.any(1)
             # A sample, counted from 1; 0: none.
             empty = torch.where(none_counts.any(), none_counts.float().argmax() + 1, 0)
             faults = torch.stack([differ, empty]).float()
         else:
-            chosen = mask_of(batch, given, counts)
-        values = reduce_steps(given, chosen, sampler.reduce, sampler.eta, is_checked=not is_late)
+            chosen = priority_reduction.mask_of(batch, given, counts)
+        how = sampler.reduce, sampler.eta
+        values = priority_reduction.reduce_steps(given, chosen, *how, is_checked=not is_late)
     count = batch.num_samples if isinstance(batch, Batch) else batch.num_trajectories
     if values.dim() != 1 or values.numel() != count:
         rule = f"must have shape [{count}], or [{count}, T]"
@@ -308,9 +303,9 @@ class AsyncPriorityUpdates:
             job.event.synchronize()
             differ, empty = faults.tolist()
             if differ:
-                refuse_masks()
+                priority_reduction.refuse_masks()
             if empty:
-                refuse_empty(int(empty) - 1)
+                priority_reduction.refuse_empty(int(empty) - 1)
             check_priorities(values.numpy())
             is_good = True
         except Exception as error:

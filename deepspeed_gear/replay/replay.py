@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.replay.table_warnings import ClampWarning, GroupWarning, warnings_of
+from deepspeed_gear.replay.table_warnings import warnings_of
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
@@ -46,7 +46,6 @@ from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 Ids = Sequence[int] | torch.Tensor
-T = TypeVar("T")
 
 
 class Replay(ReplayBase):
@@ -110,9 +109,8 @@ class Replay(ReplayBase):
             divisor = partial(getattr, self, "gradient_divisor")
             self._loader = self._rollouts = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
         self._checkpoint = ReplayCheckpoint(parts, self._loader, self._passes)
-        self._warnings: list[ClampWarning | GroupWarning] = []
-        if plan.topology.leads_node:  # each for its own store
-            self._warnings = warnings_of(parts.train)
+        # On each node for its own store.
+        self._warnings = warnings_of(parts.train if plan.topology.leads_node else [])
         self._questions = Readiness(parts)
         self._finalizer = weakref.finalize(self, parts.release)
 
@@ -464,18 +462,17 @@ class Replay(ReplayBase):
         self._warn()
         return missing
 
-    def _take_turn(self, action: Callable[[], T]) -> T:
+    def _take_turn(self, action: Callable[[], None]) -> None:
         """Run an action and pass the batch barrier of the ranks: an error of one rank is raised on all.
 
-        The next turn calls the action again if this one fails. Without a barrier it is only run.
+        The next turn calls the action again if this one fails.
         """
         self._check_open()
-        barrier = self._parts.barrier
-        if barrier is None:
-            return action()
-        if self._windows is None:
-            return barrier.agree(action)
-        return barrier.agree(action, self._windows.take_digest)
+        barrier, windows = self._parts.barrier, self._windows
+        if barrier is None or windows is None:  # pipelines take no packs
+            action()
+        else:
+            barrier.agree(action, windows.take_digest)
 
     # ---- priorities ------------------------------------------------------------------------------
 

@@ -148,7 +148,8 @@ class ReplayCheckpoint:
                 loading.announce()
             agree_on_quotas(exchange, plan.leads_shard, parts.train)
             parts.leave_inner_stage()
-        self._passes.continue_from(passes)
+        self._passes.begun.clear()
+        self._passes.begun.update(passes)
 
     def _changing(self) -> dict[str, Table]:
         """Return the tables whose content or priorities are not in the data set."""

@@ -16,7 +16,6 @@ from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config import AdvantageConfig
 from deepspeed_gear.config.describe_options import translate
-from deepspeed_gear.config.pack_options import RolloutConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
@@ -42,21 +41,13 @@ class Rollout(PublicNames):
 
     _internal = frozenset({"abandon", "check_open", "finish", "step"})
 
-    def __init__(
-        self,
-        data: RolloutData,
-        size: RolloutConfig,
-        keys: tuple[int, int],
-        consume: Callable[[], None],
-        steps_done: int = 0,
-    ) -> None:
-        self._data, self._size, self.number = data, size, data.number
-        self._keys = keys  # seed and 32-bit stream key of the shuffled orders
+    def __init__(self, data: RolloutData, consume: Callable[[], None], steps_done: int = 0) -> None:
+        self._data, self._size, self.number = data, data.settings.size, data.number
         self._consume = consume  # releases its rows, and lets the next one begin
         self.num_items = data.num_items
         self.num_tokens = data.num_tokens
         self.num_trajectories = len(data.lengths)
-        self._minibatches = min(size.minibatches, max(data.num_items, 1))
+        self._minibatches = min(self._size.minibatches, max(data.num_items, 1))
         self.columns: Mapping[str, torch.Tensor] = data.columns
         self.steps_done, self._is_closed = steps_done, False
 
@@ -334,7 +325,7 @@ class Rollout(PublicNames):
         order = torch.arange(count)
         if self._size.shuffle and count:
             turn = self.number * self._size.epochs + epoch
-            self._data.ops.permute_(order, *self._keys, turn, 0, count)
+            self._data.ops.permute_(order, *self._data.settings.keys, turn, 0, count)
         # 7 items in 3 minibatches are [0:2], [2:4] and [4:7]; with "drop" [0:2], [2:4] and [4:6].
         first, end = (count * part // parts for part in (minibatch, minibatch + 1))
         if self._size.partial == "drop":

@@ -18,7 +18,7 @@ from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.config import AdvantageConfig, ResolvedField
-from deepspeed_gear.config.pack_options import LossConfig, PackConfig, room
+from deepspeed_gear.config.pack_options import LossConfig, PackConfig, RolloutConfig, room
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
@@ -47,6 +47,8 @@ class PackSettings:
 
     pack: PackConfig
     loss: LossConfig
+    size: RolloutConfig
+    keys: tuple[int, int]  # seed and 32-bit stream key of the shuffled orders
     place: RankCoordinates
     device: torch.device
     schema: Schema  # of the first table; all have the fields of a pack
@@ -141,14 +143,9 @@ class TablePart:
             assert shard is not None
             self._own = np.nonzero((origins >> SHARD_BITS == shard.index) & contributes)[0]
             #: Which nodes have the rows of which trajectories. Every rank keeps the same account.
-            self.places = TrajectoryPlaces(
-                origins,
-                self.rows[:, Resolution.NUM_STEPS].numpy(),
-                routes.final_row,
-                routes.num_nodes,
-                routes.index,
-                copies_own=not table.gathers_own_rows,
-            )
+            steps, copies_own = self.rows[:, Resolution.NUM_STEPS].numpy(), not table.gathers_own_rows
+            nodes = routes.final_row, routes.num_nodes, routes.index
+            self.places = TrajectoryPlaces(origins, steps, *nodes, copies_own)
 
     def _join(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
@@ -388,8 +385,6 @@ class RolloutData:
             rows[moves.samples, Resolution.FIRST_ROW] = row + room.first_row + moves.first_row
             rows[moves.samples, Resolution.SLOT] = slot + room.first_slot + moves.slot
 
-    # ---- packs -----------------------------------------------------------------------------------
-
     def pack(self, packs: PackSequence, number: int, fill: Fill | None = None) -> MicroBatch:
         """Gather this rank's part of one of its packs."""
         begin, settings, place = time.perf_counter(), self.settings, self.settings.place
@@ -414,8 +409,8 @@ class RolloutData:
         gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
         own_columns = self._own_columns(index, shape)
         mask = own_columns.pop(MASK)
-        weights = packs.weights[index].astype(np.float32)
-        token_weights = torch.from_numpy(shape.spread(weights)).mul_(mask)
+        spread = shape.spread(packs.weights[index].astype(np.float32))
+        token_weights = torch.from_numpy(spread).mul_(mask)
         share = int(np.count_nonzero(mask.numpy())) / max(packs.loss_tokens, 1)
         targets = tensors.pop(TARGETS, None)
         tensors.update(own_columns)
@@ -430,30 +425,14 @@ class RolloutData:
                 read = read_opaque(table.table, field.column, records)
                 for at, value in zip(own.tolist(), read, strict=True):
                     opaque[field.name][at] = value
-        micro = MicroBatch(
-            made,
-            None if targets is None else targets.to(device)[None],
-            shape,
-            PackLoss(
-                mask.to(device),
-                token_weights.to(device),
-                share,
-                self.session.divisor(),
-                settings.reduce,
-                settings.loss.by,
-            ),
-            PackSources(
-                which,
-                self.records[which],
-                torch.from_numpy(self.source[index]),
-                torch.from_numpy(self.item[index]),
-                self._is_weight[which],
-                fill,
-                opaque,
-            ),
-            settings.token,
-            device,
-        )
+        targets = None if targets is None else targets.to(device)[None]
+        mask, token_weights = mask.to(device), token_weights.to(device)
+        how = self.session.divisor(), settings.reduce, settings.loss.by
+        loss = PackLoss(mask, token_weights, share, *how)
+        source, item = torch.from_numpy(self.source[index]), torch.from_numpy(self.item[index])
+        weights = self._is_weight[which]
+        sources = PackSources(which, self.records[which], source, item, weights, fill, opaque)
+        micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
 
@@ -468,8 +447,6 @@ class RolloutData:
             places, spec, pads = torch.from_numpy(shape.starts), _STEPS * len(outs), [0.0] * len(outs)
             self.ops.pack_(into, columns, none, none, records, places, spec, pads, shape.first, rows)
         return outs
-
-    # ---- columns of this rollout batch -------------------------------------------------------------
 
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch: a value of each trajectory, [n], or place, [num_tokens]."""

@@ -20,18 +20,12 @@ from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay import rollout_data
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_data import (
-    PackSettings,
-    Records,
-    RolloutData,
-    RolloutSession,
-    TablePart,
-    item_numbers,
-)
+from deepspeed_gear.replay.rollout_data import Records, RolloutData, RolloutSession, TablePart, item_numbers
 from deepspeed_gear.sampling.mass_rules import key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
@@ -92,11 +86,12 @@ class RolloutLoader:
         self._tables, self._streams = config.sampled_tables, parts.train
         self._is_rollout = config.batch is None
         first = self._tables[0]
-        self._keys = config.seed, key_of(first, "minibatches")
         group = config.resolved_tables[first].group
-        self.settings = PackSettings(
+        self.settings = rollout_data.PackSettings(
             pack=config.pack,
             loss=config.loss,
+            size=self._size,
+            keys=(config.seed, key_of(first, "minibatches")),
             place=plan.topology.place,
             device=device,
             schema=plan.schemas[first],
@@ -113,8 +108,9 @@ class RolloutLoader:
         self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
-        # What the next rollout batch goes on with, its number, its first item in the first one of `_held`.
-        self._resumed, self._number, self._first_item = LoaderPosition(position.start(self._tables)), 0, 0
+        # The number of the next rollout batch, and its first item in the first one of `_held`.
+        self._number, self._first_item = 0, 0
+        self._resumed = LoaderPosition(position.start(self._tables))
         self.seek(self._resumed)
 
     def next(self) -> Rollout:
@@ -139,7 +135,7 @@ class RolloutLoader:
 
         if num_tokens is not None:
             self.session.agree(check_tokens)
-        made = Rollout(data, self._size, self._keys, self._consume, known.get("steps_done", 0))
+        made = Rollout(data, self._consume, known.get("steps_done", 0))
         data.columns.update(resumed.columns)
         self._resumed, self._current = LoaderPosition(resumed.at), made
         self._metrics.waited(time.perf_counter() - begin, self._epoch)
@@ -151,8 +147,6 @@ class RolloutLoader:
             remedy = 'give "batch" instead of "rollout", or iterate over rollout()'
             raise ConfigError("gear.batch", "must be given for steps without a rollout batch", None, remedy)
         return self.next().step(0)
-
-    # ---- the stream of items ---------------------------------------------------------------------
 
     def _take(self) -> list[Records]:
         """Return the trajectories of the next rollout batch, by table.
@@ -169,8 +163,6 @@ class RolloutLoader:
             first, left = 0, left - (end - first)
             if not left:
                 break
-        if len(taken) == 1:
-            return taken[0]
         by_table = zip(*taken, strict=True)
         return [Records(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
@@ -228,8 +220,6 @@ class RolloutLoader:
             parts.append(Records(records, weights, origins[: len(records)].clone()))
         return SelectedItems(key, heads, parts)
 
-    # ---- position --------------------------------------------------------------------------------
-
     @property
     def _under_way(self) -> Rollout | None:
         """The rollout batch that is being trained."""
@@ -273,7 +263,7 @@ class RolloutLoader:
         self._number, self._first_item = known["number"], known["first_item"]
         self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
         self._num_taken = 0  # items of the batch that was taken last, until it is consumed
-        self._resumed, self._current = to, None
+        self._resumed, self._current = to, None  # what the next rollout batch goes on with
 
     def abandon(self) -> None:
         """End the rollout batch that is being trained without consuming it."""

@@ -18,6 +18,7 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
+from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import Control, Peer, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
@@ -67,8 +68,7 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
     def value(column: Column, rows: np.ndarray) -> Any:
         if column.is_opaque:
             return decode(rows, column, f"table {table.spec.name}: column {column.name}")
-        tensor = torch.from_numpy(np.ascontiguousarray(rows)).reshape(rows.shape)
-        return tensor.view(torch.bfloat16) if column.dtype == "bfloat16" else tensor
+        return as_tensor(np.ascontiguousarray(rows).reshape(rows.shape), column.dtype)
 
     return [{column.name: value(column, rows[column.name]) for column in table.spec.schema} for rows in found]
 

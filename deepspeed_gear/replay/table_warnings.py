@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
+from deepspeed_gear.context import LOG
 from deepspeed_gear.ops.constants import EXACT_MASS_BITS, MASS_BITS
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.priority_masses import WINDOW, PriorityMasses
+from deepspeed_gear.sampling.priority_masses import WINDOW
 from deepspeed_gear.sampling.rate_limiting import MOST_ASKED
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.records import Control, Head
 
-LOG = logging.getLogger("deepspeed_gear")
 MOST_REJECTED = 10  # batches of groups that may fail the conditions while one batch is generated
 MOST_CLAMPED = 1e-3  # fraction of the updates that may be clamped without a warning
 PAUSE_S = 600.0  # between two warnings of one kind
@@ -56,16 +55,10 @@ class ClampWarning:
             return
         self._next = time.monotonic() + PAUSE_S
         LOG.warning(
-            "gear: table %s: priority ** alpha should be in [2^%d, 2^%d], got %d of %d reports outside %s: "
-            "smaller ones are rounded by more than 1%%, larger ones count as the bound; scale or clip what "
-            "is reported, or lower sampler.alpha; with sampler.initial an outlier is not the first priority "
-            "of new items",
-            self._table,
-            EXACT_MASS_BITS - MASS_BITS,
-            self._largest,
-            clamped,
-            applied,
-            when,
+            f"gear: table {self._table}: priority ** alpha should be in [2^{EXACT_MASS_BITS - MASS_BITS}, "
+            f"2^{self._largest}], got {clamped} of {applied} reports outside {when}: smaller ones are "
+            "rounded by more than 1%, larger ones count as the bound; scale or clip what is reported, or "
+            "lower sampler.alpha; with sampler.initial an outlier is not the first priority of new items"
         )
 
 
@@ -138,12 +131,10 @@ def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarn
     for stream in streams:
         masses, groups = stream.state.priorities, stream.table.groups
         if masses is not None:
-            counts, most_bits = partial(_counts, masses), masses.rule.most_bits
-            found.append(ClampWarning(stream.table.spec.name, most_bits, counts, masses.recent))
+            name, most_bits = stream.table.spec.name, masses.rule.most_bits
+            # `recent` has how many were applied.
+            counts = partial(lambda of: (0, of.num_clamped()), masses)
+            found.append(ClampWarning(name, most_bits, counts, masses.recent))
         if groups is not None and stream.table.spec.dataset is None:
             found.append(GroupWarning(stream, groups))
     return found
-
-
-def _counts(masses: PriorityMasses) -> tuple[int, int]:
-    return 0, masses.num_clamped()  # `recent` has how many were applied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.context import LOG
 from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import ConfigError, DataError, StoreError
 from deepspeed_gear.public_names import PublicNames
@@ -19,7 +19,6 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 
-LOG = logging.getLogger("deepspeed_gear")
 LONGEST = 128  # steps of a trajectory, where no field reads others: rows for it are reserved and freed
 MARGIN = 32  # one of so many transitions is held besides: free rows may be scattered
 FIRST_CHECK = 256  # gaps before the log may have a warning
@@ -156,8 +155,6 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self._begins_anew = False  # after an error, which may have come before or after the step was taken
         self._num_gaps = self._num_resets = 0
 
-    # ---- adding ----------------------------------------------------------------------------------
-
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> None:
         """Add a transition of every environment.
 
@@ -200,40 +197,34 @@ class TransitionBuffer(ProcessBound, PublicNames):
             begins = np.ones(self.num_envs, bool)
         else:
             begins = differs | fresh if self._resets_itself else differs | ended
-            self._note_gaps(int((differs & ~ended).sum()))
-            if self._resets_itself:
-                self._note_resets(int((differs & ended & ~fresh).sum()))
+            num_resets = int((differs & ended & ~fresh).sum()) if self._resets_itself else 0
+            self._note(int((differs & ~ended).sum()), num_resets)
         if begins.any():
             writer.reset(begins, observation=observations)
         self._begins_anew = False
 
-    def _note_resets(self, num_resets: int) -> None:
-        """Log a warning, once, if steps after the ends of episodes do not begin at their last states."""
-        before = self._num_resets
-        self._num_resets += num_resets
+    def _note(self, num_gaps: int, num_resets: int) -> None:
+        """Log a warning, once, if steps after the ends of episodes do not begin at their last states.
+
+        And if transitions are added out of order: a gap stores an observation twice.
+        """
+        gaps, resets, added = self._num_gaps, self._num_resets, self._writer.num_steps
+        self._num_gaps, self._num_resets = gaps + num_gaps, resets + num_resets
         are_most = self._num_resets > self._writer.num_trajectories / 2
-        if before < FIRST_RESETS <= self._num_resets and are_most:
+        if resets < FIRST_RESETS <= self._num_resets and are_most:
             LOG.warning(
                 'gear: TransitionBuffer: autoreset "next_step": obs after the end of an episode should be '
-                "its last next_obs, in the step that resets it, got another one after %d episodes: "
-                "give the environment as n_envs, or its own autoreset mode",
-                self._num_resets,
+                f"its last next_obs, in the step that resets it, got another one after {self._num_resets} "
+                "episodes: give the environment as n_envs, or its own autoreset mode"
             )
 
-    def _note_gaps(self, num_gaps: int) -> None:
-        """Log a warning, once, if transitions are added out of order: a gap stores an observation twice."""
-        before, added = self._num_gaps, self._writer.num_steps
-        self._num_gaps += num_gaps
-        if before < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
+        if gaps < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
             LOG.warning(
                 "gear: TransitionBuffer: obs should be the next_obs of the environment's transition before "
-                "it, unless an episode begins, got %d others in %d transitions; each begins a trajectory, "
-                "and fewer transitions are held: add them in order, with obs as the policy gets them",
-                self._num_gaps,
-                added,
+                f"it, unless an episode begins, got {self._num_gaps} others in {added} transitions; each "
+                "begins a trajectory, and fewer transitions are held: add them in order, with obs as the "
+                "policy gets them"
             )
-
-    # ---- sampling --------------------------------------------------------------------------------
 
     def sample(self, batch_size: int | None = None) -> TransitionSamples:
         """Return a batch of transitions.
@@ -254,17 +245,10 @@ class TransitionBuffer(ProcessBound, PublicNames):
         else:
             reward, discount = batch["return_n"], batch["discount"]
             done, discounts = (discount == 0).float(), discount.unsqueeze(1)
-        return TransitionSamples(
-            _with_shape(batch["observation"]),
-            _with_shape(batch["action"]),
-            _with_shape(batch["next_observation"]),
-            done.unsqueeze(1),
-            reward.unsqueeze(1),
-            discounts,
-            batch,
-        )
-
-    # ---- state -----------------------------------------------------------------------------------
+        names = ("observation", "action", "next_observation")
+        before, action, after = (batch[n] if batch[n].dim() > 1 else batch[n].unsqueeze(1) for n in names)
+        done, reward = done.unsqueeze(1), reward.unsqueeze(1)
+        return TransitionSamples(before, action, after, done, reward, discounts, batch)
 
     def __len__(self) -> int:
         """Return the number of transitions that the buffer holds."""
@@ -276,11 +260,6 @@ class TransitionBuffer(ProcessBound, PublicNames):
     def close(self) -> None:
         """Close the replay; safe to call twice."""
         self.replay.close()
-
-
-def _with_shape(tensor: torch.Tensor) -> torch.Tensor:
-    """Return [B, 1] for [B], any other tensor as it is."""
-    return tensor.unsqueeze(1) if tensor.dim() == 1 else tensor
 
 
 def _column(role: str, space: Any, rows: Any) -> Column:

@@ -91,7 +91,7 @@ def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
     session = RolloutSession(ControlPlane(), None, False, lambda: float(place.data_world))
     there = RolloutData(data.parts, settings, data.ops, session, data.number)
     there.columns = dict(data.columns)
-    return Rollout(there, rollout._size, rollout._keys, lambda: None)
+    return Rollout(there, lambda: None)
 
 
 def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:
