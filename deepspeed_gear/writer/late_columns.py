@@ -54,15 +54,19 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
         if written:
             rule = "must be written once"
             raise DataError(f"{name}: column {written[0]}", rule, f"id {trajectory_id} has it")
-        rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
-        for column, array in arrays.items():
-            if rows[column].shape != array.shape:
-                raise DataError(
-                    f"{name}: column {column}", f"must have the rows of {steps} steps", len(array)
-                )
-        for column, array in arrays.items():
-            rows[column][...] = array
+        _write(table, slot, arrays)
         if table.groups is not None:
             table.groups.note_time(slot)
         retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
         table.extents.note(slot)
+
+
+def _write(table: Table, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
+    """Check the lengths of late columns, then write their rows. Requires the lock."""
+    rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
+    for column, array in arrays.items():
+        if rows[column].shape != array.shape:
+            rule = f"must have the rows of {steps} steps"
+            raise DataError(f"table {table.spec.name}: column {column}", rule, len(array))
+    for column, array in arrays.items():
+        rows[column][...] = array
