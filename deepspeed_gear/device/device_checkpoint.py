@@ -77,7 +77,7 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
     def write(save_id: str) -> dict[str, dict[str, str]]:
         written = {}
         for name, table in tables.items() if _leads(plan) else ():
-            part = save_folders.partial_of(folder, name) / f"shard-{plan.topology.data_rank}"
+            part = save_folders.partial_of(folder, name) / f"shard-{plan.topology.place.data_rank}"
             part.mkdir()
             torch.save(saved_content(plan, name, table), part / CONTENT)
             manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
@@ -97,7 +97,7 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     which rank 0 logs.
     """
     exchange, what = plan.exchange, "loading the table on the device"
-    replica, replicas = plan.topology.data_rank, plan.info.data_world
+    replica, replicas = plan.topology.place.data_rank, plan.info.data_world
 
     def read() -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
         save, content, left_out = save_folders.save_of(state), {}, {}

@@ -33,7 +33,7 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     NCCL refuses, use gloo and host memory.
     """
     topology, group = plan.topology, plan.group
-    mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.data_rank]
+    mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.place.data_rank]
     if len(mine) == 1:
         return None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -42,7 +42,7 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
     source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)
     backend = "gloo" if gpu is None or is_staged else "nccl"
-    made = lane(tuple(sorted(ranks)), f"replica {topology.data_rank}", plan.config.timeout_s, backend)
+    made = lane(tuple(sorted(ranks)), f"replica {topology.place.data_rank}", plan.config.timeout_s, backend)
 
     def broadcast(values: Tensor) -> None:
         there = values.cpu() if is_staged else values
@@ -62,7 +62,7 @@ class DeviceLoader:
     """
 
     def __init__(self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object) -> None:
-        self._mixture, self._data_rank = mixture, plan.topology.data_rank
+        self._mixture, self._data_rank = mixture, plan.topology.place.data_rank
         #: Of this replica's ranks; None: it is one rank, or nothing is reported.
         self._broadcast = replica_broadcast(plan, mixture.device) if mixture.is_prioritized else None
         self._burn_in, self._owner = burn_in, owner

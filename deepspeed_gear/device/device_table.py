@@ -105,7 +105,7 @@ class DeviceTable:
         self._unit = MassUnit.TRAJECTORY if by_slot else table.items.unit
         normalize = Normalize.NONE if spec.priorities is None else NORMALIZE_CODES[spec.priorities.normalize]
         # The i-th sample since the beginning has the number i * data_world + data_rank.
-        numbers = plan.info.data_world, plan.topology.data_rank
+        numbers = plan.info.data_world, plan.topology.place.data_rank
         self._draw = [spec.seed, spec.key, *numbers, int(spec.is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:

@@ -89,14 +89,6 @@ class Topology:
         return self.places[self.rank]
 
     @property
-    def data_rank(self) -> int:
-        return self.place.data_rank
-
-    @property
-    def data_world(self) -> int:
-        return self.place.data_world
-
-    @property
     def num_nodes(self) -> int:
         return len(set(self.nodes))
 

@@ -99,7 +99,7 @@ class Replay(ReplayBase):
         self.metrics, self._late_updates = Metrics(), parts.late_updates
         self._passes = Evaluation(parts)
         #: What the framework divides the sum of all ranks' gradients by: packed losses are multiplied by it.
-        self.gradient_divisor = float(plan.topology.data_world)
+        self.gradient_divisor = float(plan.topology.place.data_world)
         self._loader: BatchLoader | RolloutLoader
         self._windows: BatchLoader | None = None
         self._rollouts: RolloutLoader | None = None

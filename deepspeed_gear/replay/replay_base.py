@@ -79,7 +79,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     @property
     def num_replicas(self) -> int:
         """Replicas that share a global batch, each with its tensor, sequence and pipeline ranks."""
-        return self._topology.data_world
+        return self._topology.place.data_world
 
     @property
     def node(self) -> int:

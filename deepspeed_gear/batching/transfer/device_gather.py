@@ -110,11 +110,6 @@ class DeviceGatherer(Gatherer):
     def totals(self) -> torch.Tensor:
         return self.counters + self._counters_seen
 
-    @property
-    def ways(self) -> dict[str, str]:
-        """The transfer method of each field."""
-        return {field.name: way for field, way in zip(self._fields, self._ways, strict=True)}
-
     # ---- transfer methods ---------------------------------------------------------------------
 
     def _divide(self, num_samples: int) -> None:
