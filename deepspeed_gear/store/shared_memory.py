@@ -246,12 +246,6 @@ class SharedMemory:
         os.unlink(self.path)
         self.path = SHM
 
-    def holds_any(self, peers: range) -> bool:
-        """Return whether a process with one of some consecutive indices is attached."""
-        if self.peer in peers and not self._closed:
-            return True
-        return len(peers) > 0 and is_held(self.fd, peers.start, len(peers))
-
     def is_alive(self, peer: int) -> bool:
         """Return whether the process with this index is attached."""
         return not self._closed if peer == self.peer else is_held(self.fd, peer, 1)

@@ -27,7 +27,7 @@ from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.retention import RateLimiter
 from deepspeed_gear.store.row_allocator import RowAllocator
-from deepspeed_gear.store.shared_memory import SharedMemory
+from deepspeed_gear.store.shared_memory import SharedMemory, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
 
@@ -169,7 +169,8 @@ class Table:
     @property
     def has_living_rank(self) -> bool:
         """Whether a rank is attached; a store without one belongs to a run that has ended."""
-        return self.memory.holds_any(range(self.spec.num_peers))
+        own, count = self.memory.peer, self.spec.num_peers
+        return (own < count and self.memory.is_alive(own)) or is_held(self.memory.fd, 0, count)
 
     # ---- reading ---------------------------------------------------------------------------------
 
