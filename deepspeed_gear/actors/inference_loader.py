@@ -135,9 +135,8 @@ class InferenceLoader(ProcessBound):
         library = str(store.ops.native.__file__)
         steps = steps if limit is None else min(steps, limit)
         places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
-        slots = self._slots = InferenceMailbox.create(
-            places, store, store.memory.peer, config.shared_memory.huge_pages
-        )
+        peer, huge_pages = store.memory.peer, config.shared_memory.huge_pages
+        slots = self._slots = InferenceMailbox.create(places, store, peer, huge_pages)
         self.device = replay.device
         # Values of the columns that are asked for: by place if a column has one per trajectory, else by row.
         self._asked: dict[str, tuple[torch.Tensor, bool]] = {}

@@ -58,27 +58,18 @@ class MailboxPlaces:
 
     def layout(self) -> Layout:
         """Return the layout of the file."""
-        columns = [
-            Region(f"column/{c.name}", str(c.numpy_dtype), (self.count, self.length + 1, *c.shape))
-            for c in self.schema.step_columns
+        regions = [
+            Region("control", "int64", (16,)),
+            Region("bells", "uint32", (1 + self.count, BELL_WORDS)),
+            Region("states", "int32", (self.count,)),
+            Region("places", "int64", (4, self.count)),
         ]
-        values = [
-            Region(f"value/{c.name}", str(c.numpy_dtype), (self.count, *c.shape))
-            for c in self.schema.trajectory_columns
-            if c.name in self.asks
-        ]
-        meaning = {**vars(self), "schema": self.schema.to_json()}
-        return Layout.of(
-            [
-                Region("control", "int64", (16,)),
-                Region("bells", "uint32", (1 + self.count, BELL_WORDS)),
-                Region("states", "int32", (self.count,)),
-                Region("places", "int64", (4, self.count)),
-                *columns,
-                *values,
-            ],
-            {"inference": meaning},
-        )
+        for column in self.schema:
+            dtype, kind = str(column.numpy_dtype), "value" if column.rows == "1" else "column"
+            rows = (self.count,) if kind == "value" else (self.count, self.length + 1)
+            if kind == "column" or column.name in self.asks:
+                regions.append(Region(f"{kind}/{column.name}", dtype, (*rows, *column.shape)))
+        return Layout.of(regions, {"inference": {**vars(self), "schema": self.schema.to_json()}})
 
 
 class InferenceMailbox:

@@ -260,20 +260,9 @@ class Gatherer:
             if is_new:
                 self._mask_lengths.append(part)
             self._mask_of[field.name] = mask
-            self._specs.append(
-                GatherSpec(
-                    rows.source,
-                    field.first,
-                    field.length or 1,
-                    ALIGNS[field.align],
-                    int(field.follows),
-                    PADS[field.pad_kind],
-                    rows.elements,
-                    mask if is_new else -1,
-                    field.part_first,
-                    part or 1,
-                )
-            )
+            own_mask, align, pad = mask if is_new else -1, ALIGNS[field.align], PADS[field.pad_kind]
+            window = rows.source, field.first, field.length or 1, align, int(field.follows), pad
+            self._specs.append(GatherSpec(*window, rows.elements, own_mask, field.part_first, part or 1))
             self._shapes.append(((*(() if part is None else (part,)), *rows.shape), rows.dtype))
             if field.hindsight is not None:
                 achieved = table.gather_source(field.hindsight.name)

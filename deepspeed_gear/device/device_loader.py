@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 import torch.distributed as dist
@@ -71,8 +72,8 @@ class DeviceLoader:
         self._all = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device)
         self._all_weights = torch.ones(count if mixture.is_prioritized else 0, device=mixture.device)
         self._later = [mixture.buffers(info.micro) for _ in range(info.accumulation - 1)]
-        self._ring: list[DeviceBatch] = []
-        self.next_micro, self._turn = 0, 0
+        self._ring: Iterator[DeviceBatch] | None = None
+        self.next_micro = 0
         # Priority updates of some micro batches of a global batch: records and values.
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         later = [tensor for buffers in self._later for tensor in buffers.all]
@@ -122,11 +123,10 @@ class DeviceLoader:
 
     def next(self) -> DeviceBatch:
         """Fill the next batch of a ring of max(2, accumulation) batches."""
-        if not self._ring:
-            self._ring = [self.new_batch() for _ in range(max(2, self._info.accumulation))]
-        batch = self._ring[self._turn]
+        if self._ring is None:
+            self._ring = cycle([self.new_batch() for _ in range(max(2, self._info.accumulation))])
+        batch = next(self._ring)
         self.fill_(batch)
-        self._turn = (self._turn + 1) % len(self._ring)
         return batch
 
     def begin_anew(self) -> None:

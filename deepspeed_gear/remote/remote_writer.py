@@ -229,9 +229,8 @@ class Sender:
                 if not self._items and now >= until:
                     return []
                 left = self._items[0].since + self._options.linger_s - now if self._items else _LOOK_S
-                if self._items and (
-                    self._flushes or self._num_bytes >= self._options.batch_bytes or left <= 0
-                ):
+                is_full = self._num_bytes >= self._options.batch_bytes
+                if self._items and (self._flushes or is_full or left <= 0):
                     batch: list[QueuedTrajectory] = []
                     total = 0
                     for item in self._items:
@@ -430,9 +429,8 @@ class RemoteWriter(ProcessBound):
             rule = f"must have at most {show_bytes(self._max_bytes)}, the gateway's --max-message"
             remedy = "divide it, or raise --max-message"
             raise DataError(f"{name}: trajectory", rule, show_bytes(num_bytes), remedy)
-        number = self._sender.put(
-            {name: np.array(array, order="C") for name, array in arrays.items()}, num_bytes
-        )
+        copies = {name: np.array(array, order="C") for name, array in arrays.items()}
+        number = self._sender.put(copies, num_bytes)
         self.num_added += 1
         self.num_steps_added += num_steps
         return number
