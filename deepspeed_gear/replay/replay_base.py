@@ -74,8 +74,6 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             raise ConfigError("table", f"must be one of {', '.join(known)}", name)
         return name
 
-    # ---- ranks -----------------------------------------------------------------------------------
-
     @property
     def num_replicas(self) -> int:
         """Replicas that share a global batch, each with its tensor, sequence and pipeline ranks."""
@@ -90,8 +88,6 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     def is_node_leader(self) -> bool:
         """Whether this rank is its node's leader, for example to start the node's actors."""
         return self._topology.leads_node
-
-    # ---- sampling --------------------------------------------------------------------------------
 
     @property
     def transform(self) -> Transform | None:
@@ -154,8 +150,6 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         self._check_open()
         return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
 
-    # ---- normalisation ---------------------------------------------------------------------------
-
     @cached_property
     def normalizer(self) -> Normalizer:
         """The conversions of all fields; usable without this replay, and in other processes."""
@@ -170,15 +164,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         """Convert an output of the model to a field's column's units; see `Normalizer.denormalize`."""
         return self.normalizer.denormalize(name, values)
 
-    # ---- priorities ------------------------------------------------------------------------------
-
     @abstractmethod
     def update_priorities(
         self, batch: Batch, priorities: torch.Tensor, mask: torch.Tensor | None = None
     ) -> None:
         """Report the priorities of a batch's items, [B] or [B, T], for later selections."""
-
-    # ---- checkpoints -----------------------------------------------------------------------------
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -294,8 +284,6 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             The state of the save, which the next one into this folder keeps; None for a position alone.
         """
 
-    # ---- statistics ------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def num_steps(self) -> int:
@@ -332,8 +320,6 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     @abstractmethod
     def _totals(self) -> Progress:
         """Return the progress since this replay was made."""
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
