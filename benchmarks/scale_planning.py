@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from fixed_cost import Timers
 
-from deepspeed_gear.config import UniformSampler, check_against, parse
+from deepspeed_gear.config import check_against, parse
+from deepspeed_gear.config.sampler_options import UniformSampler
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
 from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, layout_of

@@ -17,9 +17,10 @@ from torch.autograd.graph import increment_version
 from torch.torch_version import TorchVersion
 
 from deepspeed_gear.batching.batch import Batch, BatchLifetime, storage_of
-from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
+from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError

@@ -69,7 +69,6 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the config and the script, and print the command that starts them."""
     slots = {} if args.hostfile is None else read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
     if args.hostfile is not None:  # DeepSpeed sends no variables of the shell; hosts may have other devices

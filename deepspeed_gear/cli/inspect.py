@@ -130,7 +130,6 @@ def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
 
 
 def dataset_lines(summary: dict[str, Any]) -> list[str]:
-    """Return what `gear inspect` prints of a data set."""
     lines = [
         f"{summary['path']}",
         f"  fingerprint   {summary['fingerprint']}" + ("  (verified)" if summary["verified"] else ""),

@@ -190,10 +190,11 @@ def of_saved(folder: Path) -> Distribution:
     items, held = (leaves, leaves) if priorities is None else (priorities, bases)
     if items is None or held is None:
         raise CheckpointError(str(folder), "must be of a table that is sampled", None)
-    drawable = items > 0
+    drawable, lengths, groups = items > 0, None, None
     if slots is not None:  # what was evicted since the latest selection is not drawable
         is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
         drawable &= is_held[rows_of(slots)[2]] if has_steps and priorities is not None else is_held
+        lengths, groups = slots[is_held, Slot.NUM_STEPS], _saved_groups(found, is_held)
     masses = items[drawable].astype(np.float64)
     if priorities is not None and alpha is not None:
         # priority ** alpha in units of 2^-24, to the precision of float64
@@ -210,10 +211,6 @@ def of_saved(folder: Path) -> Distribution:
         by_steps = has_steps and priorities is not None
         more = np.maximum(queued - held, 0) if by_steps else (queued > 0) & (held == 0)
         waiting = int(more.sum())
-    lengths, groups = None, None
-    if slots is not None:
-        committed = slots[:, Slot.STATE] == SlotState.COMMITTED
-        lengths, groups = slots[committed, Slot.NUM_STEPS], _saved_groups(found, committed)
     return Distribution(
         table=save_folders.table_in(folder),
         kind=known.get("kind", ""),

@@ -71,7 +71,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(found: Preview) -> dict[str, Any]:
-    """Return a preview, JSON-able."""
     return {
         "global_batch": found.info.global_batch,
         "micro": found.info.micro,

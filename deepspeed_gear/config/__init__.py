@@ -14,27 +14,9 @@ from deepspeed_gear.config.field_checks import ResolvedField as ResolvedField
 from deepspeed_gear.config.field_checks import check_against as check_against
 from deepspeed_gear.config.model import GearConfig as GearConfig
 from deepspeed_gear.config.model import difference as difference
-from deepspeed_gear.config.options import AdvantageConfig as AdvantageConfig
-from deepspeed_gear.config.options import FieldConfig as FieldConfig
-from deepspeed_gear.config.options import NStepConfig as NStepConfig
-from deepspeed_gear.config.options import PipelineConfig as PipelineConfig
-from deepspeed_gear.config.sampler_options import CustomSampler as CustomSampler
 from deepspeed_gear.config.sampler_options import DrawingOptions as DrawingOptions
-from deepspeed_gear.config.sampler_options import EpochSampler as EpochSampler
-from deepspeed_gear.config.sampler_options import EveryConfig as EveryConfig
-from deepspeed_gear.config.sampler_options import FifoSampler as FifoSampler
-from deepspeed_gear.config.sampler_options import LengthSampler as LengthSampler
-from deepspeed_gear.config.sampler_options import LifoSampler as LifoSampler
-from deepspeed_gear.config.sampler_options import MixtureSampler as MixtureSampler
-from deepspeed_gear.config.sampler_options import PrioritizedSampler as PrioritizedSampler
 from deepspeed_gear.config.sampler_options import PriorityOptions as PriorityOptions
-from deepspeed_gear.config.sampler_options import RecentSampler as RecentSampler
 from deepspeed_gear.config.sampler_options import SamplerOptions as SamplerOptions
-from deepspeed_gear.config.sampler_options import TopKSampler as TopKSampler
-from deepspeed_gear.config.sampler_options import UniformSampler as UniformSampler
-from deepspeed_gear.config.sampler_options import WeightedSampler as WeightedSampler
-from deepspeed_gear.config.schedules import value_at as value_at
-from deepspeed_gear.config.table_options import TableConfig as TableConfig
 from deepspeed_gear.errors import ConfigError
 
 

@@ -79,7 +79,6 @@ def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
 
 
 def refuse_batch_sizes(config: GearOptions) -> None:
-    """Raise ConfigError for batch sizes where an engine gives them."""
     for option, of_the_engine in zip(("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True):
         remedy = f"use {of_the_engine} of ds_config.json"
         Part("gear", config).leave_out(option, "with an engine or a ds_config", remedy)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.data.splits import split_of
+from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.schema import Column, Schema
 
@@ -140,11 +141,8 @@ class Moments:
 
 
 @np.errstate(invalid="ignore")  # signalling NaNs
-def as_float64(array: NDArray[Any], dtype: str) -> Float64:
-    """Return values as float64; bool as 0 and 1, bfloat16 from its stored uint16 bits."""
-    if dtype == "bfloat16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    return array.astype(np.float64)
+def _as_float64(array: NDArray[Any], column: Column) -> Float64:
+    return as_numbers(array, column).astype(np.float64)
 
 
 def sample_positions(num_rows: int, num_sampled: int) -> Int64:
@@ -160,14 +158,14 @@ def sample_positions(num_rows: int, num_sampled: int) -> Int64:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def _quantiles(sample: NDArray[Any], dtype: str) -> dict[str, Float64]:
+def _quantiles(sample: NDArray[Any], column: Column) -> dict[str, Float64]:
     """Return the quantiles of each element over the sampled rows. sample: [m, elements]."""
     num_elements = sample.shape[1]
     result = np.full((len(QUANTILES), num_elements), np.nan)
     levels = [float(level) for level in QUANTILES]
     group = max(1, _BLOCK_BYTES // (8 * max(1, len(sample))))
     for first in range(0, num_elements, group):
-        part = as_float64(sample[:, first : first + group], dtype)
+        part = _as_float64(sample[:, first : first + group], column)
         finite = np.isfinite(part)
         if finite.all():
             result[:, first : first + group] = np.quantile(part, levels, axis=0)
@@ -230,7 +228,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     sample = np.empty((len(positions), column.num_elements), dtype=column.numpy_dtype)
     moments, seen, taken = Moments(column.num_elements), 0, 0
     for block in _blocks(values, column, rows):
-        moments.add(as_float64(block, column.dtype))
+        moments.add(_as_float64(block, column))
         until = int(np.searchsorted(positions, seen + len(block)))
         sample[taken:until] = block[positions[taken:until] - seen]
         seen, taken = seen + len(block), until
@@ -242,7 +240,7 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     return ColumnStatistics(
         count=count,
         **{name: shaped(getattr(moments, name)) for name in _ARRAYS},
-        quantiles={level: shaped(array) for level, array in _quantiles(sample, column.dtype).items()},
+        quantiles={level: shaped(array) for level, array in _quantiles(sample, column).items()},
         quantile_rows=len(positions),
         non_finite=moments.non_finite,
     )

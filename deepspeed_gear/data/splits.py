@@ -7,6 +7,7 @@ same for every seed, rank and run.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -27,17 +28,12 @@ def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
     Returns:
         [n], uint8: 0 for training, i for the i-th name of `split` in sorted order.
     """
-    result = np.zeros(len(ids), np.uint8)
     if not split:
-        return result
+        return np.zeros(len(ids), np.uint8)
     numbers = torch.from_numpy(np.ascontiguousarray(ids, np.int64))
     high, _ = philox(SPLIT_KEY, numbers, 0, RandomPurpose.SPLIT)
     words = high.numpy().view(np.uint64)
-    threshold = 0
-    taken = np.zeros(len(ids), bool)
-    for index, name in enumerate(sorted(split)):
-        threshold += int(split[name] * 2**64)
-        chosen = (words < np.uint64(min(threshold, 2**64 - 1))) & ~taken
-        result[chosen] = index + 1
-        taken |= chosen
-    return result
+    totals = accumulate(int(split[name] * 2**64) for name in sorted(split))
+    thresholds = np.array([min(total, 2**64 - 1) for total in totals], np.uint64)
+    index = np.searchsorted(thresholds, words, side="right")
+    return np.where(index < len(split), index + 1, 0).astype(np.uint8)

@@ -123,10 +123,8 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
             value = value.view(torch.uint16) if are_bits else value.float()
         array = value.numpy()
     else:
-        try:
+        with DataError.on(name, "must be an array", ValueError, TypeError, RuntimeError):
             array = np.asarray(value)
-        except (ValueError, TypeError, RuntimeError) as error:
-            raise DataError(name, "must be an array", None, str(error)) from error
         are_bits = array.dtype == np.uint16
     if array.dtype.kind not in "biuf":
         rule, remedy = f"must be convertible to {column.dtype}", ""

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import Buffers, Gatherer
-from deepspeed_gear.config import PrioritizedSampler, SamplerOptions
+from deepspeed_gear.config import SamplerOptions
+from deepspeed_gear.config.sampler_options import PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of, imported
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter

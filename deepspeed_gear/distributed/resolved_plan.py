@@ -15,7 +15,6 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import (
     GearConfig,
     ResolvedField,
-    TableConfig,
     batch_sizes,
     check_against,
     difference,
@@ -24,6 +23,7 @@ from deepspeed_gear.config import (
     refuse_batch_sizes,
 )
 from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
+from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.control_plane import ControlPlane

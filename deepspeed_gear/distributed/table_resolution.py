@@ -9,11 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.config import GearConfig, MixtureSampler, ResolvedField, SamplerOptions, TableConfig
+from deepspeed_gear.config import GearConfig, ResolvedField, SamplerOptions
 from deepspeed_gear.config.cross_checks import refuse_split
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.pack_options import room
-from deepspeed_gear.config.table_options import MOST_REMEMBERED, GroupConfig, RateLimiterConfig, VersionConfig
+from deepspeed_gear.config.sampler_options import MixtureSampler
+from deepspeed_gear.config.table_options import (
+    MOST_REMEMBERED,
+    GroupConfig,
+    RateLimiterConfig,
+    TableConfig,
+    VersionConfig,
+)
 from deepspeed_gear.config.types import defaults_of
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers

@@ -213,11 +213,8 @@ def check_owner(path: Path, owners: Collection[int] = ()) -> None:
     So may be what the user's private group can write (its name is the user's, and it has no other members),
     which is what a umask of 0002 is for.
     """
-    try:
+    with BuildError.on(str(path), "must be readable", OSError, remedy="remove it, and build again"):
         status = os.stat(path)
-    except OSError as error:
-        remedy = "remove it, and build again"
-        raise BuildError(str(path), "must be readable", error.strerror, remedy) from error
     mine = "set TORCH_EXTENSIONS_DIR to a folder that only this user can write"
     if status.st_uid not in {0, os.geteuid(), *owners}:
         rule = f"must belong to user {os.geteuid()} or root: its code would run in this process"

@@ -78,7 +78,6 @@ class NativeOp(ABC):
         }
 
     def jit_flags(self) -> list[str]:
-        """Return the flags of a build for this machine."""
         return [*CXX_FLAGS, *(["-march=native"] if platform.machine() in ("x86_64", "aarch64") else [])]
 
     def jit_name(self) -> str:
@@ -197,7 +196,6 @@ class CudaOp(NativeOp):
     NAME = "gear_cuda"
 
     def sources(self) -> list[str]:
-        """List the bindings for CUDA, and the kernels of every op."""
         return [*self.bindings(), *self.kernels()]
 
     def bindings(self) -> list[str]:

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.config import AdvantageConfig
 from deepspeed_gear.config.describe_options import translate
+from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames

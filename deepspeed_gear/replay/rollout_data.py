@@ -17,7 +17,8 @@ from deepspeed_gear.batching.gather import PackGatherer, read_opaque, steps_of
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
-from deepspeed_gear.config import AdvantageConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, RolloutConfig, room
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane

@@ -27,7 +27,8 @@ from deepspeed_gear.batching.transfer.copy_engine import (
 )
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
-from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec
 from deepspeed_gear.ops.records import Slot, Source

@@ -66,7 +66,7 @@ def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, d
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataset_statistics, "_BLOCK_ROWS", block)
         found = column_statistics(values, column, kept)
-    wanted = dataset_statistics.as_float64(real_rows(column, values, kept), dtype)
+    wanted = dataset_statistics._as_float64(real_rows(column, values, kept), column)
     assert found.count == found.quantile_rows == len(wanted)
     assert found.non_finite == 0
     np.testing.assert_allclose(found.mean, wanted.mean(0), rtol=1e-12, atol=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,9 @@ class ExportedReader(Reader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        try:
+        with suppress(*_MALFORMED, zipfile.BadZipFile):  # the reader of its layout says how
             return _written_schema(path) is not None
-        except (*_MALFORMED, zipfile.BadZipFile):  # the reader of its layout says how
-            return False
+        return False
 
     def open(self) -> None:
         found = _written_schema(self.path)

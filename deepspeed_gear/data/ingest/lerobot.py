@@ -76,7 +76,6 @@ class LerobotReader(Reader):
         return (path / _INFO).is_file()
 
     def open(self) -> None:
-        """Check the metadata, and that every file is there."""
         self._info = read_json(self.path / _INFO)
         version, features = (self._info.get(key) for key in ("codebase_version", "features"))
         if version not in _VERSIONS or not isinstance(features, dict):
@@ -200,7 +199,6 @@ class LerobotReader(Reader):
         return read_ahead(self._decode, pairs, lambda pair: pair[0].length * row_bytes)
 
     def _read_file(self, file: tuple[Path, list[Episode]]) -> list[tuple[Episode, Any]]:
-        """Return the episodes of a data file with their rows."""
         path, episodes = file
         keys = {"episode_index", "frame_index", *self._columns[""], *self._columns["image"]}
         keys |= {"timestamp"} if self._columns["video"] else set()

@@ -43,7 +43,6 @@ class NpzReader(ArrayReader):
             return False
 
     def open(self) -> None:
-        """Read all arrays, and find the episodes."""
         self._arrays = self._load()
         self._describe()
 

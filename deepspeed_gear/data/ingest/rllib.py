@@ -44,7 +44,6 @@ class RllibReader(ArrayReader):
         return re.match(rb'\s*\{.*"type":\s*"(SampleBatch|MultiAgentBatch)"', head, re.S) is not None
 
     def open(self) -> None:
-        """Read all lines, and join the fragments of each episode."""
         files = sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]
         self._file_bytes = sum(file.stat().st_size for file in files)
         fragments: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

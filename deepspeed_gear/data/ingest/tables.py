@@ -266,7 +266,6 @@ class _Facts:
             self._json_bytes = max(self._json_bytes, len(json_text(plain(where, value), where)))
 
     def column(self, num_trajectories: int) -> Column:
-        """Return the column that holds all values."""
         if self._dtype is None:
             if self._is_text and self._count == num_trajectories:
                 return Column(self.name, "bytes", rows="1", max_bytes=max(1, self._text_bytes))

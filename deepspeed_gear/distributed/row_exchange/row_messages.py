@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, NStepReturns
-from deepspeed_gear.config import NStepConfig
+from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel, message_of
 from deepspeed_gear.errors import StoreError

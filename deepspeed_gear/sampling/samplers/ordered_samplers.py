@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed_gear.config import EpochSampler, FifoSampler, LifoSampler, TopKSampler
+from deepspeed_gear.config.sampler_options import EpochSampler, FifoSampler, LifoSampler, TopKSampler
 from deepspeed_gear.sampling.samplers.base import Draw, Sampler, SamplerScope, SamplerSpec
 
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 
-from deepspeed_gear.config import (
+from deepspeed_gear.config import DrawingOptions
+from deepspeed_gear.config.sampler_options import (
     CustomSampler,
-    DrawingOptions,
     LengthSampler,
     PrioritizedSampler,
     RecentSampler,
     UniformSampler,
     WeightedSampler,
-    value_at,
 )
-from deepspeed_gear.config.schedules import imported
+from deepspeed_gear.config.schedules import imported, value_at
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.mass_rules import AgeWindow, CustomMasses, MassRule, weight_bits
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw, Sampler, SamplerScope, SamplerSpec

@@ -12,7 +12,8 @@ from replay_support import filled
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.gather import Gatherer
-from deepspeed_gear.config import NStepConfig, ResolvedField
+from deepspeed_gear.config import ResolvedField
+from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.ops.records import Slot
 
 

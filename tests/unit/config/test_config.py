@@ -11,15 +11,9 @@ from typing import Any
 import pytest
 from refusal_cases import refusals
 
-from deepspeed_gear.config import (
-    EveryConfig,
-    FieldConfig,
-    GearConfig,
-    batch_sizes,
-    difference,
-    parse,
-    refuse_batch_sizes,
-)
+from deepspeed_gear.config import GearConfig, batch_sizes, difference, parse, refuse_batch_sizes
+from deepspeed_gear.config.options import FieldConfig
+from deepspeed_gear.config.sampler_options import EveryConfig
 from deepspeed_gear.config.schedules import value_at
 from deepspeed_gear.errors import ConfigError, GearError
 from deepspeed_gear.schema import Column
