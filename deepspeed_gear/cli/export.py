@@ -60,9 +60,8 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
         store = stores[_chosen(args.table, list(stores))]
         views, schema = store.views, Schema.from_json(store.layout.meaning["schema"])
         if not all(f"column/{column.name}" in views for column in schema):
-            raise DataError(
-                f"process {args.living}", "must hold the rows of its table", "a mapped file", _COPY
-            )
+            rule = "must hold the rows of its table"
+            raise DataError(f"process {args.living}", rule, "a mapped file", _COPY)
         columns = {column.name: [views[f"column/{column.name}"]] for column in schema}
         return _stored(schema, views["slots"], views.get("retention"), columns)
     position, tables = find_saves(Path(args.data))

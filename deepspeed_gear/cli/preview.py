@@ -61,10 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if config.pack is not None:
         remedy = "give --lengths FILE, with one length a line"
         raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
-    if sizes:
-        micro, accumulation = ds_config.micro_and_accumulation(sizes, worlds["data"])
-    else:
-        micro, accumulation = batch_sizes(config, worlds["data"])[0], config.gradient_accumulation_steps
+    micro, accumulation = batch_sizes(config, sizes, worlds["data"])
     found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
     print(json.dumps(as_json(found), indent=1) if args.json else format_table(found, args.full))
     return 0

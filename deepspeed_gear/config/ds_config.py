@@ -35,47 +35,31 @@ def read(config: Any) -> tuple[Any, dict[str, Any]]:
     return config["gear"], {name: config[name] for name in SIZES if name in config}
 
 
-def micro_and_accumulation(sizes: Mapping[str, Any], replicas: int) -> tuple[int, int]:
-    """Return the samples of a micro batch, and the micro batches of a rank in a global batch, as an engine.
+def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) -> tuple[int, int]:
+    """Return the samples of a micro batch, and the micro batches of a rank in a global batch.
 
-    `sizes` are those of `SIZES` that a ds_config has; ConfigError where they do not agree for the replicas.
+    `given` are those of `SIZES` that a ds_config around the section has; without any, its own options count.
+    ConfigError where they do not agree for the replicas.
     """
-    for name, value in sizes.items():
+    names = SIZES
+    if not given:
+        names = ("gear.batch_size", "gear.micro_batch_size", "gear.gradient_accumulation_steps")
+        options = {name: getattr(config, name.removeprefix("gear.")) for name in names}
+        given = {name: value for name, value in options.items() if value is not None}
+    for name, value in given.items():
         if type(value) is not int or value < 1:
             raise ConfigError(name, "must be an integer >= 1 where there is no engine", value)
-    batch, micro, steps = map(sizes.get, SIZES)
+    batch, micro, steps = map(given.get, names)
     if micro is None:
         if batch is None:
-            raise ConfigError("train_micro_batch_size_per_gpu", "or train_batch_size must be given")
+            raise ConfigError(names[0], "must be given where there is no engine", None, f"or {names[1]}")
         micro = batch // replicas // (steps or 1)
     if steps is None:
         steps = 1 if batch is None or micro < 1 else batch // replicas // micro
     if micro < 1 or steps < 1 or batch not in (None, micro * steps * replicas):
-        rule = f"must be micro batch * accumulation * replicas ({micro} * {steps} * {replicas})"
-        remedy = "give train_micro_batch_size_per_gpu and gradient_accumulation_steps instead"
-        raise ConfigError("train_batch_size", rule, batch, remedy)
+        rule = f"must be {names[1]} * {names[2]} * replicas ({micro} * {steps} * {replicas})"
+        raise ConfigError(names[0], rule, batch, "change one of them, or the number of ranks")
     return micro, steps
-
-
-def batch_sizes(config: GearOptions, replicas: int) -> tuple[int, int]:
-    """Return the sizes of the micro batch and the global batch of a replay without an engine, in samples.
-
-    ConfigError where neither is given, or they do not agree for this number of replicas.
-    """
-    steps = config.gradient_accumulation_steps
-    parts = replicas * steps
-    if config.batch_size is None:
-        if config.micro_batch_size is None:
-            remedy = "or micro_batch_size; train_batch_size in a ds_config"
-            raise ConfigError("gear.batch_size", "must be given where there is no engine", None, remedy)
-        return config.micro_batch_size, config.micro_batch_size * parts
-    micro = config.micro_batch_size or config.batch_size // parts
-    if micro * parts != config.batch_size:
-        sizes = f"{config.micro_batch_size or 'any'} * {steps} * {replicas}"
-        rule = f"must be micro_batch_size * gradient_accumulation_steps * ranks ({sizes})"
-        remedy = "change one of them, or the number of ranks"
-        raise ConfigError("gear.batch_size", rule, config.batch_size, remedy)
-    return micro, config.batch_size
 
 
 def refuse_batch_sizes(config: GearOptions) -> None:

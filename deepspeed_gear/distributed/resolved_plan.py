@@ -330,7 +330,4 @@ def batch_info(
         refuse_batch_sizes(config)
     if given is not None:
         return given
-    if sizes:
-        return BatchInfo(*ds_config.micro_and_accumulation(sizes, place.data_world), place.data_world)
-    micro, _ = batch_sizes(config, place.data_world)
-    return BatchInfo(micro, config.gradient_accumulation_steps, place.data_world)
+    return BatchInfo(*batch_sizes(config, sizes, place.data_world), place.data_world)

@@ -95,11 +95,8 @@ def build_folder(name: str) -> Path:
     """Return the build folder that torch uses for an extension; only its parent is made."""
     from torch.utils.cpp_extension import _get_build_directory
 
-    what, remedy = (
-        "the folder of torch's extensions",
-        "set TORCH_EXTENSIONS_DIR to a folder that this user can write",
-    )
-    with BuildError.on(what, "cannot be made", OSError, remedy=remedy):
+    remedy = "set TORCH_EXTENSIONS_DIR to a folder that this user can write"
+    with BuildError.on("the folder of torch's extensions", "cannot be made", OSError, remedy=remedy):
         return Path(_get_build_directory("", False)) / name
 
 

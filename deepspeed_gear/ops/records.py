@@ -126,9 +126,7 @@ class Follows:
 
     ANCHOR: Final = 0
     N_STEP: Final = 1  # the steps of the n-step return
-    GOAL: Final = (
-        2  # in place of the anchor, the step of its goal; of a sample without one nothing is written
-    )
+    GOAL: Final = 2  # instead of the anchor the step of its goal; without one nothing is written
 
 
 class Align:

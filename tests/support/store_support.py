@@ -13,7 +13,7 @@ import torch
 from gear_support import ROOT, SCHEMA, SHM, prefix, trajectory
 from process_support import exit_status, in_child
 
-from deepspeed_gear import config
+from deepspeed_gear.config import sampler_options
 from deepspeed_gear.context import Context
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
@@ -140,12 +140,12 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
     native = {"random": NativeDraw.RANDOM, "stratified": NativeDraw.STRATIFIED}.get(kind)
     tail = "drop" if options.get("drop") else "wrap"
     models: dict[str, Any] = {
-        "random": lambda: config.UniformSampler(),
-        "stratified": lambda: config.UniformSampler(stratified=True),
-        "epoch": lambda: config.EpochSampler(kind="epoch", tail=tail),
-        "top_k": lambda: config.TopKSampler(kind="top_k"),
-        "fifo": lambda: config.FifoSampler(kind="fifo"),
-        "lifo": lambda: config.LifoSampler(kind="lifo"),
+        "random": lambda: sampler_options.UniformSampler(),
+        "stratified": lambda: sampler_options.UniformSampler(stratified=True),
+        "epoch": lambda: sampler_options.EpochSampler(kind="epoch", tail=tail),
+        "top_k": lambda: sampler_options.TopKSampler(kind="top_k"),
+        "fifo": lambda: sampler_options.FifoSampler(kind="fifo"),
+        "lifo": lambda: sampler_options.LifoSampler(kind="lifo"),
     }
     sampler = EvaluationPass() if kind == "pass" else sampler_for(models[kind]())
     by_age = kind in ("fifo", "lifo")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -95,10 +94,6 @@ def open_source(
         reader = failed.enter_context(kind(path, select, expansion, given))
         reader.open()
         select.check_used(path)
-        for name, count in Counter(column.name for column in reader.columns).items():
-            if count > 1:
-                remedy = "leave it out with --columns"
-                raise DataError(f"{path}: column {name}", "must come from one key only", None, remedy)
         failed.pop_all()
     return reader
 

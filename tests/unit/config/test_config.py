@@ -227,15 +227,15 @@ def test_batch_sizes_without_an_engine() -> None:
         ({"micro_batch_size": 8, "gradient_accumulation_steps": 2}, 8),
         ({"micro_batch_size": 16, "batch_size": 64}, 16),
     ):
-        assert batch_sizes(parse({"data": "d", **sizes}), 4) == (micro, 64)
-    text = r"gear.batch_size must be given where there is no engine; or micro_batch_size"
+        assert batch_sizes(parse({"data": "d", **sizes}), {}, 4) == (micro, 64 // 4 // micro)
+    text = r"gear.batch_size must be given where there is no engine; or gear.micro_batch_size"
     with pytest.raises(ConfigError, match=text):
-        batch_sizes(parse({"data": "d"}), 1)
+        batch_sizes(parse({"data": "d"}), {}, 1)
     with pytest.raises(ConfigError) as caught:
-        batch_sizes(parse({"data": "d", "batch_size": 64, "micro_batch_size": 16}), 3)
+        batch_sizes(parse({"data": "d", "batch_size": 64, "micro_batch_size": 16}), {}, 3)
     assert str(caught.value) == (
-        "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks (16 * 1 * 3), "
-        "got 64; change one of them, or the number of ranks"
+        "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps * replicas "
+        "(16 * 1 * 3), got 64; change one of them, or the number of ranks"
     )
 
 

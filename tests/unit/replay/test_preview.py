@@ -149,7 +149,7 @@ def test_sizes_of_a_ds_config(data: Path, shown_by: Any, sizes: dict[str, int], 
 @pytest.mark.parametrize(
     ("config", "options", "text"),
     [
-        ({"train_batch_size": 7}, ["--dp", "2"], "train_batch_size must be micro batch"),
+        ({"train_batch_size": 7}, ["--dp", "2"], "train_batch_size must be train_micro"),
         ({}, [], "gear.batch_size must be given where there is no engine"),
         ({"gradient_accumulation_steps": 2}, [], "train_batch_size must be given"),
         ({"train_batch_size": 8}, ["--nodes", "3"], "nodes must divide the 1 ranks, got 3"),
