@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MinLen
-from pydantic import BaseModel, BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
 from deepspeed_gear.config.schedules import Schedule, imported
 from deepspeed_gear.config.types import (
@@ -263,13 +263,8 @@ class ExternalSampler(DrawingOptions):
         return self
 
 
-def _named(value: Any) -> Any:
-    """Read a sampler without a kind as a uniform one."""
-    return {"kind": "uniform", **value} if isinstance(value, dict) and "kind" not in value else value
-
-
 def _kind_of(value: Any) -> Any:
-    kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+    kind = value.get("kind", "uniform") if isinstance(value, dict) else getattr(value, "kind", None)
     return "module:Class" if isinstance(kind, str) and ":" in kind else kind
 
 
@@ -295,7 +290,7 @@ class MixtureSampler(GearModel):
     shares: Annotated[dict[Name, Schedule], MinLen(1)]
     """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding to
     whole samples leaves is carried to the next batches, so each table has its share within one."""
-    of: Annotated[ItemSampler, Discriminator(_kind_of), BeforeValidator(_named)] = UniformSampler()
+    of: Annotated[ItemSampler, Discriminator(_kind_of)] = UniformSampler()
     """How the samples of each table are selected."""
 
     @model_validator(mode="after")
@@ -306,6 +301,4 @@ class MixtureSampler(GearModel):
         return self
 
 
-SamplerConfig = Annotated[
-    ItemSampler | Annotated[MixtureSampler, Tag("mixture")], Discriminator(_kind_of), BeforeValidator(_named)
-]
+SamplerConfig = Annotated[ItemSampler | Annotated[MixtureSampler, Tag("mixture")], Discriminator(_kind_of)]

@@ -15,15 +15,6 @@ import numpy as np
 from deepspeed_gear.errors import DataError
 
 PICKLED = "--allow-pickle reads the arrays in it, and runs no code of it"
-_BUILDERS = {  # methods that take the place of globals
-    "numpy.dtype": "_dtype",
-    "numpy.core.multiarray._reconstruct": "_array",
-    "numpy.core.multiarray.scalar": "_scalar",
-    "numpy.core.numeric._frombuffer": "_from_buffer",
-    "_codecs.encode": "_encode",
-    "collections.OrderedDict": "_dict",
-    "collections.defaultdict": "_dict",
-}
 _ARGUMENTS = ("numpy.ndarray", "builtins.list", "builtins.dict")  # of those; not used
 _IMITATION = ("imitation.data.types", "imitation.data.old_types", "imitation.util.rollout")
 
@@ -31,7 +22,7 @@ _IMITATION = ("imitation.data.types", "imitation.data.old_types", "imitation.uti
 class _Dtype:
     """A NumPy dtype of numbers or text in a pickle."""
 
-    def __init__(self, spec: Any) -> None:
+    def __init__(self, spec: Any, *_: Any) -> None:
         if not re.fullmatch(r"[?OSUbiufc]\d{0,6}", spec):
             raise pickle.UnpicklingError(f"dtype {spec!r}")
         self.dtype = np.dtype(spec)
@@ -47,7 +38,7 @@ class _Array(np.ndarray):
 
     def set_state(self, state: Any) -> None:
         shape, kind, is_fortran, content = state[-4:]
-        content = content.encode("latin1") if isinstance(content, str) else content
+        content = _content(content)
         size = math.prod(shape) * (1 if kind.dtype.hasobject else kind.dtype.itemsize)
         if min(shape, default=0) < 0 or len(content) != size:
             raise pickle.UnpicklingError(f"an array of shape {shape} with {len(content)} values or bytes")
@@ -66,6 +57,31 @@ class Record:
         self.__dict__.update(state)
 
 
+def _content(content: Any) -> Any:
+    return content.encode("latin1") if isinstance(content, str) else content
+
+
+def _scalar(kind: _Dtype, content: Any) -> Any:
+    (value,) = np.frombuffer(_content(content), kind.dtype)
+    return value
+
+
+def _from_buffer(content: Any, kind: _Dtype, shape: Any, order: Any, axes: Any = None) -> Any:
+    array = np.frombuffer(content, kind.dtype)
+    return array.reshape(shape, order=order) if axes is None else array.reshape(shape).transpose(axes)
+
+
+_BUILDERS: dict[str, Callable[..., Any]] = {  # what takes the place of globals
+    "numpy.dtype": _Dtype,
+    "numpy.core.multiarray._reconstruct": lambda *_: _Array((0,)),
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.core.numeric._frombuffer": _from_buffer,
+    "_codecs.encode": lambda text, _: text.encode("latin1"),
+    "collections.OrderedDict": lambda *_: {},
+    "collections.defaultdict": lambda *_: {},
+}
+
+
 class ArrayUnpickler(pickle._Unpickler):
     """Unpickles arrays, scalars and builtins; every other global is refused by name.
 
@@ -75,33 +91,12 @@ class ArrayUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         key = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
         if key in _BUILDERS:
-            return getattr(self, _BUILDERS[key])
+            return _BUILDERS[key]
         if module in _IMITATION and name in ("Trajectory", "TrajectoryWithRew"):
             return Record
         if key in _ARGUMENTS:
             return None
         raise pickle.UnpicklingError(key)
-
-    def _dtype(self, spec: Any, *_: Any) -> _Dtype:
-        return _Dtype(spec)
-
-    def _array(self, *_: Any) -> _Array:
-        return _Array((0,))  # type: ignore[no-any-return]
-
-    def _scalar(self, kind: _Dtype, content: Any) -> Any:
-        content = content.encode("latin1") if isinstance(content, str) else content
-        (value,) = np.frombuffer(content, kind.dtype)
-        return value
-
-    def _from_buffer(self, content: Any, kind: _Dtype, shape: Any, order: str, axes: Any = None) -> Any:
-        array = np.frombuffer(content, kind.dtype)
-        return array.reshape(shape).transpose(axes) if axes is not None else array.reshape(shape, order=order)  # type: ignore[call-overload]
-
-    def _encode(self, text: str, encoding: str) -> bytes:
-        return text.encode("latin1")
-
-    def _dict(self, *_: Any) -> dict[Any, Any]:
-        return {}
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.reader import Reader, column_name, make_column
+from deepspeed_gear.data.ingest.reader import SCALARS, Reader, column_name, make_column
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
@@ -35,8 +35,7 @@ _NAMES = {
 _USUAL = {name: usual for usual, names in _NAMES.items() for name in names}
 _ROLES = {**{name: name for name in _NAMES}, "next_observation": "observation"}
 _FLAGS = ("terminated", "truncated")
-_SCALARS = ("reward", *_FLAGS)
-_MEASURES = ("tokens", "action", *_SCALARS)  # have a row per step: the first one that is there
+_MEASURES = ("tokens", "action", *SCALARS)  # have a row per step: the first one that is there
 _EPISODE_IDS = ("episode_index", "episode_id", "episode")
 
 
@@ -275,7 +274,7 @@ class _Facts:
             return known
         rows: Rows = next(rows for rows in ("T", "T+1", "1") if rows in self._shapes)
         is_scalar = self._shapes[rows] == () and rows == "T"
-        role = "other" if self._role in _SCALARS and not (is_scalar and self.name in _SCALARS) else self._role
+        role = "other" if self._role in SCALARS and not (is_scalar and self.name in SCALARS) else self._role
         return make_column(self._where, self.name, self._dtype, self._shapes[rows], role, rows)
 
 
@@ -303,7 +302,7 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
 
     With `done_is_any_end`, "done" beside a flag of time limits is set by these too, and does not terminate.
     """
-    for name in _SCALARS:
+    for name in SCALARS:
         value = arrays.get(name)
         if isinstance(value, np.ndarray) and value.shape == (length, 1):
             arrays[name] = value.reshape(length)
