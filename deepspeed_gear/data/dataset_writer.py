@@ -304,10 +304,7 @@ def check_destination(dest: Path, overwrite: bool) -> None:
 class PartialFolder:
     """The folder DEST.partial, locked by this process, in which something is made that becomes DEST.
 
-    A process that is killed leaves it; the next one to the same DEST empties it.
-
-    Attributes:
-        made: Place of what is made.
+    `made` is its place there. A process that is killed leaves it; the next one to the same DEST empties it.
     """
 
     def __init__(self, dest: Path) -> None:

@@ -25,11 +25,8 @@ SPLIT = "add each episode, or all with split_by_flags=True (gear ingest: --split
 def check_trajectory(
     name: str, schema: Schema, trajectory: Mapping[str, Any], may_end_inside: bool = False
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Check a trajectory against a schema; its columns are flat.
+    """Check a trajectory, whose columns are flat, against a schema.
 
-    Args:
-        name: Of the table, for error texts.
-        may_end_inside: Whether end flags may be set before the last step.
     Returns:
         Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
         steps. NaN and infinities are left to `check_finite`, or to the native module.
@@ -101,8 +98,7 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
 
     Args:
         value: Array, tensor or nested list; of an opaque column a value, or a list of `num_rows` values.
-        table: Name of its table, for error texts.
-        num_rows: Number of rows in place of that of `column.rows`; None: that of `column.rows`.
+        num_rows: Number of rows in place of that of `column.rows`.
     """
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)

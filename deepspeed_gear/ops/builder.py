@@ -111,14 +111,6 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             missing[f"toolkit {major}.{minor} is not for torch's CUDA {cuda}"] = remedy
         return missing
 
-    def require_tools(self) -> None:
-        """Raise BuildError where a build lacks something; another remedy is the CPU op."""
-        missing = self.missing()
-        if missing:
-            remedy = f'{" and ".join(missing.values())}, or set gear.backend to "cpu"'
-            rule = f"are {self.fitting()[1]}, and cannot be built: {', '.join(missing)}"
-            raise BuildError("the CUDA kernels of gear", rule, remedy=remedy)
-
     def finished(self) -> str | None:
         """Return the name of a finished build, None where there is none or no device for it."""
         return super().finished() if torch.cuda.is_available() else None

@@ -35,6 +35,7 @@ class NativeOp(ABC):
     """A native op: its sources, the key of its builds, and the builds that fit this process."""
 
     NAME: ClassVar[str]
+    INSTEAD: ClassVar[str] = "install a wheel that has the op"  # of building it
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # of a DeepSpeed op builder, where it is one
@@ -94,7 +95,6 @@ class NativeOp(ABC):
         """Load the op: the process's own copy, else the prebuilt one, else one built just in time.
 
         Args:
-            verbose: Show the compiler's output while it builds.
             timeout_s: How long to wait for another process that builds it.
             beside: Called in the one process that builds it, before it compiles.
             builder: Makes the DeepSpeed op builder that compiles it, where this is none.
@@ -134,8 +134,8 @@ class NativeOp(ABC):
         """Raise BuildError where a build lacks something."""
         missing = self.missing()
         if missing:
-            remedy = f"{' and '.join(missing.values())}, or install a wheel that has the op"
-            rule = f"cannot be built: {', '.join(missing)}"
+            remedy = f"{' and '.join(missing.values())}, or {self.INSTEAD}"
+            rule = f"is {self.fitting()[1]}, and cannot be built: {', '.join(missing)}"
             raise BuildError(f"the native op {self.NAME}", rule, remedy=remedy)
 
     def prebuilt(self) -> tuple[Path | None, str]:
@@ -194,6 +194,7 @@ class CudaOp(NativeOp):
     """The CUDA kernels of those ops that run on the device, and their bindings."""
 
     NAME = "gear_cuda"
+    INSTEAD = 'set gear.backend to "cpu"'
 
     def sources(self) -> list[str]:
         return [*self.bindings(), *self.kernels()]

@@ -116,10 +116,8 @@ class ArrayUnpickler(pickle._Unpickler):
 
 
 def load_pickle(where: str, content: bytes) -> Any:
-    """Return what a pickle holds: arrays, scalars, text, lists, tuples, dicts.
+    """Return what a pickle holds: arrays, scalars, text, lists, tuples, dicts; a DataError if anything else.
 
-    Raises:
-        DataError: It needs anything else, or is malformed.
     Cost: memory for the content, once more. A pickle cannot make it take more.
     """
     try:

@@ -152,9 +152,6 @@ def make_column(
     """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags bool.
 
     Rewards and flags have the shape ().
-
-    Raises:
-        DataError: The dtype or shape cannot be stored.
     """
     remedy = LEAVE_OUT if "." in name or role == "other" else ""
     stored, shape = stored_dtype(where, dtype, remedy), () if role in SCALARS else shape
@@ -173,9 +170,6 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
     """Convert a source's array to the dtype of its column, by the rule of `trajectory_checks.cast`.
 
     Rewards and flags lose axes of one value.
-
-    Raises:
-        DataError: It is not numeric, or a value does not fit.
     """
     stored_dtype(where, array.dtype, LEAVE_OUT)
     if column.role in SCALARS and array.size == len(array):
@@ -234,11 +228,7 @@ class RowReader:
     """Reads ranges of rows of an HDF5 array in blocks of whole chunks, for ranges that rise.
 
     A compressed chunk is decompressed once per pass and not once per episode. Memory: one block, about 8
-    MiB, plus the range that is asked for.
-
-    Attributes:
-        block_rows: Rows of a block.
-        shape, ndim, dtype: Of the array.
+    MiB (`block_rows`), plus the range that is asked for.
     """
 
     def __init__(self, where: str, dataset: h5py.Dataset) -> None:

@@ -59,11 +59,7 @@ class TokenRows:
         self._groups: dict[str, int] = {}
 
     def __call__(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the columns of a row: arrays per token, and values.
-
-        Raises:
-            DataError: It has no token ids, or a column of another length than they.
-        """
+        """Return the columns of a row: arrays per token, and values."""
         row = {name: value for name, value in given.items() if value is not None}
         ids, lists = row.get(_first(row, _WHOLE) or ""), (list, np.ndarray)
         if isinstance(ids, lists) and len(ids) == 1 and np.ndim(ids[0]) == 1:  # a batch of one, as of NeMo-RL

@@ -367,7 +367,7 @@ def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(works
 
 def test_what_a_build_lacks_is_named_with_its_remedy(workshop: Workshop, tmp_path: Path) -> None:
     assert workshop.load(CXX="/nowhere/c++") == (
-        "error the native op gear cannot be built: no C++ compiler (/nowhere/c++); "
+        "error the native op gear is not prebuilt, and cannot be built: no C++ compiler (/nowhere/c++); "
         "install g++, or install a wheel that has the op"
     )
     (tmp_path / "file").touch()
