@@ -26,8 +26,8 @@ class OutputColumns:
     """A reader's columns and episodes as they are written: with the options, and the derived columns.
 
     A data set has the columns `reward` and `return` only where the source has rewards, or a rule makes them.
-    A source without rewards needs a rule, as zeros would be taken for rewards; tokens need none. `columns` are
-    those of the data set, without `source`.
+    A source without rewards needs a rule, as zeros would be taken for rewards; tokens need none. `columns`
+    are those of the data set, without `source`.
     """
 
     def __init__(
