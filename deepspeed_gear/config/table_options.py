@@ -169,19 +169,10 @@ class ColumnConfig(GearModel):
     `max_bytes`, that batches hold as a list if a field names it."""
     shape: list[Steps] = Field(default=[])
     """Shape of one row, without the time axis; not of an opaque column."""
-    role: Literal[
-        "observation",
-        "next_observation",
-        "action",
-        "reward",
-        "terminated",
-        "truncated",
-        "return",
-        "length",
-        "token",
-        "loss_mask",
-        "other",
-    ] = "other"
+    role: (
+        Literal["observation", "next_observation", "action", "reward", "terminated", "truncated", "return"]
+        | Literal["length", "token", "loss_mask", "other"]
+    ) = "other"
     """What it means to derived fields and to `as`."""
     rows: Literal["T", "T+1", "1"] = "T"
     """Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."""

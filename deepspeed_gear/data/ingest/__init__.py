@@ -20,15 +20,13 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
 from deepspeed_gear.data.dataset_writer import SOURCE, DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
-from deepspeed_gear.data.ingest.d4rl import D4rlReader
 from deepspeed_gear.data.ingest.exported import ExportedReader
+from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
 from deepspeed_gear.data.ingest.lerobot import LerobotReader
 from deepspeed_gear.data.ingest.minari import MinariReader
-from deepspeed_gear.data.ingest.npz import NpzReader
-from deepspeed_gear.data.ingest.pickles import PickleReader
+from deepspeed_gear.data.ingest.npz import NpzReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rllib import RllibReader
-from deepspeed_gear.data.ingest.robomimic import RobomimicReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import DataError, near_name, show_bytes

@@ -30,8 +30,8 @@ SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
 class Reader(ABC):
     """One source in one format.
 
-    A format of the package is a subclass in a module of its own and an entry in `READERS`; one from outside
-    is named by "module:Class" (docs/how-to/add-an-ingest-format.md).
+    A format of the package is a subclass in this folder and an entry in `READERS`; one from outside is named
+    by "module:Class" (docs/how-to/add-an-ingest-format.md).
 
     Attributes:
         format: Name of the format, for `--format`.
