@@ -28,13 +28,13 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.ops import stale_locks, toolchain
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, read_file, tightest
+from deepspeed_gear.store.shared_memory import SHM
 from deepspeed_gear.timeouts import check_timeout
 
 Facts = Mapping[str, Any]
 
 MIN_SHM_BYTES = 1 << 30
 MIN_OPEN_FILES = 1024
-SHM = "/dev/shm"
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 _MARK = "GEAR-NODE "
 _HERE = "here"
@@ -225,7 +225,7 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
         yield error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         yield StoreError(
-            f"host {host}: /dev/shm",
+            f"host {host}: {SHM}",
             f"must have {show_bytes(MIN_SHM_BYTES)} free",
             f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}",
             f"run gear clean; else {ENLARGE_SHM}",

@@ -19,7 +19,7 @@ from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOpti
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
-from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.schema import DTYPES, TOKEN_DTYPES, Column, Schema
 
 ESTIMATED = ("advantage", "value_target")
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
@@ -27,7 +27,6 @@ DERIVED |= dict.fromkeys(ESTIMATED, "float32")
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 _ONE_NUMBER = "must name a column with one number per trajectory"
-_VERSION_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
 
 
@@ -191,7 +190,7 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     if table.keep_best is not None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:
-        versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in _VERSION_DTYPES]
+        versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in TOKEN_DTYPES]
         rule = "must name a column with one integer per step"
         _check_listed(f"{at}.version.column", rule, table.version.column, versions)
 

@@ -44,10 +44,3 @@ def decompressed_bytes(message: Any) -> int | None:
             stated = _PREFIX.unpack_from(body, offset)[0]
             total += max(stated, length)
     return total
-
-
-def stated_bytes(arrow: Any, source: Any) -> int:
-    """Return the decompressed bytes that all messages of an Arrow stream state, from its position on."""
-    messages = arrow.ipc.MessageReader.open_stream(source)
-    kinds = ("record batch", "dictionary")
-    return sum(decompressed_bytes(message) or 0 for message in messages if message.type in kinds)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.arrow_messages import stated_bytes
+from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, FLOOR_BYTES, Expansion, pyarrow_for
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError
@@ -163,7 +163,10 @@ def record_batches(
     else:
         is_file = head == _ARROW_FILE
         source.seek(len(_ARROW_FILE) if is_file else 0)
-        expansion.check(str(path), stated_bytes(arrow, source), file_bytes)
+        messages = arrow.ipc.MessageReader.open_stream(source)
+        kinds = ("record batch", "dictionary")
+        stated = sum(decompressed_bytes(message) or 0 for message in messages if message.type in kinds)
+        expansion.check(str(path), stated, file_bytes)
         source.seek(0)
         file = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
         schema, batches = file.schema, file
