@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, PlainSerializer
@@ -71,11 +72,8 @@ def imported(path: str, name: str) -> Callable[..., Any]:
     module, _, attribute = path.partition(":")
     rule, kinds = "must name what can be imported", (ImportError, AttributeError)
     with ConfigError.on(name, rule, *kinds, value=path):
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
-    made: Callable[..., Any] = found
-    return made
+        found: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
+    return found
 
 
 def _called(function: Callable[[int], float], step: int, name: str) -> float:
