@@ -7,10 +7,12 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 from array import array as packed
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -378,77 +380,57 @@ def write_parts(
 ) -> list[Dataset]:
     """Write every part of a data set to FOLDER/part-0, FOLDER/part-1 ...
 
-    Each part is complete before it gets its name; the last one only if all bytes read are those written when
-    the data set was made. On a failure, all that was written is removed.
+    FOLDER is there when all parts are complete, and all bytes read are those written when the data set was
+    made. On a failure, what was written is removed, and what is there stays.
 
     Args:
         bounds: First trajectory of each part, and their number. [count + 1], int64, strictly growing.
         overwrite: Replace the parts that are there; anything else is never replaced.
     Cost: reads and writes all bytes once, a few MiB at a time.
     """
-    folder = Path(folder)
+    folder = Path(os.path.abspath(folder))
     if dataset.part is not None:
         raise DataError(str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole")
     are_ends = len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(dataset)
     if not are_ends or (np.diff(bounds) < 1).any():
         rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
         raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
-    _make_folder(folder, overwrite)
+    _check_parts(folder, overwrite)
     digests = {column.name: hashlib.sha256() for column in dataset.schema}
-    parts: list[Dataset] = []
-    try:
-        for index in range(len(bounds) - 1):
+    partial = PartialFolder(folder)
+    with contextlib.ExitStack() as stack, writing(folder):
+        stack.callback(partial.discard)
+        partial.made.mkdir()
+        for index, (first, end) in enumerate(pairwise(np.asarray(bounds).tolist())):
             part = DatasetPart(
                 index=index,
                 count=len(bounds) - 1,
-                first=int(bounds[index]),
-                end=int(bounds[index + 1]),
+                first=first,
+                end=end,
                 trajectories=len(dataset),
                 rows=dataset.num_rows,
                 steps=dataset.num_steps,
                 longest=dataset.longest,
                 whole=dataset.fingerprint,
             )
-            path, split, source = folder / f"part-{index}", dataset.split, dataset.source
-            writer = DatasetWriter(path, dataset.schema, split=split, overwrite=overwrite, source=source)
-            with writer:
+            path, split, source = partial.made / f"part-{index}", dataset.split, dataset.source
+            with DatasetWriter(path, dataset.schema, split=split, source=source) as writer:
                 writer.copy_part(dataset, part, digests)
-                if part.index == part.count - 1:
-                    check_copied(dataset, digests)
-                parts.append(writer.close())
-    except BaseException:
-        for written in parts:  # together with older parts they could pass for a complete set
-            shutil.rmtree(written.path, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        raise
-    for left in _entries(folder):
-        if not left.name.endswith(_PARTIAL) and int(left.name.removeprefix("part-")) >= len(parts):
-            shutil.rmtree(left)
-    return parts
+        check_copied(dataset, digests)
+        sync(partial.made)
+        partial.publish()
+    return [Dataset.open(folder / f"part-{index}") for index in range(len(bounds) - 1)]
 
 
-def _make_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder, or raise DataError unless it holds nothing but parts and may be replaced."""
-    with writing(folder):
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-        except FileExistsError:
-            if not overwrite:
-                remedy = "choose another OUT or overwrite it (--overwrite)"
-                raise DataError(str(folder), "must not exist yet", None, remedy) from None
-            is_folder = folder.is_dir() and not folder.is_symlink()
-            if not is_folder or len(_entries(folder)) < len(list(folder.iterdir())):
-                rule = "must hold parts only to be overwritten"
-                raise DataError(str(folder), rule, None, "choose another OUT") from None
-
-
-def _entries(folder: Path) -> list[Path]:
-    """Return the parts in a folder, and what an interrupted split left of them."""
-    found = []
-    for path in folder.glob("part-*"):
-        number = path.name.removeprefix("part-").removesuffix(_PARTIAL)
-        if path.is_dir() and not path.is_symlink() and number.isdecimal():
-            found.append(path)
-    return found
+def _check_parts(folder: Path, overwrite: bool) -> None:
+    """Raise DataError if the folder exists, unless it holds nothing but parts and may be replaced."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    if not overwrite:
+        remedy = "choose another OUT or overwrite it (--overwrite)"
+        raise DataError(str(folder), "must not exist yet", None, remedy)
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    if not is_folder or not all(re.fullmatch(r"part-\d+", entry.name) for entry in folder.iterdir()):
+        raise DataError(str(folder), "must hold parts only to be overwritten", None, "choose another OUT")
+    for entry in folder.iterdir():
+        check_destination(entry, overwrite)
