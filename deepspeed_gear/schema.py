@@ -33,7 +33,7 @@ LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endia
 MOST_OPAQUE_BYTES = (1 << 31) - 1
 ROLES = (
     *("observation", "next_observation", "action", "reward", "terminated", "truncated", "return", "length"),
-    *("token", "loss_mask", "other"),
+    *("token", "loss_mask", "timestep", "return_to_go", "other"),
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most one each; dtypes: any if empty
@@ -42,6 +42,8 @@ _SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most on
     "truncated": (),
     "token": TOKEN_DTYPES,
     "loss_mask": ("bool", "uint8"),
+    "timestep": ("int32", "int64"),
+    "return_to_go": ("float32", "float64"),
 }
 Rows = Literal["T", "T+1", "1"]
 MOST_LATE = 62  # late columns: a bit each
@@ -192,6 +194,10 @@ class Schema:
                 if column.shape or column.rows != "T" or (dtypes and column.dtype not in dtypes):
                     of_dtype = (f"{rule} of {', '.join(dtypes)}", column.dtype) if dtypes else (rule,)
                     raise SchemaError(f"column {column.name}", *of_dtype)
+        to_go = self.role("return_to_go")
+        if to_go is not None and not (to_go.late and self.role("reward") is not None):
+            rule = "has role return_to_go: must be late, in a table with a reward column"
+            raise SchemaError(f"column {to_go.name}", rule, None, "it is written when the episode has ended")
 
     @property
     def names(self) -> tuple[str, ...]:

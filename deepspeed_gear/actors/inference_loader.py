@@ -21,7 +21,7 @@ from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.staged_rows import StagedRows
 
 _LENGTH = 256
-_MEASURED = ("reward", "terminated", "truncated")  # roles of columns that only a simulator can fill
+_MEASURED = ("reward", "terminated", "truncated", "timestep")  # roles of columns that only a simulator fills
 
 
 class InferenceRequest:

@@ -24,6 +24,7 @@ from deepspeed_gear.schema import DTYPES, TOKEN_DTYPES, Column, Schema
 ESTIMATED = ("advantage", "value_target")
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 DERIVED |= dict.fromkeys(ESTIMATED, "float32")
+OF_EPISODES = ("return_to_go", "timestep")  # derived, unless the table has a column of the role
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
 MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
 _ONE_NUMBER = "must name a column with one number per trajectory"
@@ -85,7 +86,7 @@ class ResolvedField:
     @property
     def needs_episode(self) -> bool:
         """Whether it is right only where a trajectory is a whole episode."""
-        return self.derived in ("return_to_go", "timestep")
+        return self.derived in OF_EPISODES
 
     @property
     def is_input(self) -> bool:
@@ -300,6 +301,8 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
     derived: str | None = field.derived
     if derived is None and field.column is None and name in DERIVED and name not in schema:
         derived = name
+    if derived in OF_EPISODES and (stored := schema.role(derived)) is not None:
+        return stored, None
     if derived == "return_to_go" and schema.role("reward") is None:
         raise ConfigError(at, "must have a reward column to sum", None, _known(schema))
     if derived is not None:
@@ -326,7 +329,7 @@ def _resolve(
         _check_column(part, column, statistics)
         if column.is_opaque:
             return ResolvedField(name, column, dtype=column.dtype)
-        own = column.dtype
+        own = DERIVED["timestep"] if column.role == "timestep" else column.dtype
     else:
         assert derived is not None
         _check_derived(part, derived)
@@ -341,7 +344,7 @@ def _resolve(
         _check_pad(part, field.pad, dtype)
     offset = field.offset
     if offset is None:  # a pack's columns stand where the token is predicted
-        follows = column is not None and column.rows == "T" and column.role != "token"
+        follows = column is not None and column.rows == "T" and column.role not in ("token", *OF_EPISODES)
         offset = int(shifts and follows)
     estimate = None
     if derived in ESTIMATED:
@@ -436,7 +439,7 @@ def _check_dtype(part: Part, own: str, requested: str, column: Column | None, co
     """Reject a conversion that loses values or the precision that they need."""
     source = f"a derived {own}" if column is None else f"the {own} column {column.name}"
     # Values that targets and losses are computed from keep at least the precision of float32.
-    exact = column is None or column.role in ("reward", "return", "terminated", "truncated")
+    exact = column is None or column.role in ("reward", "return", "return_to_go", "terminated", "truncated")
     if requested == "engine":
         rule = f'must not be "engine" for {source}'
         if exact:
@@ -495,7 +498,8 @@ def _check_goals(fields: Sequence[ResolvedField]) -> None:
             rule = f"must have as many rows as column {first.name} ({first.rows})"
             raise ConfigError(option, rule, f"{achieved.name}: {achieved.rows}")
     for field in fields:
-        if field.derived in ("return_to_go", *ESTIMATED):
+        sums = field.column is not None and field.column.role == "return_to_go"
+        if sums or field.derived in ("return_to_go", *ESTIMATED):
             rule, remedy = "must not be given with gear.hindsight", "it sums rewards for the goal pursued"
             raise ConfigError(dotted("gear", "fields", field.name), rule, None, remedy)
 

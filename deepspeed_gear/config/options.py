@@ -44,7 +44,7 @@ class FieldConfig(GearModel):
     """A quantity computed while gathering instead of a stored column: the sum of the rewards from a step on,
     the number of each step in its trajectory, its place in the window (0 to length - 1, also where that is
     padded), or what `gear.advantage` estimates. A field of this name whose table has no such column is
-    derived by itself."""
+    derived by itself. A column of the role return_to_go or timestep takes its place."""
     offset: Offset | None = None
     """First step of the window, relative to the anchor; "n_step" is the step that an n-step return bootstraps
     from: `n_step.n` later, or fewer where the trajectory ends before (of a column of next observations, the

@@ -171,9 +171,9 @@ class ColumnConfig(GearModel):
     """Shape of one row, without the time axis; not of an opaque column."""
     role: (
         Literal["observation", "next_observation", "action", "reward", "terminated", "truncated", "return"]
-        | Literal["length", "token", "loss_mask", "other"]
+        | Literal["length", "token", "loss_mask", "timestep", "return_to_go", "other"]
     ) = "other"
-    """What it means to derived fields and to `as`."""
+    """What it means to derived fields and to `as`; writers of environments fill timestep and return_to_go."""
     rows: Literal["T", "T+1", "1"] = "T"
     """Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."""
     late: Flag = False
@@ -220,7 +220,7 @@ class TableConfig(GearModel):
     max_length: Steps | None = None
     """Steps of the longest trajectory that can be added; it must fit into one node's share. A writer of
     environments stores a longer episode as several trajectories, or raises where a field return_to_go or
-    timestep needs whole ones. null: `capacity_steps`."""
+    timestep needs whole ones, without a column of that role. null: `capacity_steps`."""
     num_envs: Count | None = None
     """Environments whose steps are added one by one (`add_steps_`) to a table on devices, by each replica.
     Each environment has a part of the rows for its trajectories. null: whole trajectories are added."""

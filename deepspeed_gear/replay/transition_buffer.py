@@ -89,6 +89,12 @@ class _Rows(NamedTuple):
         return as_stored(rows, self.column, "the transition", len(rows))
 
 
+_OF_EPISODES = (  # go on where an episode is stored in parts
+    Column("timestep", "int32", (), "timestep"),
+    Column("return_to_go", "float32", (), "return_to_go", late=True),
+)
+
+
 class TransitionBuffer(ProcessBound, PublicNames):
     """Stores transitions of one or many environments, and samples them one by one; each observation once.
 
@@ -144,6 +150,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
         ]
         self._forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
         self._next_form = self._forms[0]._replace(argument="next_obs")
+        fields = arguments.mapping("fields", options.get("fields", {}))
+        derived = {of.get("derived", name) for name, of in fields.items() if isinstance(of, Mapping)}
+        columns += [column for column in _OF_EPISODES if column.name in derived]
         most = getattr(getattr(n_envs, "spec", None), "max_episode_steps", None)
         section = _section(buffer_size, self.num_envs, table or {}, options, most)
         self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)

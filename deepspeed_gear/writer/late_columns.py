@@ -17,7 +17,9 @@ from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
 
-def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s: float) -> None:
+def fill(
+    table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s: float, lineage: str | None = None
+) -> None:
     """Write late columns of a stored trajectory; batches from the next selection on may read them.
 
     The rows are written with the lock held, so the slot cannot become another trajectory's; rows of a process
@@ -26,6 +28,7 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
     Args:
         columns: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested, as in `Replay.add`.
         timeout_s: Longest wait for a selection over nodes.
+        lineage: `Table.lineage` when the id was given. With it, nothing happens if the trajectory is gone.
     Raises:
         DataError: A column is not late, has been written, does not fit, or is not finite and must be; nothing
             has changed.
@@ -43,6 +46,8 @@ def fill(table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s
     bits = schema.late_bits(arrays)
     with quiet(table, timeout_s):
         slot = int(table.slots_of(np.array([trajectory_id]))[0])
+        if lineage is not None and (slot < 0 or lineage != table.lineage):
+            return
         if slot < 0:
             rule, remedy = "must be stored on this node", "it may have been evicted"
             raise StoreError(f"{name}: id", rule, trajectory_id, remedy)

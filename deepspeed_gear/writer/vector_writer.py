@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +19,7 @@ from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.autoreset import ResetCheck
+from deepspeed_gear.writer.episode_returns import EpisodeReturns
 from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
@@ -43,7 +44,7 @@ class VectorWriter(ProcessBound, PublicNames):
     the first state of an episode, `step` the state after a step. The other columns of steps hold actions and
     their results. Each episode has its own first and last observation. Columns with dots in their names may
     come nested, as in `Replay.add`: `observation` as a gymnasium environment with a Dict or Tuple space
-    returns it.
+    returns it. Columns of the roles timestep and return_to_go are filled here, the latter after the episode.
 
     Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one copy into
     the store.
@@ -78,10 +79,15 @@ class VectorWriter(ProcessBound, PublicNames):
             self._vector_step, self._vector_publish = native.vector_step, native.vector_publish
         self.num_envs, self.autoreset = num_envs, autoreset
         self._all = np.arange(num_envs, dtype=np.int64)
+        self._time, to_go, reward = map(schema.role, ("timestep", "return_to_go", "reward"))
+        self._returns: EpisodeReturns | None = None
+        if to_go is not None and reward is not None and publisher is not None:
+            self._returns = EpisodeReturns(to_go, reward, publisher.inserter)
+        self._continued: set[int] = set()  # environments whose rows do not begin with their episode
         self._limit, self._max_length = limit, limit.max_length
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
-        self._done_by = [c for c in steps if c not in self._state]
+        self._done_by = [c for c in steps if c not in self._state and c is not self._time]
         self._once = [column for column in schema if column.rows == "1" and not column.late]
         self._flags = {role: schema.role(role) for role in ("terminated", "truncated")}
         self._names = {role: role if column is None else column.name for role, column in self._flags.items()}
@@ -95,7 +101,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._unstored = np.zeros(num_envs, bool)  # ended, and left to Python by the native call
         self._was_truncated = np.zeros(num_envs, bool)  # its latest episode
-        self._reward = schema.role("reward")
+        self._reward = reward
         self._check = ResetCheck()
         # Whether it goes on: Python takes the steps that it looks at.
         self._checks_resets = np.array([autoreset != "next_step" or self._reward is not None])
@@ -132,6 +138,7 @@ class VectorWriter(ProcessBound, PublicNames):
     def _use(self, staging: Staging, native: ModuleType | None) -> None:
         self._staging = staging
         self._state_rows, self._done_rows = staging.rows(self._state), staging.rows(self._done_by)
+        self._number_steps(self._all)
         if native is None:
             return
         given = [(column, True) for column in self._state] + [(column, False) for column in self._done_by]
@@ -157,10 +164,16 @@ class VectorWriter(ProcessBound, PublicNames):
         is_longest = staging.length == self._max_length
         self._native_steps.set_store(
             of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
-            cuts=is_longest and are_bytes and not self._limit.whole_fields,
+            cuts=is_longest and are_bytes and not self._limit.whole_fields and self._time is None,
             **self._publisher.inserter.vector_options(),
         )
         self._stores, self._publishes = True, self._publisher.unsuited is None and are_bytes
+
+    def _number_steps(self, envs: Any) -> None:
+        """Write the time steps of episodes that begin in the first rows of environments."""
+        if self._time is not None:
+            rows, length = self._staging.arrays[self._time.name], self._staging.length
+            rows[self._staging.places[envs]] = np.arange(length + 1)
 
     def _grow(self, length: int) -> None:
         """Enlarge the staging to trajectories of `length` steps, keeping its rows."""
@@ -218,6 +231,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._set_values(once, begun)
         for env in np.flatnonzero(which & self._has_published()).tolist():
             self._end_growing(env, truncated=True)
+        self._end_episodes(begun.tolist())
         self._next[begun] = first[begun] + 1
         self._waits[begun] = False
         self._begin(begun)
@@ -394,6 +408,7 @@ class VectorWriter(ProcessBound, PublicNames):
             return _LEFT
         if self._stores:
             self._look(publish)
+        evicted = [] if self._returns is None else self._growing_words[:, Growing.FIRST].tolist()
         events: int = self._vector_step(
             self._steps_address, columns, final, observed, publish and self._publishes
         )
@@ -404,6 +419,8 @@ class VectorWriter(ProcessBound, PublicNames):
             self._counts[StepCount.NUM_COMPLETED] = 0
             self.num_trajectories += count
             self._completed += map(CompletedTrajectory._make, self._just_completed[:count].tolist())
+            if evicted or self._continued:
+                self._end_stored(self._completed[-count:], evicted)
         if events > 0 and events & _ENDS_LEFT:
             at = np.flatnonzero(self._unstored)
             self._unstored[at] = False
@@ -517,7 +534,32 @@ class VectorWriter(ProcessBound, PublicNames):
             self._end_growing(env, is_truncated)
         else:
             self._completed.append(CompletedTrajectory(env, self._add(columns), num_steps))
+            self._note_rewards(self._completed[-1])
+        if not is_truncated:
+            self._end_episodes([env])
         self.num_trajectories += 1
+
+    def _note_rewards(self, stored: CompletedTrajectory, evicted: int = 0) -> None:
+        """Note a trajectory that was stored from an environment's rows, after so many evicted steps."""
+        if self._returns is not None:
+            end = evicted + stored.num_steps
+            rewards = self._steps_of(self._returns.reward, stored.env, end)[:end]
+            self._returns.note(stored.env, stored.trajectory_id, rewards, evicted)
+
+    def _end_stored(self, stored: list[CompletedTrajectory], evicted: list[int]) -> None:
+        """End the episodes that the native call has stored; `evicted` steps of each environment before."""
+        for done in stored:
+            self._note_rewards(done, evicted[done.env] if evicted else 0)
+        self._end_episodes(done.env for done in stored)
+
+    def _end_episodes(self, envs: Iterable[int]) -> None:
+        """End the episodes of environments: number the next steps from 0, and fill returns-to-go."""
+        for env in envs:
+            if env in self._continued:
+                self._continued.discard(env)
+                self._number_steps([env])
+            if self._returns is not None:
+                self._returns.end(env)
 
     def _columns_of(self, env: int, num_steps: int) -> dict[str, np.ndarray]:
         """Return an open trajectory of `num_steps` steps in the rows of its environment's place."""
@@ -563,9 +605,12 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _end_growing(self, env: int, truncated: bool) -> None:
         assert self._publisher is not None
-        completed = self._publisher.end(self._growing[env], truncated, env)
+        growing = self._growing[env]
+        completed = self._publisher.end(growing, truncated, env)
         if completed is not None:
             self._completed.append(completed)
+        number = int(growing.words[Growing.ID])
+        self._note_rewards(CompletedTrajectory(env, number, growing.published), growing.first)
         self._growing_words[env] = UNPUBLISHED
 
     def _steps_before(self, env: int) -> int:
@@ -581,6 +626,7 @@ class VectorWriter(ProcessBound, PublicNames):
         """
         for env in np.flatnonzero(self._has_published()).tolist():
             self._end_growing(env, truncated=True)
+        self._end_episodes(self._all.tolist())
         if self._growing and self._publisher is not None:
             self._publisher.inserter.growing.difference_update(self._growing)
             self._growing = []
@@ -593,7 +639,7 @@ class VectorWriter(ProcessBound, PublicNames):
         if self._limit.whole_fields:
             why = f"since field {self._limit.whole_fields[0]} needs whole episodes"
             rule = f"must have at most max_length = {self._max_length} steps, {why}"
-            remedy = "raise gear.tables.<name>.max_length, or drop the episode by reset with a mask"
+            remedy = "raise it, or give the table a column of the role timestep or return_to_go for the field"
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
         for env in envs.tolist():
             steps = int(self._next[env] - self._staging.first[env] - 1)
@@ -607,4 +653,7 @@ class VectorWriter(ProcessBound, PublicNames):
         for column in self._state:
             rows = self._staging.of(column.name, env)
             rows[0] = rows[steps]
+        if self._time is not None:
+            self._staging.of(self._time.name, env)[...] += steps
+        self._continued.add(env)
         self._next[env] = self._staging.first[env] + 1

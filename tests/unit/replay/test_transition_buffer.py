@@ -378,6 +378,23 @@ def test_windows_reach_over_whole_episodes(fields: dict[str, Any], longest: int)
         assert held.replay.config.tables["main"].max_length == longest
 
 
+def test_time_steps_and_returns_of_episodes_longer_than_max_length() -> None:
+    env, fields = Recorder(0), {"timestep": {}, "return_to_go": {}}
+    with buffer(n_envs=1, autoreset="disabled", fields=fields, table={"max_length": 7}) as held:
+        act_in_one(held, env, 400)
+        to_go: dict[tuple[float, float], float] = {}
+        for _, episode, at, *_, reward, terminated, truncated in reversed(env.record):
+            ended = terminated or truncated
+            to_go[episode, at] = reward + (0.0 if ended else to_go.get((episode, at + 1), np.nan))
+        batch, seen = held.sample().batch, set()
+        for (_, episode, at), time, value in zip(
+            batch["observation"].tolist(), batch["timestep"], batch["return_to_go"], strict=True
+        ):
+            assert (time, value) == (at, to_go[episode, at])
+            seen.add(at)
+        assert max(seen) > 14
+
+
 def test_frame_stacks_of_a_long_episode_have_no_gap() -> None:
     env = Recorder(0)
     env.spec = type("Spec", (), {"max_episode_steps": 400})()

@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 from gear_support import prefix
 
-from deepspeed_gear import Column, DataError, Replay, Schema, TrajectoryWriter, VectorWriter
+from deepspeed_gear import (
+    Column,
+    DataError,
+    Replay,
+    Schema,
+    SchemaError,
+    StoreError,
+    TrajectoryWriter,
+    VectorWriter,
+)
 
 COLUMNS = {
     "observation.a": {"dtype": "float32", "role": "observation", "rows": "T+1"},
@@ -174,3 +183,152 @@ def test_an_episode_of_the_limit_is_whole_and_other_fields_admit_parts() -> None
         for at in range(LONGEST + 2):
             step(writer, at)
         assert found.read([0])[0]["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
+
+
+# ---- pieces: an episode longer than max_length goes on -----------------------------------------------
+
+PIECES = Schema(
+    [
+        *EPISODE,
+        Column("step", "int32", (), "timestep"),
+        Column("to_go", "float32", (), "return_to_go", late=True),
+    ]
+)
+FIELDS = {"time": {"derived": "timestep"}, "return_to_go": {}}
+NO = np.zeros(2, bool)
+
+
+def pieces(schema: Schema = PIECES, fields: Any = FIELDS, **table: Any) -> Replay:
+    options = {"capacity_steps": 400, "max_length": LONGEST, "writers": 1, **table}
+    section = {"tables": {"main": options}, "sampler": {"kind": "epoch", "unit": "step"}, "fields": fields}
+    return Replay({**section, "batch_size": 1, "timeout_s": 5.0}, schemas={"main": schema})
+
+
+def rewards_of(length: int, seed: int) -> np.ndarray:
+    """Return rewards whose sums depend on the order of addition."""
+    random = np.random.default_rng(seed)
+    return (random.normal(size=length) * 10.0 ** random.integers(-3, 4, length)).astype(np.float32)
+
+
+def play(writer: Any, lengths: list[int], autoreset: Any, publish: bool) -> None:
+    """Take episodes of these lengths in environment 0; environment 1 has only steps that do not end."""
+    state = np.zeros(2, np.float32)
+    writer.reset(observation=state)
+    for number, length in enumerate(lengths):
+        for at, reward in enumerate(rewards_of(length, number)):
+            last = np.array([at == length - 1, False])
+            flags = {"terminated": last, "truncated": NO}
+            more = {"final": {"observation": state}} if autoreset == "same_step" and last[0] else {}
+            columns = {"observation": state, "reward": np.array([reward, 0], np.float32), **flags}
+            writer.step(**more, publish=publish, **columns)
+        if autoreset == "disabled":
+            writer.reset(np.array([True, False]), observation=state)
+        elif autoreset == "next_step":
+            columns = {"observation": state, "reward": np.zeros(2, np.float32)}
+            writer.step(publish=publish, **columns, terminated=NO, truncated=NO)
+
+
+LENGTHS = [3, 17, LONGEST, LONGEST + 1, 10, 2]
+
+
+@pytest.mark.parametrize("autoreset", ["disabled", "same_step", "next_step"])
+@pytest.mark.parametrize("publish", [False, True])
+@pytest.mark.parametrize("role", ["timestep", "both"])
+def test_pieces_have_the_time_steps_and_returns_of_their_episode(
+    autoreset: Any, publish: bool, role: str
+) -> None:
+    kept = [c for c in PIECES if role == "both" or c.role in (role, *(d.role for d in EPISODE))]
+    with pieces(Schema(kept), {"time": FIELDS["time"]} if role == "timestep" else FIELDS) as found:
+        play(found.vector_writer(2, autoreset), LENGTHS, autoreset, publish)
+        stored = [found.read([number])[0] for number in range(len(found))]
+        own = [columns for columns in stored if columns["reward"].any()]
+        for number, length in enumerate(LENGTHS):
+            rewards = rewards_of(length, number)
+            parts = [own.pop(0) for _ in range(-(-length // LONGEST))]
+            assert np.concatenate([part["reward"] for part in parts]).tolist() == rewards.tolist()
+            whole = {"step": np.arange(length), "to_go": np.cumsum(rewards[::-1], dtype=np.float64)[::-1]}
+            for name in ("step", "to_go"):
+                if name in Schema(kept):
+                    values = np.concatenate([part[name] for part in parts])
+                    assert (values == whole[name].astype(values.dtype)).all()
+        assert not own
+        if role != "timestep":  # steps of the open episode of environment 1 are not drawn
+            assert sum(not columns["to_go"].any() for columns in stored) >= sum(LENGTHS) // LONGEST - 2
+            assert {float(found.sample()["return_to_go"]) != 0 for _ in range(sum(LENGTHS))} == {True}
+
+
+def test_pieces_have_the_values_that_are_derived_of_whole_episodes() -> None:
+    """Bit for bit: the sums of the writer are those of the op, and the fields have the same dtype."""
+    found, rewards = [], rewards_of(31, 0)
+    for schema in (PIECES, EPISODE):
+        with pieces(schema, max_length=LONGEST if schema is PIECES else None) as replay:
+            if schema is PIECES:
+                play(replay.vector_writer(2, "disabled"), [31], "disabled", False)
+                replay.remove([2 * number + 1 for number in range(6)])  # of environment 1
+            else:
+                flags = {"terminated": np.zeros(31, bool), "truncated": np.zeros(31, bool)}
+                replay.add({"observation": np.zeros(32), "reward": rewards, **flags})
+            batches = (replay.sample() for _ in rewards)
+            values = {(int(b["time"]), float(b["return_to_go"]), b["time"].dtype) for b in batches}
+            found.append(values)
+    assert found[0] == found[1]
+    assert len(found[0]) == 31
+
+
+def test_pieces_whose_episode_ends_otherwise() -> None:
+    """Evicted pieces are left out; a reset and close end an episode; a writer that is dropped does not."""
+    with pieces() as found:
+        state, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+        writer = found.vector_writer(2, "disabled")
+
+        def steps(writer: VectorWriter, count: int) -> None:
+            for _ in range(count):
+                writer.step(observation=state, reward=ones, terminated=NO, truncated=NO)
+
+        def to_go(number: int) -> list[float]:
+            return found.read([number])[0]["to_go"].tolist()
+
+        writer.reset(observation=state)
+        steps(writer, 2 * LONGEST + 3)  # pieces 0 and 2 of environment 0, 1 and 3 of environment 1
+        assert to_go(0) == [0.0] * LONGEST
+        assert not found.can_sample()
+        found.remove([1])
+        writer.reset(np.array([True, False]), observation=state)  # drops 3 steps, which are not stored
+        assert (to_go(0), to_go(2)) == ([10, 9, 8, 7, 6], [5, 4, 3, 2, 1])
+        assert to_go(3) == [0.0] * LONGEST
+        steps(writer, 1)
+        writer.close()
+        assert to_go(3) == [5, 4, 3, 2, 1]
+        with pytest.raises(StoreError):
+            found.read([1])
+        writer = found.vector_writer(2, "disabled")
+        writer.reset(observation=state)
+        steps(writer, LONGEST + 1)
+        del writer
+        assert to_go(4) == [0.0] * LONGEST
+
+
+def test_pieces_of_evicted_published_steps_keep_their_time_steps() -> None:
+    with pieces() as found:
+        writer, state = found.vector_writer(2, "disabled"), np.zeros(2, np.float32)
+        writer.reset(observation=state)
+        for at in range(2 * LONGEST + 4):
+            ended, reward = np.full(2, at == 2 * LONGEST + 3), np.full(2, at, np.float32)
+            columns = {"observation": state, "reward": reward, "terminated": ended, "truncated": NO}
+            writer.step(publish=True, **columns)
+            if at == 2 * LONGEST + 1:  # two steps of the third piece are published
+                found.remove([4, 5])
+        last = found.read([6])[0]
+        assert (last["step"].tolist(), last["to_go"].tolist()) == ([12, 13], [25.0, 13.0])
+        assert found.read([2])[0]["to_go"][0] == sum(range(5, 14)), "with the rewards of evicted steps"
+
+
+def test_names_and_schemas_of_episode_columns() -> None:
+    with pieces() as found:
+        writer, state = found.vector_writer(2, "disabled"), np.zeros(2, np.float32)
+        writer.reset(observation=state)
+        columns = {"observation": state, "reward": state, "terminated": NO, "truncated": NO}
+        with pytest.raises(DataError, match="column step must be a column that step takes"):
+            writer.step(**columns, step=np.zeros(2, np.int32))
+    with pytest.raises(SchemaError, match="return_to_go: must be late, in a table with a reward column"):
+        Schema([Column("to_go", "float32", (), "return_to_go", late=True)])

@@ -23,7 +23,7 @@ from simulator_support import (
     stored,
 )
 
-from deepspeed_gear import Replay, TrajectoryWriter
+from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader
 from deepspeed_gear.actors.inference_mailbox import InferenceMailbox, PlaceState
@@ -54,13 +54,20 @@ def test_steps_land_in_the_store(autoreset: str, in_parts: bool) -> None:
 
 def test_longer_than_max_length_is_cut() -> None:
     config = section(max_length=5)
-    with Replay(config, schemas={"main": SCHEMA}) as replay:
+    more = Column("step", "int32", (), "timestep"), Column("to_go", "float32", (), "return_to_go", late=True)
+    with Replay(config, schemas={"main": Schema([*SCHEMA, *more])}) as replay:
         with loader_of(replay, length=3) as loader:
             envs = Envs(range(1), "next_step", lambda *_: 12)
             serve(loader, any_runs([in_child(lambda: simulate(config, envs, 13))]))
         parts = stored(replay)
     assert [len(part["code"]) for part in parts] == [5, 5, 2]
     assert torch.cat([part["code"] for part in parts]).tolist() == list(range(12))
+    assert torch.cat([part["step"] for part in parts]).tolist() == list(range(12))
+    rewards = torch.cat([part["reward"] for part in parts]).double()
+    assert torch.equal(
+        torch.cat([part["to_go"] for part in parts]), rewards.flip(0).cumsum(0).flip(0).float()
+    )
+    assert rewards.any()
     assert [part["observation"][-1, 0].item() for part in parts] == [5, 10, 12]
     assert [part["truncated"].tolist()[-1] for part in parts] == [True, True, False]
 
