@@ -238,6 +238,12 @@ def _fields(
         _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, [c.name for c in _numbers(schema)])
     if config.n_step is not None:
         _need_roles("gear.n_step", ("reward", "terminated"), schema)
+    for option in ("n_step", "advantage"):
+        wrong = [f"{c.name} of dtype {c.dtype}" for c in schema.end_columns if c.dtype != "bool"]
+        if wrong and getattr(config, option) is not None:
+            rule = "must be of a table whose columns of the roles terminated and truncated are bool"
+            remedy = "store them as bool (gear ingest: --dtype COLUMN=bool)"
+            raise ConfigError(f"gear.{option}", rule, ", ".join(wrong), remedy)
     requested = config.fields or {c.name: FieldConfig() for c in schema if not c.is_opaque}
     check_field_names(list(requested), n_step=config.n_step is not None)
     shifts = config.pack is not None and schema.role("token") is not None
