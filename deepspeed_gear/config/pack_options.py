@@ -42,7 +42,7 @@ class PackConfig(GearModel):
     such number of replicas. null: the number of replicas."""
     too_long: Literal["refuse", "truncate"] = "refuse"
     """Trajectories longer than `tokens`: "refuse" asks for a `max_length` of the table, so that a writer gets
-    the error; "truncate" trains their first steps."""
+    the error; "truncate" trains their first steps, after which `rollout.advantages` bootstraps."""
 
     @field_validator("cost")
     @classmethod

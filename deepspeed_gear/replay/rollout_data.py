@@ -116,6 +116,7 @@ class Records(NamedTuple):
     resolutions: torch.Tensor  # [n, 8], int64, contiguous
     weights: torch.Tensor  # PER weights. [n], float32
     origins: torch.Tensor  # shard << 32 | slot; the slot, where each node holds all of the table. [n], int64
+    is_cut: torch.Tensor  # whether it is longer than a pack: only its first steps are trained. [n], bool
 
 
 class TablePart:
@@ -323,6 +324,7 @@ class RolloutData:
             if (flag := schema.role(role)) is not None:
                 flags = np.concatenate([part.flags(self.ops, flag.name, 0) for part in self.parts])[last]
                 ends = flags == (role == "terminated")
+        ends &= ~np.concatenate([part.records.is_cut.numpy() for part in self.parts])
         if reward not in self.columns and reward in schema and schema[reward].rows == "1":
             rewards = np.zeros(self.num_tokens)
             rewards[last] = self.values(reward)

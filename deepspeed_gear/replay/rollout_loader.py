@@ -215,9 +215,10 @@ class RolloutLoader:
         for stream, selection, head in zip(self._streams, selections, heads, strict=True):
             records = selection.resolutions[: head[Head.COUNT]].clone()
             origins = records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+            is_cut = records[:, Resolution.NUM_STEPS] > longest
             records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
             weights = stream.weights(head, records)
-            parts.append(Records(records, weights, origins[: len(records)].clone()))
+            parts.append(Records(records, weights, origins[: len(records)].clone(), is_cut))
         return SelectedItems(key, heads, parts)
 
     @property

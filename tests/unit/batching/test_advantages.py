@@ -156,6 +156,21 @@ def test_what_is_refused(options: Any, fields: dict[str, Any], text: str) -> Non
         Replay(config, schemas={"main": schema})
 
 
+@pytest.mark.parametrize("option", ["advantage", "n_step"])
+def test_flags_that_are_not_bool(option: str) -> None:
+    columns = [Column("value", "float32", (), "other", "T+1"), Column("reward", "float32", (), "reward")]
+    schema = Schema([*columns, FLAGS[0], Column("cut", "uint8", (), "truncated")])
+    section = {"batch_size": 8, "tables": {"main": {"capacity_steps": 200}}}
+    of = {"advantage": {"gamma": 0.9, **GAE}, "n_step": {"n": 2, "gamma": 0.9}}
+    fields: dict[str, Any] = FIELD if option == "advantage" else {"reward": {}}
+    with pytest.raises(
+        ConfigError, match=f"gear.{option} must be .* are bool, got 'cut of dtype uint8'; store"
+    ):
+        Replay({**section, "fields": fields, option: of[option]}, schemas={"main": schema})
+    with Replay({**section, "fields": {"cut": {}}}, schemas={"main": schema}):
+        pass  # nothing computes with it
+
+
 # ---- rollout batches -----------------------------------------------------------------------------------
 
 
@@ -239,3 +254,21 @@ def test_a_critic_of_states_needs_the_value_after_the_end() -> None:
                 rollout.advantages("gae", **wrong)
         with pytest.raises(ConfigError, match=r"rollout.advantages.value is not an option of 'grpo'"):
             rollout.advantages(value="value")
+
+
+@pytest.mark.parametrize("flag", [None, "terminated", "truncated"])
+def test_a_response_that_a_pack_cuts_is_truncated(flag: str | None) -> None:
+    """The value after its last trained token is bootstrapped from; that of a whole response is not."""
+    columns = {**COLUMNS, **({} if flag is None else {flag: {"dtype": "bool", "role": flag}})}
+    pack = {"tokens": 16, "pad": {"multiple": 16}, "too_long": "truncate"}
+    with Replay(section(columns, rollout={"trajectories": 2}, pack=pack)) as replay:
+        for length in (16, 17):
+            flags = {} if flag is None else {flag: (np.arange(length) == length - 1) & (flag == "terminated")}
+            stored = {"tokens": np.ones(length, np.int32), "loss_mask": np.arange(length) > 0, "reward": 0.0}
+            replay.add({**stored, "logp": np.zeros(length), "prompt": 0, **flags})
+        rollout = replay.rollout()
+        assert rollout.lengths.tolist() == [16, 16]
+        rollout.set("value", np.full(32, 3.0))
+        found = rollout.advantages("gae", value="value", gamma=1.0, lam=0.0).view(2, 16)
+        assert found[:, 14].tolist() == [-3.0, 0.0]
+        assert not found[:, :14].any()

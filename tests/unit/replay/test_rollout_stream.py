@@ -320,7 +320,7 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     spread = spread_over(2, 0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
     resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
     resolutions[:, Resolution.NUM_STEPS] = 3
-    records = Records(resolutions, torch.ones(2), torch.tensor([0, 1 << SHARD_BITS]))
+    records = Records(resolutions, torch.ones(2), torch.tensor([0, 1 << SHARD_BITS]), torch.zeros(2).bool())
     spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
     table: Any = SimpleNamespace(spec=spec, first_arrival=(100, 10), gathers_own_rows=True)
     session: Any = SimpleNamespace(agree=agree)
