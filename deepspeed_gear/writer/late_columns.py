@@ -9,12 +9,14 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Slot
+from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import quiet
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.inserter import Inserter
 
 
 def fill(
@@ -75,3 +77,29 @@ def _write(table: Table, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
             raise DataError(f"table {table.spec.name}: column {column}", rule, len(array))
     for column, array in arrays.items():
         rows[column][...] = array
+
+
+class EpisodeReturns:
+    """Fills the late column of the role return_to_go when an episode has ended. One thread.
+
+    Sums are those of the op that derives them from whole trajectories: in float64, added from the end.
+    """
+
+    def __init__(self, column: Column, reward: Column, inserter: Inserter) -> None:
+        self.reward, self._name, self._inserter = reward, column.name, inserter
+        # Of each stored trajectory of an environment's episode: `Table.lineage`, id, and as `note`.
+        self._stored: dict[int, list[tuple[str, int, np.ndarray, int]]] = {}
+
+    def note(self, env: int, trajectory_id: int, rewards: np.ndarray, evicted: int = 0) -> None:
+        """Note a trajectory of an environment's episode, whose first `evicted` steps are not stored."""
+        values, lineage = as_numbers(rewards, self.reward).astype(np.float64), self._inserter.table.lineage
+        self._stored.setdefault(env, []).append((lineage, trajectory_id, values, evicted))
+
+    def end(self, env: int) -> None:
+        """Fill the trajectories of an episode that has ended; those that were evicted are left out."""
+        total = 0.0
+        for lineage, number, rewards, evicted in reversed(self._stored.pop(env, [])):
+            sums = np.cumsum(np.append(total, rewards[::-1]))[:0:-1]
+            total = sums[0]
+            columns = {self._name: sums[evicted:]}
+            fill(self._inserter.table, number, columns, self._inserter.timeout_s, lineage)
