@@ -432,8 +432,8 @@ def affine(
         remedy = "use a data set made by `gear ingest`, or leave it out"
         raise ConfigError(at, "must be of a column with statistics", field.column.name, remedy)
     known = statistics[field.column.name]
-    low, high = np.asarray(known.min), np.asarray(known.max)
-    mean, spread = np.asarray(known.mean), np.asarray(known.std)
+    numbers = (known.min, known.max, known.mean, known.std)
+    low, high, mean, spread = (np.broadcast_to(x, field.column.shape) for x in numbers)
     varies = low < high  # a constant element keeps its distances; one without a finite value is NaN
     if field.column.dtype == "int64":
         varies = varies | (np.abs(low) > 2.0**53)  # float64 has rounded differences away
@@ -448,7 +448,7 @@ def affine(
         element = tuple(wrong[0].tolist())
         rule = "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
         place = f"in element {list(element)} of {field.column.name}"
-        value = f"{known.min[element]} to {known.max[element]} {place}"
+        value = f"{low[element]} to {high[element]} {place}"
         raise ConfigError(at, rule, value, "store the column less an offset or in other units, or use scale")
     elements = int(np.prod(shape, dtype=np.int64))
     repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ MAX_SAMPLE_BYTES = 256 * 1024 * 1024
 _BLOCK_ROWS = 1 << 16
 _BLOCK_BYTES = 32 * 1024 * 1024
 _SAMPLE_KEY = 0x6765_6172
+_LEAST_IMAGE = 1024  # elements of a row; smaller ones are kept by element: boards, tiles
 _ARRAYS = ("mean", "std", "min", "max")
 
 Float64 = NDArray[np.float64]
@@ -28,7 +30,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class ColumnStatistics:
-    """Statistics of one column, per element of its row.
+    """Statistics of one column, per element of its row; of images per channel, and `shape` has 1 for H and W.
 
     Args:
         count: Rows that were read.
@@ -70,7 +72,7 @@ class ColumnStatistics:
 
         def array(values: Any) -> Float64:
             found = np.array(values, dtype=np.float64)
-            if found.shape != column.shape:
+            if found.shape not in (column.shape, statistics_shape(column)):  # older ones are per element
                 raise ValueError(f"column {column.name} has statistics of shape {list(found.shape)}")
             return found
 
@@ -81,6 +83,14 @@ class ColumnStatistics:
             quantile_rows=int(entry["quantile_rows"]),
             non_finite=int(entry["non_finite"]),
         )
+
+
+def statistics_shape(column: Column) -> tuple[int, ...]:
+    """Return the shape of statistics: of images (uint8, [..., H, W, C] or [..., C, H, W]) 1 for H and W."""
+    if column.dtype != "uint8" or len(column.shape) < 3 or column.num_elements <= _LEAST_IMAGE:
+        return column.shape
+    *rest, first, _, last = column.shape  # the channels are the smaller end
+    return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
 
 
 class Moments:
@@ -222,6 +232,8 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
         exact up to `MAX_SAMPLE_ROWS` rows and `MAX_SAMPLE_BYTES`; beyond, they are those of a fixed sample
         of that size.
     """
+    if statistics_shape(column) != column.shape:
+        return _image_statistics(values, column, rows)
     count = rows.count(column)
     budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
     positions = sample_positions(count, budget)
@@ -244,6 +256,29 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
         quantile_rows=len(positions),
         non_finite=moments.non_finite,
     )
+
+
+def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
+    """Compute the statistics of images per channel: exact, from the numbers of pixels of each value."""
+    shape = statistics_shape(column)
+    channels, bins = np.arange(math.prod(shape)).reshape(shape), np.zeros(256 * math.prod(shape), np.int64)
+    base = np.broadcast_to(256 * channels, column.shape).reshape(-1)
+    for block in _blocks(values, column, rows):
+        bins += np.bincount((block + base).reshape(-1), minlength=len(bins))
+    pixels, value = bins.reshape(*shape, 256), np.arange(256.0)
+    until = pixels.cumsum(axis=-1)  # for pixels [2, 0, 3] it is [2, 2, 5]
+    count = int(until.flat[-1])
+    mean = pixels @ value / count
+    std = np.sqrt((pixels * (value - mean[..., None]) ** 2).sum(axis=-1) / count)
+
+    def quantile(level: float) -> Float64:
+        place = level * (count - 1)
+        low, high = ((until <= int(at)).sum(axis=-1) for at in (place, place + 1))
+        return np.asarray(low + (high - low) * (place % 1))
+
+    found = {"mean": mean, "std": std, "min": quantile(0.0), "max": quantile(1.0)}
+    levels, num_rows = {level: quantile(float(level)) for level in QUANTILES}, rows.count(column)
+    return ColumnStatistics(count=num_rows, **found, quantiles=levels, quantile_rows=num_rows, non_finite=0)
 
 
 def check_split(split: Mapping[str, float]) -> dict[str, float]:

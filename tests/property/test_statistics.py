@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -177,6 +178,60 @@ def test_what_overflows_is_null(tmp_path: Path) -> None:
     assert np.isnan(found.std[0])
     assert (found.min[0], found.max[0]) == (-1e200, 1.7e308)
     assert found.std[1] == pytest.approx(values[:, 1].std())
+
+
+# ---- images --------------------------------------------------------------------------------------------
+
+IMAGES = [
+    ((24, 20, 3), (1, 1, 3)),
+    ((3, 24, 20), (3, 1, 1)),
+    ((2, 24, 30, 1), (2, 1, 1, 1)),
+    ((40, 40, 1), (1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("shape", "kept"), IMAGES)
+def test_images_have_statistics_per_channel(
+    shape: tuple[int, ...], kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    column, random = Column("x", "uint8", shape), np.random.default_rng(len(shape))
+    share = np.linspace(0.1, 0.9, math.prod(kept)).reshape(kept)
+    values = random.binomial(255, share, (9, *shape)).astype(np.uint8)
+    rows = KeptRows(np.array([0, 4]), np.array([4, 4]), np.array([True, False]), True)
+    monkeypatch.setattr(dataset_statistics, "_BLOCK_ROWS", 3)
+    found, axes = column_statistics(values, column, rows), (0, *(1 + i for i, n in enumerate(kept) if n == 1))
+    wanted = values[:4].astype(np.float64)
+    assert (found.count, found.quantile_rows, found.non_finite) == (4, 4, 0)
+    for name in ("mean", "std", "min", "max"):
+        got = getattr(found, name)
+        assert got.shape == kept
+        np.testing.assert_allclose(got.reshape(-1), np.reshape(getattr(wanted, name)(axes), -1), rtol=1e-13)
+    for level, numbers in found.quantiles.items():
+        np.testing.assert_allclose(numbers.reshape(-1), np.quantile(wanted, float(level), axes).reshape(-1))
+    assert ColumnStatistics.from_json(found.to_json(), column).to_json() == found.to_json()
+    for how in ("mean_std", "min_max"):  # the numbers are those of each pixel
+        shift, gain = affine(ResolvedField("x", column, normalize=how), {"x": found}, shape)
+        middle, spread = found.mean, found.std
+        if how == "min_max":
+            middle, spread = (found.min + found.max) / 2, (found.max - found.min) / 2
+        got = convert(torch.from_numpy(values.reshape(9, -1)), torch.float32, shift, gain).numpy()
+        np.testing.assert_allclose(
+            got.reshape(values.shape), (values - middle) / spread, rtol=1e-5, atol=1e-6
+        )
+
+
+def test_statistics_of_each_pixel_that_older_data_sets_have_stay_readable() -> None:
+    column, random = Column("x", "uint8", (24, 20, 3)), np.random.default_rng(0)
+    numbers = random.random((24, 20, 3))
+    quantiles = dict.fromkeys(QUANTILES, numbers)
+    old = ColumnStatistics(5, numbers, numbers + 1, numbers, numbers + 9, quantiles, 5, 0)
+    read = ColumnStatistics.from_json(old.to_json(), column)
+    assert read.mean.shape == column.shape
+    shift, gain = affine(ResolvedField("x", column, normalize="mean_std"), {"x": read}, column.shape)
+    assert shift.tolist() == numbers.reshape(-1).tolist()
+    assert gain.tolist() == (1 / (numbers + 1)).reshape(-1).tolist()
+    with pytest.raises(ValueError, match="column x has statistics of shape"):
+        ColumnStatistics.from_json(old.to_json(), Column("x", "uint8", (24, 20, 4)))
 
 
 # ---- normalised values -------------------------------------------------------------------------------
