@@ -21,7 +21,8 @@ from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
 from deepspeed_gear.config.options import NStepConfig
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data import running_moments
+from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
@@ -39,7 +40,6 @@ PADS = {"zero": Pad.VALUE, "value": Pad.VALUE, "edge": Pad.EDGE}
 #: Of the tensors that N_STEP_NAMES names.
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
 PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
-LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most
 _REWARD = "\0reward"  # the input of an estimate whose mask is that of the window
 _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
@@ -275,12 +275,36 @@ class Gatherer:
         #: The goals of relabelled samples.
         self._goals = FieldGroup(list(goals), goals, goal_rows) if goals else None
         self._all = self._here = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
+        self._numbers: np.ndarray | None = None  # running moments that `normalize_with` has set
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
         self._turn = 0
 
     def _divide(self, num_samples: int) -> None:
         """Divide the fields among calls, before buffers are allocated; here all in one call."""
+
+    def _groups(self) -> list[FieldGroup]:
+        """Return the fields by call."""
+        return [self._all] if self._goals is None else [self._all, self._goals]
+
+    def normalize_with(self, moments: np.ndarray, columns: Sequence[Column]) -> None:
+        """Normalise batches from now on with the running moments of columns. [6, elements], float64.
+
+        Shift and gain are overwritten in place, where native calls read them. Cost: a comparison; where they
+        have changed, about 0.1 ms a field.
+        """
+        if self._numbers is not None and np.array_equal(self._numbers, moments):
+            return
+        self._numbers = moments.copy()
+        known = running_moments.statistics(self._numbers, columns)
+        for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
+            if field.normalize is None:
+                continue
+            shift, gain = affine(field, known, rows.shape)
+            for group in (group for group in self._groups() if number in group.which):
+                at = group.which.index(number)
+                group.shifts[at].copy_(shift)
+                group.gains[at].copy_(gain)
 
     def totals(self) -> torch.Tensor:
         """Return the totals of real rows, all rows and bytes gathered. [3], int64."""

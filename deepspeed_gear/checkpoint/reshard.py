@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from deepspeed_gear.data import running_moments
 from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
@@ -21,7 +22,8 @@ from deepspeed_gear.store.records import Head
 
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps", "walked"), ("priorities", "draws")
-SELECTION_NAMES = ("heads", "ring", "epochs")
+OF_ALL = ("position", "newest_numbers")  # the same in all shards
+SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class SavedShard:
     retention: np.ndarray | None = None  # words of the trajectories; None: a data set's. [n, 4], int64.
     inserted: tuple[int, int] = (0, 0)
     groups: SavedGroups | None = None
+    moments: np.ndarray | None = None  # running moments of the normalised columns. [6, elements], float64.
 
     @property
     def num_slots(self) -> int:
@@ -99,7 +102,10 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     slots, next_id = _merge_slots(shards), max(given, default=0)
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, _merge_groups(shards, before))
+    counted = [shard.moments for shard in shards if shard.moments is not None]
+    moments = running_moments.merge(counted) if len(counted) == len(shards) else None
+    groups = _merge_groups(shards, before)
+    return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments)
 
 
 def packed(records: np.ndarray) -> np.ndarray:
@@ -146,7 +152,7 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
         return dict(contents[0])
     names = [name for name in (*PER_SLOT, *PER_ITEM) if all(name in content for content in contents)]
     whole = {name: np.concatenate([content[name] for content in contents]) for name in names}
-    whole["position"] = contents[0]["position"]
+    whole |= {name: contents[0][name] for name in OF_ALL if name in contents[0]}
     whole.update(_merge_selections(contents, before))
     if "counts" in contents[0]:
         counts = np.sum([content["counts"] for content in contents], axis=0)
@@ -177,13 +183,13 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
     """Merge the unused selections; return none if one of their samples is missing."""
     orders = [np.argsort(content["heads"][:, Head.KEY]) for content in contents]
     contents = [
-        {name: content[name][order] for name in SELECTION_NAMES}
+        {name: content[name][order] for name in SELECTION_NAMES if name in content}
         for content, order in zip(contents, orders, strict=True)
     ]
     first, *others = contents
     keys = first["heads"][:, Head.KEY]
     if not all(np.array_equal(content["heads"][:, Head.KEY], keys) for content in others):
-        return {name: first[name][:0] for name in SELECTION_NAMES}
+        return {name: array[:0] for name, array in first.items()}
     ring = np.zeros_like(first["ring"])
     drawn = np.arange(ring.shape[1]) < first["heads"][:, Head.COUNT, None]
     known = ~drawn
@@ -193,8 +199,8 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
         ring[own, Resolution.SLOT] += start
         known |= own
     if not known.all():
-        return {name: first[name][:0] for name in SELECTION_NAMES}
-    return {"heads": first["heads"], "ring": ring, "epochs": first["epochs"]}
+        return {name: array[:0] for name, array in first.items()}
+    return {**first, "ring": ring}
 
 
 def _before(sizes: Sequence[int]) -> np.ndarray:
@@ -303,7 +309,7 @@ def part_of(
     part = {key: content[key][chosen] for key in PER_SLOT if key in content}
     which = chosen if items is None else items
     part.update({key: content[key][which] for key in PER_ITEM if key in content})
-    part.update(position=content["position"], heads=content["heads"], epochs=content["epochs"])
+    part |= {name: content[name] for name in (*OF_ALL, *SELECTION_NAMES) if name in content}
     part["ring"] = _part_of_ring(content, division, index)
     if "counts" in content:
         highest = content["counts"][UpdateCount.HIGHEST_PRIORITY]

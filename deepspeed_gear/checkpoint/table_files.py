@@ -20,7 +20,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,6 +102,7 @@ def save_table(
             "next_id": int(table.control[Control.NEXT_ID]),
             "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
             **({} if spec.group is None else {"group": asdict(spec.group)}),
+            **({"normalized": list(spec.normalized)} if spec.normalized else {}),
             **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
@@ -121,6 +122,8 @@ def _save_rows(
     records[skipped, Slot.NUM_STEPS : Slot.NUM_ROWS + 1] = 0
     np.save(folder / "slots.npy", records)
     np.save(folder / "retention.npy", retention)
+    if table.spec.normalized:
+        np.save(folder / "moments.npy", table.extents.moments)
     if table.groups is not None:
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
@@ -248,10 +251,20 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
         groups = None
         if {"groups", "group_counts", "consumed_groups"} <= others.keys():
             groups = SavedGroups(others["groups"], others["group_counts"], others["consumed_groups"])
-        slots, numbers, retention = (others.get(name) for name in ("slots", "numbers", "retention"))
+        names = "slots", "numbers", "retention", "moments"
+        slots, numbers, retention, moments = (others.get(name) for name in names)
         next_id, inserted = manifest["next_id"], tuple(manifest["inserted"][:2])
-        shards.append(SavedShard(slots, numbers, next_id, streams, retention, inserted, groups))
+        shards.append(SavedShard(slots, numbers, next_id, streams, retention, inserted, groups, moments))
     return SavedTable(folders, manifests, shards, merge(shards))
+
+
+def _without_moments(found: SavedTable) -> SavedTable:
+    """Return a saved table without the running moments of its columns: this run normalises others."""
+    for content in chain.from_iterable(one.streams.values() for one in (*found.shards, found.whole)):
+        for name in ("numbers", "newest_numbers"):
+            content.pop(name, None)
+    shards = [replace(shard, moments=None) for shard in found.shards]
+    return replace(found, shards=shards, whole=replace(found.whole, moments=None))
 
 
 def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], list[dict[str, Any]]]:
@@ -369,6 +382,12 @@ def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
     counts = shard is None or shard.index == 0  # for all nodes together
     table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = whole.inserted if counts else (0, 0)
     table.control[Control.QUOTA] = 0
+    if table.spec.normalized:
+        index, is_kept = _index_of(table), len(found.shards) == (1 if shard is None else shard.count)
+        moments = found.shards[index].moments if is_kept else whole.moments
+        if moments is not None and index > 0 and not is_kept:
+            moments = np.zeros_like(moments)  # all are in the first shard
+        table.extents.restore_moments(moments)
     next_id = whole.next_id
     table.restored(next_id if shard is None else reshard.next_id_of(next_id, shard.index, shard.count))
     if table.groups is not None:
@@ -464,6 +483,8 @@ class TableLoader:
         dataset = table.spec.dataset
         schema = table.spec.schema if dataset is None else None  # it may have got a column
         found = self._found[name] = read_table(folder, schema, save_id)
+        if found.manifests[0].get("normalized", []) != list(table.spec.normalized):
+            found = self._found[name] = _without_moments(found)
         slots, groups = found.whole.slots, table.groups
         if groups is not None and slots is not None and found.whole.groups is None:
             rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"

@@ -293,6 +293,15 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
         part.refuse("offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number")
     if field.offset == "n_step" and field.length is not None and config.burn_in:
         part.refuse("offset", "must be a number in a window where there is gear.burn_in")
+    if field.normalize is not None and config.normalizes_online:
+        for is_so, what in (
+            (config.on_device, "a table on devices"),
+            (len(config.sampled_tables) > 1, "a mixture of tables without a data set"),
+            (config.pack is not None, "packed batches"),
+        ):
+            if is_so:
+                rule = f"must not be given for {what} to which rows are added: there are no statistics"
+                part.refuse("normalize", rule, "use scale, or normalise in the model")
     if field.scale == 0:
         part.refuse("scale", "must not be 0", "the field would hold zeros; leave it out")
     if config.hindsight is None:

@@ -122,7 +122,7 @@ def check_against(
 
     Args:
         statistics_available: Columns of the sampled table that have statistics; True for all, False for none,
-            None for all where the table holds a data set.
+            None for all where the table holds a data set, else for all but late columns.
     Returns:
         The fields of a batch in the order of the config, or of the schema where the config names none; then
         without opaque columns.
@@ -132,8 +132,11 @@ def check_against(
             remedy = "give it here or to Replay(schemas=...)"
             raise ConfigError(dotted("gear", "tables", name), "must have a schema", None, remedy)
         _check_columns(config, name, schemas[name])
-    if statistics_available is None:
-        statistics_available = any(config.resolved_tables[t].data is not None for t in config.sampled_tables)
+    if statistics_available is None and config.normalizes_online:
+        schema = schemas[config.sampled_tables[0]]
+        statistics_available = [column.name for column in schema if not column.late]
+    elif statistics_available is None:
+        statistics_available = True
     fields = {name: _fields(config, schemas[name], statistics_available) for name in config.sampled_tables}
     first, *others = config.sampled_tables
     for other in others:
@@ -421,7 +424,8 @@ def _check_column(part: Part, column: Column, statistics: Collection[str] | bool
         part.leave_out("scale", "for a bool column", 'use "as": "float32"')
     if not (statistics if isinstance(statistics, bool) else column.name in statistics):
         when = f"as column {column.name} has no statistics"
-        part.leave_out("normalize", when, "only data sets have them; use scale")
+        remedy = "data sets have them, and columns that are added with their rows"
+        part.leave_out("normalize", when, f"{remedy}; use scale")
 
 
 def _check_derived(part: Part, derived: str) -> None:

@@ -59,8 +59,8 @@ class FieldConfig(GearModel):
     pad: Pad = "zero"
     """What fills the rest: "zero", "edge" (the nearest real step) or a number, in units of the output."""
     normalize: Literal["mean_std", "min_max"] | None = None
-    """With the statistics of the training split: "mean_std" to mean 0 and deviation 1, "min_max" to [-1,
-    1]."""
+    """"mean_std" to mean 0 and deviation 1, "min_max" to [-1, 1]: with the statistics of the training split,
+    or those of all rows that were ever added to a table without a data set, as of each global batch."""
     scale: Float = 1.0
     """Factor applied after normalisation."""
     hindsight: Name | None = None
@@ -283,6 +283,11 @@ class GearOptions(GearModel):
     def on_device(self) -> bool:
         """Whether batches come from a table in the memory of the ranks' own devices."""
         return self.resolved_tables[self.sampled_tables[0]].placement == "device"
+
+    @property
+    def normalizes_online(self) -> bool:
+        """Whether fields are normalised with what was ever added: no sampled table holds a data set."""
+        return all(self.resolved_tables[name].data is None for name in self.sampled_tables)
 
     @property
     def item_sampler(self) -> ItemSampler:

@@ -18,6 +18,7 @@ from deepspeed_gear.schema import Column, Schema
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 MAX_SAMPLE_ROWS = 1 << 22
 MAX_SAMPLE_BYTES = 256 * 1024 * 1024
+LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most
 _BLOCK_ROWS = 1 << 16
 _BLOCK_BYTES = 32 * 1024 * 1024
 _SAMPLE_KEY = 0x6765_6172

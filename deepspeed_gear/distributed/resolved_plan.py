@@ -11,6 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import (
     GearConfig,
@@ -26,6 +28,7 @@ from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.running_moments import Moment, moments_size, statistics
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
 from deepspeed_gear.distributed.sequence_sum import check_process_group
@@ -50,6 +53,8 @@ from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import TableSpec
+
+_NO_STATISTICS: dict[str, ColumnStatistics] = {}
 
 
 @dataclass(frozen=True)
@@ -103,10 +108,14 @@ class Resolved:
 
     def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
         """Return the statistics of the training split that fields are normalised with, where they are."""
-        return self._statistics if any(field.normalize for field in fields) else {}
+        return self._statistics if any(field.normalize for field in fields) else _NO_STATISTICS
 
     @cached_property
     def _statistics(self) -> Mapping[str, ColumnStatistics]:
+        store = self.tables[self.config.sampled_tables[0]].store
+        if self.config.normalizes_online and store is not None:  # as long as nothing is selected
+            columns = store.normalized_columns
+            return statistics(np.zeros((Moment.NUM_WORDS, moments_size(columns))), columns)
         return statistics_of(self.config, self.datasets)
 
 
@@ -294,7 +303,7 @@ def fields_of(
 ) -> list[ResolvedField]:
     """Check the config against the schemas and return the fields of a batch."""
     table = _statistics_table(config, data)
-    return check_against(config, schemas, False if table is None else set(data[table].statistics))
+    return check_against(config, schemas, None if table is None else set(data[table].statistics))
 
 
 def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | None:

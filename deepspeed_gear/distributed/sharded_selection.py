@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from math import prod
 from typing import Final, NoReturn
 
 import numpy as np
 import torch
 
+from deepspeed_gear.data.running_moments import merge
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
@@ -214,6 +216,7 @@ class ShardedSelector(SelectionAgreement):
         self._plan, self._exchange, self._verify_every = plan, exchange, verify_every
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first, self._has_window = True, self.spec.rule.window is not None
+        self._moments = np.empty((0, 0))  # of all shards
         #: Resolutions of the latest selection's samples that this node holds.
         self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
 
@@ -242,6 +245,9 @@ class ShardedSelector(SelectionAgreement):
                 # Else changes take effect after the exchange of status messages.
                 if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
                     self.masses.apply(key)
+                if self.state.numbers is not None:
+                    own = super(ShardedSelector, self).moments.reshape(-1).view(np.int64)
+                    parts = [np.concatenate([own, part.reshape(-1)]) for part in parts]
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
                     rate = joint.record(count)
                     parts = [np.concatenate([rate, part.reshape(-1)]) for part in parts]
@@ -258,8 +264,17 @@ class ShardedSelector(SelectionAgreement):
                 raise error
             if not is_open:
                 return False
+        if self.state.numbers is not None:
+            shape = self.state.numbers.shape[1:]
+            of_shards = [words[: prod(shape)].view(np.float64).reshape(shape) for words in self._received]
+            self._moments = merge(of_shards)
+            self._received = [words[prod(shape) :] for words in self._received]
         self.num_selections += 1
         return True
+
+    @property
+    def moments(self) -> np.ndarray:
+        return self._moments
 
     def _begin_selection(self, key: int, entry: int, count: int, is_saved: bool = False) -> None:
         offset = 0 if self.spec.offset is None else self.spec.offset(key)

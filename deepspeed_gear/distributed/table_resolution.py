@@ -430,6 +430,7 @@ def store_of(
             group=None if table.group is None else group_spec_of(table.group, schema, read),
         )
     steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
+    normalized = [f.column.name for f in fields if f.normalize is not None and f.column is not None]
     rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
     retention = retention_of(config, name, (steps, slots), batch)
     spare = spare_rows_for(retention, rows, None if longest is None else longest + int(schema.has_final_row))
@@ -448,6 +449,7 @@ def store_of(
         spare_rows=spare,
         group=None if table.group is None else group_spec_of(table.group, schema, read, slots),
         whole_fields=tuple(field.name for field in fields if field.needs_episode) if is_sampled else (),
+        normalized=tuple(dict.fromkeys(normalized)) if is_sampled and config.normalizes_online else (),
     )
 
 

@@ -83,6 +83,17 @@ class Store:
     ) -> None:
         """Set what pins trajectories, what is evicted when there is no room, and the rate limiter, if any."""
 
+    def set_moments(
+        self, head: int, words: int, num_elements: int, columns: Sequence[tuple[int, int, int, int]], /
+    ) -> None:
+        """Set addresses of the running moments; columns: index, code of the dtype, elements, first of all."""
+
+    def stage_moments(self, slot: int, known: int, num_steps: int, /) -> None:
+        """Count the steps [known, num_steps) of a slot, before they are committed. Wants the lock."""
+
+    def publish_moments(self) -> None:
+        """Let staged moments count, after the commit. Wants the lock."""
+
     def reserve(self, num_rows: int, num_steps: int, /) -> int:
         """Take a slot and a run of rows. Wants the lock."""
 

@@ -103,6 +103,10 @@ class BatchAssembler:
             if gatherer is None:  # of a pass
                 gatherer = self._gatherers[stream] = self._gatherer(stream)
             goals = self._relabelling.draw(stream.spec.key, records) if self._relabels else None
+            numbers = stream.state.numbers
+            if numbers is not None:
+                columns = stream.table.spec.normalized_columns
+                gatherer.normalize_with(numbers[own.head[Head.KEY] % stream.spec.depth], columns)
             tensors, mask = gatherer.gather(records, goals)
             samples = BatchSamples(
                 records=records,

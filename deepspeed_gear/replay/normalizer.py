@@ -171,6 +171,10 @@ class Normalizer:
         known = schemas_of(checked, data, schemas)
         fields = fields_of(checked, known, data)
         normalised = any(field.normalize for field in fields)
+        if normalised and checked.normalizes_online:
+            rule, remedy = "must not be given: it is normalised with what a run adds", "use Normalizer.load"
+            name = next(field.name for field in fields if field.normalize)
+            raise ConfigError(f"gear.fields.{name}.normalize", rule, None, f"{remedy}, of a checkpoint")
         statistics = statistics_of(checked, data) if normalised else {}
         return cls.of(checked, fields, statistics, engine_dtype)
 

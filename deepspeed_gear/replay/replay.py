@@ -18,6 +18,8 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
+from deepspeed_gear.data import running_moments
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -93,6 +95,8 @@ class Replay(ReplayBase):
         parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         self.tables, self._place = parts.tables, plan.topology.place
         self._inserters: dict[str | None, Inserter] = {}  # by the names that calls give; None: as `store`
+        #: Moments of the newest selection, and what fields are normalised with by them.
+        self._numbers: tuple[np.ndarray, Mapping[str, ColumnStatistics]] | None = None
         self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
@@ -136,6 +140,18 @@ class Replay(ReplayBase):
             self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
         self._inserters[table] = self._inserters[name]
         return self._inserters[name]
+
+    def _statistics_of_fields(self) -> Mapping[str, ColumnStatistics]:
+        if not (self.config.normalizes_online and any(field.normalize for field in self.fields)):
+            return super()._statistics_of_fields()
+        self._check_reads()
+        stream = self._parts.train[0]
+        with stream.table.lock:
+            numbers = stream.state.newest_numbers.copy()
+        if self._numbers is None or not np.array_equal(self._numbers[0], numbers):
+            columns = stream.table.spec.normalized_columns
+            self._numbers = numbers, running_moments.statistics(numbers, columns)
+        return self._numbers[1]
 
     def _set_transform(self, transform: Transform | None) -> None:
         super()._set_transform(transform)

@@ -6,7 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.device.device_loader import DeviceEvaluation
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
@@ -47,6 +48,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         self._plan, self._engine_dtype = plan, engine_dtype
         self._closed = False
         self._transform: Transform | None = None
+        self._normalizer: tuple[Mapping[str, ColumnStatistics], Normalizer] | None = None
         self._passes: Evaluation | DeviceEvaluation
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
         self._folder_locks = FolderLocks()
@@ -150,11 +152,20 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         self._check_open()
         return self._passes.num_batches(arguments.one_of("stream", stream, str, "a name"))
 
-    @cached_property
+    @property
     def normalizer(self) -> Normalizer:
-        """The conversions of all fields; usable without this replay, and in other processes."""
-        plan = self._plan
-        return Normalizer.of(plan.config, plan.fields, plan.statistics(plan.fields), self._engine_dtype)
+        """The conversions of all fields; usable without this replay, and in other processes.
+
+        Of a table without a data set: those of the newest selection; another object once they change.
+        """
+        known, plan = self._statistics_of_fields(), self._plan
+        if self._normalizer is None or self._normalizer[0] is not known:
+            self._normalizer = known, Normalizer.of(plan.config, plan.fields, known, self._engine_dtype)
+        return self._normalizer[1]
+
+    def _statistics_of_fields(self) -> Mapping[str, ColumnStatistics]:
+        """Return what fields are normalised with: the same object as long as it stays the same."""
+        return self._plan.statistics(self._plan.fields)
 
     def normalize(self, name: str, values: Any) -> Any:
         """Convert an input of the model as a batch's field is converted; see `Normalizer.normalize`."""

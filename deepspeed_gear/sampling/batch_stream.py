@@ -36,7 +36,7 @@ _CLEAN_S = 1.0  # how often a selection checks for dead writers
 # Regions of a stream whose addresses its native call takes under their names.
 _REGIONS = (
     "position heads ring consumed last_drawn changes sums minima priorities counts window bases generations "
-    "steps row_slots ends asked"
+    "steps row_slots ends asked numbers"
 ).split()
 
 
@@ -393,7 +393,7 @@ class NativeStream:
         native, memory, views = table.ops.native, table.memory, table.views
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
         # Words of addresses, by region; one that the stream has none of is 0.
-        regions = {name: name for name in ("control", "slots", "log")}
+        regions = {name: name for name in ("control", "slots", "log", "moments_head", "moments")}
         regions.update({name: spec.at + name for name in _REGIONS}, logs=f"{spec.at}log")
         words = {
             **{name: address(views[at]) if at in views else 0 for name, at in regions.items()},
@@ -407,6 +407,7 @@ class NativeStream:
             "key": spec.key,
             "batch": spec.batch,
             "depth": spec.depth,
+            "moments_size": 0 if state.numbers is None else state.numbers[0].size,
             **masses.native_words(),
         }
         timeout_s = table.lock.timeout_s

@@ -117,6 +117,11 @@ class LocalSelector:
             self.masses.take_out(int(slots[standing - 1]))
         return standing
 
+    @property
+    def moments(self) -> np.ndarray:
+        """The running moments of all stores, as of the selection. [6, elements], float64."""
+        return self.state.table.extents.moments
+
     def own_samples(self, rows: np.ndarray) -> np.ndarray:
         """Return those of the latest selection's resolutions that lie in this store. [n, 8], int64."""
         return rows
@@ -202,6 +207,8 @@ class LocalSelector:
             samples = self.own_samples(state.ring_words[entry, : after[Head.COUNT]])
             if self._counting is not None:
                 self._counting.count(samples)
+            if state.numbers is not None:
+                state.numbers[entry] = self.moments
             head[Head.KEY] = key  # the commit point
             state.advance(entry)
             if self._counting is not None:

@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import torch
 
+from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.ops.constants import SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_info import TRAIN
@@ -46,6 +47,8 @@ def masses_type(spec: StreamSpec) -> type[ItemMasses]:
 def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return a stream's regions in the store of a table."""
     at, depth, batch, most = spec.at, spec.depth, spec.batch, spec.most_records
+    numbers = Moment.NUM_WORDS, moments_size(table.normalized_columns)
+    trains = spec.name == TRAIN
     # An epoch whose items may be evicted.
     skips = spec.sampler.walks and not spec.sampler.is_pass and table.dataset is None
     drawn = [
@@ -61,6 +64,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
         Region(at + "heads", "int64", (depth, Head.NUM_WORDS)),
         Region(at + "ring", "int64", (depth, most, Resolution.NUM_WORDS)),
         Region(at + "epochs", "int64", (depth, most)),
+        *([Region(at + "numbers", "float64", (depth + 1, *numbers))] if numbers[1] and trains else []),
         *masses_type(spec).regions(spec, table),
         *SampleCounts.regions(spec, table),
         *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
@@ -84,6 +88,9 @@ class StreamState:
         self.ring = torch.from_numpy(self.ring_words)
         self.epochs = torch.from_numpy(views[at + "epochs"])
         self.origins = torch.from_numpy(views[at + "origins"]) if spec.num_shards > 1 else None
+        #: Running moments that each selection is normalised with, by ring entry, and last those of the newest
+        #: one before the ring was emptied; None: no field is. [depth + 1, 6, elements], float64.
+        self.numbers: np.ndarray | None = views.get(at + "numbers")
         self.last_drawn: np.ndarray | None = views.get(at + "last_drawn")  # newest selection of each slot
         #: Generation of each slot when the epoch began; None: its items stay until the end. [slots], int64.
         self.walked: np.ndarray | None = views.get(at + "walked")
@@ -174,6 +181,14 @@ class StreamState:
         words[Position.DONE] = 0
         words[Head.KEY] = head[Head.KEY] + 1
 
+    @property
+    def newest_numbers(self) -> np.ndarray:
+        """The running moments that the newest selection is normalised with, a view. [6, elements]."""
+        assert self.numbers is not None
+        key = self.words[Head.KEY] - 1
+        entry = key % self.spec.depth
+        return np.asarray(self.numbers[entry if self.head_words[entry][Head.KEY] == key >= 0 else -1])
+
     def pin(self, key: int, records: torch.Tensor) -> None:
         """Keep the rows of sampled items until all processes have released the selection.
 
@@ -239,6 +254,8 @@ class StreamState:
 
     def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
         """Set the position to a global batch."""
+        if self.numbers is not None:
+            self.numbers[-1] = self.newest_numbers
         self.control[Control.QUOTA] = 0  # until the nodes have exchanged new quotas
         self.heads[:, Head.KEY] = NOTHING
         if self.last_drawn is not None:
@@ -275,6 +292,8 @@ class StreamState:
             "heads": self.heads[unused],
             "ring": ring,
             "epochs": self.epochs.numpy()[unused],
+            **({} if self.numbers is None else {"numbers": self.numbers[unused]}),
+            **({} if self.numbers is None else {"newest_numbers": self.newest_numbers}),
         }
 
     def _own_samples(self, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -307,6 +326,8 @@ class StreamState:
         if self.walked is not None:
             self.walked[slots] = content.get("walked", self.table.slots[slots, Slot.GENERATION])
         self.position[Position.AHEAD] = NOTHING
+        if self.numbers is not None:
+            self.numbers[-1] = content.get("newest_numbers", 0)
         if self.origins is not None or not self.keeps_selections(content):
             return
         ring = content["ring"]
@@ -318,6 +339,8 @@ class StreamState:
     def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
         """Return whether the stream keeps the unused selections of a checkpoint."""
         heads, ring = content["heads"], content["ring"]
+        if self.numbers is not None and "numbers" not in content:
+            return False  # other columns were normalised
         return ring.shape[1] == self.spec.most_records and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:
@@ -325,6 +348,8 @@ class StreamState:
         heads = content["heads"]
         entries = heads[:, Head.KEY] % self.spec.depth
         self.heads[entries], self.epochs.numpy()[entries] = heads, content["epochs"]
+        if self.numbers is not None:
+            self.numbers[entries] = content["numbers"]
         self.position[: Head.NUM_SET] = content["position"]
         if self.origins is not None or self.last_drawn is None:
             return

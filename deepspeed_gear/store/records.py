@@ -36,6 +36,17 @@ class Control:
     NUM_WORDS: Final = 32
 
 
+class MomentHead:
+    """Words that say which copy of the running moments counts. Header: store/moments.h."""
+
+    CURRENT: Final = 0
+    STAGED: Final = 1  # 1 + the copy that holds a commit which is under way; 0: none
+    SLOT: Final = 2  # of that commit: it has happened once the slot is committed with so many steps
+    GENERATION: Final = 3
+    STEPS: Final = 4
+    NUM_WORDS: Final = 8
+
+
 class SlotRetention:
     """Words of a slot that decide how long its trajectory stays."""
 

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
-from deepspeed_gear.store.records import Control, SlotLink, SlotRetention
+from deepspeed_gear.store.records import Control, MomentHead, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 
@@ -88,6 +89,15 @@ class RowAllocator:
             [(address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c)) for c in spec.schema]
         )
         self.handle.set_ends(*(0 if flags is None else address(flags) for flags in self._end_flags))
+        self._counts = bool(spec.normalized)
+        if self._counts:
+            self._moments_head, self._moments = views["moments_head"], views["moments"]
+            counted, first = [], 0
+            for column in spec.normalized_columns:
+                index, dtype = spec.schema.names.index(column.name), list(DTYPES).index(column.dtype)
+                counted.append((index, dtype, column.num_elements, first))
+                first += column.num_elements
+            self.handle.set_moments(address(self._moments_head), address(self._moments), first, counted)
         #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of the last
         #: search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
         self.reserve: Callable[[int, int], int] = self.handle.reserve
@@ -174,8 +184,13 @@ class RowAllocator:
 
     def grow(self, slot: int, num_steps: int) -> None:
         """Publish the first `num_steps` steps of an open trajectory, whose rows are written."""
-        control, more = self.control, num_steps - int(self.slots[slot, Slot.NUM_STEPS])
+        control, known = self.control, int(self.slots[slot, Slot.NUM_STEPS])
+        more = num_steps - known
+        if self._counts:
+            self.handle.stage_moments(slot, known, num_steps)
         self.slots[slot, Slot.NUM_STEPS] = num_steps  # the commit point
+        if self._counts:
+            self.handle.publish_moments()
         control[Control.STEPS_COMMITTED] += more
         control[Control.STEPS_INSERTED] += more
         self.note(slot)
@@ -230,6 +245,13 @@ class RowAllocator:
         self._finish_move()  # first: the rows of its extent are at neither place until then
         self.end_move()
         slots, control = self.slots, self.control
+        if self._counts and self._moments_head[MomentHead.STAGED]:
+            head = self._moments_head
+            record = slots[head[MomentHead.SLOT]]
+            words = record[[Slot.STATE, Slot.GENERATION, Slot.NUM_STEPS]].tolist()
+            if words == [SlotState.COMMITTED, *head[[MomentHead.GENERATION, MomentHead.STEPS]].tolist()]:
+                head[MomentHead.CURRENT] = head[MomentHead.STAGED] - 1
+            head[MomentHead.STAGED] = 0
         reserved = np.flatnonzero(slots[:, Slot.STATE] == SlotState.RESERVED)
         slots[self._of_dead(reserved), Slot.STATE] = SlotState.FREE
         committed = slots[:, Slot.STATE] == SlotState.COMMITTED
@@ -266,7 +288,22 @@ class RowAllocator:
         self.links[ring[:-1], on] = ring[1:]
         self.links[ring[1:], back] = ring[:-1]
 
+    def restore_moments(self, moments: np.ndarray | None) -> None:
+        """Replace the running moments; None: by those of the trajectories that are held."""
+        self._moments_head[:] = 0
+        self._moments[0] = 0 if moments is None else moments
+        held = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0] if moments is None else ()
+        for slot in held:
+            self.handle.stage_moments(int(slot), 0, int(self.slots[slot, Slot.NUM_STEPS]))
+            self.handle.publish_moments()
+
     # ---- reading ---------------------------------------------------------------------------------
+
+    @property
+    def moments(self) -> np.ndarray:
+        """The running moments of the normalised columns, a view. [6, elements], float64."""
+        current: np.ndarray = self._moments[self._moments_head[MomentHead.CURRENT]]
+        return current
 
     def first_complete(self, link: int) -> int:
         """Return the first committed slot whose trajectory is complete, -1 if there is none.

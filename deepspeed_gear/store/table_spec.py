@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.memory_layout import Layout, Region
-from deepspeed_gear.store.records import Control, Peer, SlotLink, SlotRetention
+from deepspeed_gear.store.records import Control, MomentHead, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
@@ -51,6 +52,7 @@ class TableSpec:
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
     whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
+    normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
 
     @property
     def capacity_rows(self) -> int:
@@ -79,8 +81,13 @@ class TableSpec:
         values = dict(sizes, retention=Retention.from_json(sizes["retention"]))
         values["shard"] = None if sizes["shard"] is None else Shard(**sizes["shard"])
         values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
-        values["whole_fields"] = tuple(sizes["whole_fields"])
+        values |= {name: tuple(sizes[name]) for name in ("whole_fields", "normalized")}
         return cls(name, Schema.from_json(schema), dataset=None, in_memory=True, **values)
+
+    @property
+    def normalized_columns(self) -> list[Column]:
+        """The columns of which the store keeps running moments."""
+        return [self.schema[name] for name in self.normalized]
 
     @property
     def has_arrivals(self) -> bool:
@@ -113,6 +120,12 @@ class TableSpec:
                 Region("log", "int64", (max(LEAST_LOG, self.num_slots),)),
                 Region("retention", "int64", (self.num_slots, SlotRetention.NUM_WORDS)),
                 Region("stale", "int64", (2, STALE_BINS)),
+            ]
+        if self.normalized:
+            shape = 2, Moment.NUM_WORDS, moments_size(self.normalized_columns)
+            regions += [
+                Region("moments_head", "int64", (MomentHead.NUM_WORDS,)),
+                Region("moments", "float64", shape),
             ]
         if self.group is not None:
             regions += [

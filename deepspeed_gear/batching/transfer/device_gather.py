@@ -32,6 +32,7 @@ from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.schema import Column
 
 PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device
 # Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be in flight:
@@ -106,6 +107,13 @@ class DeviceGatherer(Gatherer):
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
             self._counters_seen = self._lane.buffer(24).view(torch.int64)
             super().__init__(**options)
+
+    def _groups(self) -> list[FieldGroup]:
+        return [*super()._groups(), self._here, self._direct, *self._fetched.values()]
+
+    def normalize_with(self, moments: np.ndarray, columns: Sequence[Column]) -> None:
+        with self._lane.running():  # after the gathers of the batch before
+            super().normalize_with(moments, columns)
 
     def totals(self) -> torch.Tensor:
         return self.counters + self._counters_seen

@@ -292,6 +292,19 @@ inline void Bind(py::module_& module) {
              store.terminated = At<bool>(terminated);
              store.truncated = At<bool>(truncated);
            })
+      // Columns: index, code of the dtype, elements, first of them among those of all.
+      .def("set_moments",
+           [](Store& store, uintptr_t head, uintptr_t words, int64_t num_elements,
+              const std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>& columns) {
+             store.moments = {At<int64_t>(head), At<double>(words), num_elements, {}};
+             for (const auto& [column, dtype, elements, first] : columns)
+               store.moments.columns.push_back({column, dtype, elements, first});
+           })
+      .def("stage_moments",
+           [](Store& store, int64_t slot, int64_t known, int64_t steps) {
+             cpu::StageMoments(store, slot, steps, cpu::MomentsOf(store, slot, known, steps));
+           })
+      .def("publish_moments", [](Store& store) { cpu::PublishMoments(store); })
       .def("reserve", [](Store& store, int64_t rows,
                          int64_t steps) { return cpu::Reserve(store, rows, steps); })
       .def("commit", [](Store& store, int64_t slot, int64_t steps, int64_t rows,

@@ -85,6 +85,10 @@ inline cpu::Stream MakeStream(const std::map<std::string, int64_t>& given,
   stream.has_priorities = words["has_priorities"] != 0;
   if (stream.has_priorities)
     stream.priorities = MakeStreamPriorities(words, stream.sums, stream.num_items);
+  stream.moments_head = words.At<const int64_t>("moments_head");
+  stream.moments = words.At<const double>("moments");
+  stream.numbers = words.At<double>("numbers");
+  stream.moments_size = words["moments_size"];
   stream.coordinates.resize(static_cast<size_t>(stream.batch));
   return stream;
 }

@@ -215,6 +215,11 @@ bool SelectHeld(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
   after[kSamples] += stream.batch;
   if (by_priority) Weigh(stream, samples, beta, after);
   std::copy_n(after + 1, kNumSet - 1, head + 1);
+  if (stream.numbers != nullptr) {
+    const int64_t size = stream.moments_size;
+    const double* current = stream.moments + stream.moments_head[kCurrent] * size;
+    std::copy_n(current, size, stream.numbers + key % stream.depth * size);
+  }
   Write(head[kKey], key);  // the commit point
   std::copy_n(after + 1, kNumSet - 1, position + 1);
   Write(position[kDone], 0);

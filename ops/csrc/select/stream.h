@@ -81,6 +81,11 @@ struct Stream {
   double timeout_s;
   bool has_priorities;
   StreamPriorities priorities;
+  // Running moments of the table; each selection has a copy in its ring entry. Null: none.
+  const int64_t* moments_head;
+  const double* moments;
+  double* numbers;  // [depth + 1, moments_size]
+  int64_t moments_size;
   std::vector<int64_t> coordinates;
   std::vector<Report> reports;
   std::vector<int64_t> items;

@@ -209,8 +209,13 @@ int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps) {
   return ReserveAmong(store, num_rows, num_steps, INT64_MAX);
 }
 
-int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born) {
+int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born,
+               const std::vector<double>* block) {
   Slot& record = store.slots[slot];
+  const bool counts = store.moments.head != nullptr;
+  if (counts)
+    StageMoments(store, slot, num_steps,
+                 block == nullptr ? MomentsOf(store, slot, 0, num_steps) : *block);
   store.control[kFreeRows] += record.num_rows - num_rows;
   store.control[kRowsHeld] += num_rows - record.num_rows;
   CountPending(store, record, -1);
@@ -222,6 +227,7 @@ int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, 
   std::fill_n(store.retention + slot * kRetentionWords, kOpen, 0);
   // The commit point: pairs with the acquire of processes that read the state without the lock.
   __atomic_store_n(&record.state, kCommitted, __ATOMIC_RELEASE);
+  if (counts) PublishMoments(store);
   InsertBehind(store, LinkOf(store, store.num_slots, kOlder), slot, kOlder, kNewer);
   ++store.control[kNumCommitted];
   store.control[kStepsCommitted] += num_steps;
@@ -342,6 +348,8 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     if (slot < 0) return {slot, -1};
   }
   const bool finite = Write(store, slot, sources, num_steps);  // the rows belong to this process
+  std::vector<double> block;
+  if (finite && store.moments.head != nullptr) block = MomentsOf(store, slot, 0, num_steps);
   const Held held(store.mutex, store.holder, timeout_s);
   if (!finite) {
     if (RefusalOf(held) != 0) return {kNotFinite, slot};
@@ -349,7 +357,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
     return {kNotFinite, -1};
   }
   if (RefusalOf(held) != 0) return {RefusalOf(held), slot};
-  return {Commit(store, slot, num_steps, store.slots[slot].num_rows, BornNow(store)), slot};
+  return {Commit(store, slot, num_steps, store.slots[slot].num_rows, BornNow(store), &block), slot};
 }
 
 namespace {
@@ -422,9 +430,14 @@ bool Grow(Store& store, const Staged& staged, Growing& growing, int64_t most_ste
   if (more <= 0) return true;
   if (num_steps > most_steps || (store.rate.per_step && !MayInsert(store, more))) return false;
   WriteSteps(store, growing.slot, staged, growing.first, growing.published, num_steps);
+  const bool counts = store.moments.head != nullptr;
+  if (counts)
+    StageMoments(store, growing.slot, num_steps,
+                 MomentsOf(store, growing.slot, growing.published, num_steps));
   growing.published = num_steps;
   // The commit point: pairs with the acquire of processes that read the slot without the lock.
   __atomic_store_n(&store.slots[growing.slot].num_steps, num_steps, __ATOMIC_RELEASE);
+  if (counts) PublishMoments(store);
   store.control[kStepsCommitted] += more;
   store.control[kStepsInserted] += more;
   Note(store, growing.slot);

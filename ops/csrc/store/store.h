@@ -8,6 +8,7 @@
 
 #include "common/slot.h"
 #include "store/finite.h"
+#include "store/moments.h"
 #include "store/mutex.h"
 
 namespace gear::cpu {
@@ -105,6 +106,7 @@ struct Store {
   bool *terminated = nullptr, *truncated = nullptr;  // columns of these roles, by row; null: none
   std::vector<ColumnOf> columns;
   std::vector<Pins> pins;
+  RunningMoments moments;
   Removal removal = kNoEviction;
   Rate rate;
   bool compacts = false;        // whether extents are moved here; else the caller does
@@ -138,7 +140,9 @@ inline int64_t& LinkOf(const Store& store, int64_t slot, Link word) {
 void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on);
 void TakeOut(Store& store, int64_t slot, Link back, Link on);
 int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps);  // a slot, or a refusal
-int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born);
+// `block`: the moments of its rows, where they were computed before; null: here.
+int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born,
+               const std::vector<double>* block = nullptr);
 void Retire(Store& store, int64_t slot);
 void Free(Store& store, int64_t slot);
 bool IsPinned(const Store& store, int64_t slot);
