@@ -20,7 +20,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,7 +102,6 @@ def save_table(
             "next_id": int(table.control[Control.NEXT_ID]),
             "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
             **({} if spec.group is None else {"group": asdict(spec.group)}),
-            **({"normalized": list(spec.normalized)} if spec.normalized else {}),
             **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
@@ -258,15 +257,6 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
     return SavedTable(folders, manifests, shards, merge(shards))
 
 
-def _without_moments(found: SavedTable) -> SavedTable:
-    """Return a saved table without the running moments of its columns: this run normalises others."""
-    for content in chain.from_iterable(one.streams.values() for one in (*found.shards, found.whole)):
-        for name in ("numbers", "newest_numbers"):
-            content.pop(name, None)
-    shards = [replace(shard, moments=None) for shard in found.shards]
-    return replace(found, shards=shards, whole=replace(found.whole, moments=None))
-
-
 def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], list[dict[str, Any]]]:
     """Return the folders of a table's shards, or its own where it was in one store, and their manifests.
 
@@ -384,10 +374,9 @@ def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
     table.control[Control.QUOTA] = 0
     if table.spec.normalized:
         index, is_kept = _index_of(table), len(found.shards) == (1 if shard is None else shard.count)
-        moments = found.shards[index].moments if is_kept else whole.moments
-        if moments is not None and index > 0 and not is_kept:
-            moments = np.zeros_like(moments)  # all are in the first shard
-        table.extents.restore_moments(moments)
+        moments = (found.shards[index] if is_kept else whole).moments
+        assert moments is not None
+        table.extents.moments[:] = moments if is_kept or index == 0 else 0  # the first shard has all
     next_id = whole.next_id
     table.restored(next_id if shard is None else reshard.next_id_of(next_id, shard.index, shard.count))
     if table.groups is not None:
@@ -483,8 +472,6 @@ class TableLoader:
         dataset = table.spec.dataset
         schema = table.spec.schema if dataset is None else None  # it may have got a column
         found = self._found[name] = read_table(folder, schema, save_id)
-        if found.manifests[0].get("normalized", []) != list(table.spec.normalized):
-            found = self._found[name] = _without_moments(found)
         slots, groups = found.whole.slots, table.groups
         if groups is not None and slots is not None and found.whole.groups is None:
             rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"

@@ -59,7 +59,7 @@ class FieldConfig(GearModel):
     pad: Pad = "zero"
     """What fills the rest: "zero", "edge" (the nearest real step) or a number, in units of the output."""
     normalize: Literal["mean_std", "min_max"] | None = None
-    """"mean_std" to mean 0 and deviation 1, "min_max" to [-1, 1]: with the statistics of the training split,
+    """"mean_std" to mean 0 and deviation 1, "min_max" to [-1, 1], with the statistics of the training split,
     or those of all rows that were ever added to a table without a data set, as of each global batch."""
     scale: Float = 1.0
     """Factor applied after normalisation."""

@@ -246,7 +246,7 @@ class ShardedSelector(SelectionAgreement):
                 if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
                     self.masses.apply(key)
                 if self.state.numbers is not None:
-                    own = super(ShardedSelector, self).moments.reshape(-1).view(np.int64)
+                    own = self._table.extents.moments.reshape(-1).view(np.int64)
                     parts = [np.concatenate([own, part.reshape(-1)]) for part in parts]
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
                     rate = joint.record(count)

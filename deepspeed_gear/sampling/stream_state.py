@@ -327,7 +327,7 @@ class StreamState:
             self.walked[slots] = content.get("walked", self.table.slots[slots, Slot.GENERATION])
         self.position[Position.AHEAD] = NOTHING
         if self.numbers is not None:
-            self.numbers[-1] = content.get("newest_numbers", 0)
+            self.numbers[-1] = content["newest_numbers"]
         if self.origins is not None or not self.keeps_selections(content):
             return
         ring = content["ring"]
@@ -339,8 +339,6 @@ class StreamState:
     def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
         """Return whether the stream keeps the unused selections of a checkpoint."""
         heads, ring = content["heads"], content["ring"]
-        if self.numbers is not None and "numbers" not in content:
-            return False  # other columns were normalised
         return ring.shape[1] == self.spec.most_records and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:

@@ -288,15 +288,6 @@ class RowAllocator:
         self.links[ring[:-1], on] = ring[1:]
         self.links[ring[1:], back] = ring[:-1]
 
-    def restore_moments(self, moments: np.ndarray | None) -> None:
-        """Replace the running moments; None: by those of the trajectories that are held."""
-        self._moments_head[:] = 0
-        self._moments[0] = 0 if moments is None else moments
-        held = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0] if moments is None else ()
-        for slot in held:
-            self.handle.stage_moments(int(slot), 0, int(self.slots[slot, Slot.NUM_STEPS]))
-            self.handle.publish_moments()
-
     # ---- reading ---------------------------------------------------------------------------------
 
     @property

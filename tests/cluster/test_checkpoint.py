@@ -143,15 +143,21 @@ def cases(data: Path) -> dict[str, dict[str, Any]]:
     names = ("verified", "mapped", "short_epochs", "recent", "prioritized_plain", "mixture")
     steps = {"sampler": prioritized("step"), "prefetch": 1}
     online: dict[str, Any] = {"tables": {"main": ONLINE}, "fields": WINDOWS}
+    standard, bounded = ({"code": {"normalize": kind}, **WINDOWS} for kind in ("mean_std", "min_max"))
     return {
         **{name: known[name] for name in names},
         "prioritized_table": {**known["prioritized_table"], "prefetch": 1, "count_draws": True},
         "n_step": {**known["n_step"], "fields": {**FOLLOWING, "task": {}}, **steps, "prefetch": 2},
         "online": {**online, **steps},
-        "online_uniform": {**online, "prefetch": 2},
+        "online_uniform": {**online, "fields": standard, "prefetch": 2},
         "changed": {**online, **steps},
         "changed_uniform": {**online, "prefetch": 2},
-        "changed_epoch": {**online, "sampler": {"kind": "epoch", "unit": "step"}, "prefetch": 1},
+        "changed_epoch": {
+            **online,
+            "fields": bounded,
+            "sampler": {"kind": "epoch", "unit": "step"},
+            "prefetch": 1,
+        },
     }
 
 

@@ -122,13 +122,13 @@ def test_statistics() -> None:
     online = parse({"tables": {"main": {"capacity_steps": 10}}, **section})
     schemas = {"main": SCHEMA}
     assert check_against(from_data, schemas) == check_against(online, schemas, True)
-    assert check_against(online, schemas, ["observation"])
-    for config, available in ((online, None), (from_data, False), (from_data, ["action"])):
+    assert check_against(online, schemas, ["observation"]) == check_against(online, schemas)
+    for config, available in ((online, []), (from_data, False), (from_data, ["action"])):
         with pytest.raises(ConfigError) as caught:
             check_against(config, schemas, available)
         assert str(caught.value) == (
             "gear.fields.observation.normalize must not be given as column observation has no statistics, "
-            "got 'mean_std'; only data sets have them; use scale"
+            "got 'mean_std'; data sets have them, and columns that are added with their rows; use scale"
         )
 
 
