@@ -22,6 +22,7 @@ from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.data import running_moments
+from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
@@ -29,6 +30,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
 from deepspeed_gear.ops.records import Align, Follows, Pad, Resolution, Source
 from deepspeed_gear.ops.reference.convert import convert
+from deepspeed_gear.ops.reference.gather import is_no_sample, rows_of
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
@@ -65,8 +67,11 @@ class Rows(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def compressed(self) -> Mapping[str, CompressedRows]: ...
+
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return the rows of a column. [rows or slots, *shape]."""
+        """Return the rows of a column, of a compressed one none. [rows or slots, *shape]."""
         ...
 
 
@@ -82,6 +87,7 @@ class FieldRows:
     shift: torch.Tensor
     gain: torch.Tensor
     pad: float  # value of the rows outside of the trajectory
+    stored: CompressedRows | None = None  # what the rows are decoded from
 
     @classmethod
     def of(
@@ -92,6 +98,7 @@ class FieldRows:
         engine_dtype: torch.dtype,
     ) -> FieldRows:
         shape: tuple[int, ...] = ()
+        stored = None if field.column is None else table.compressed.get(field.column.name)
         if field.derived in COMPUTED:
             source = COMPUTED[field.derived]
             column = torch.empty(0, dtype=torch.int64, device=table.device)
@@ -103,10 +110,11 @@ class FieldRows:
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
-            column, shape, dtype = column.reshape(len(column), -1)[:, :0], (0,), column.dtype
+            column, stored = column.reshape(len(column), math.prod(shape))[:, :0], None
+            shape, dtype = (0,), column.dtype
         shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
         pad = float(field.pad_value) if field.pad_kind == "value" else 0.0
-        return cls(source, column, shape, dtype, shift, gain, pad)
+        return cls(source, column, shape, dtype, shift, gain, pad, stored)
 
     @property
     def elements(self) -> int:
@@ -158,6 +166,55 @@ class FieldGroup:
         converted = self.columns, self.shifts, self.gains
         given = records, steps, self.spec, self.pads, threads
         ops.gather_(outs, masks, counters, *converted, *given, order)
+
+
+class CompressedFields:
+    """Fields of a compressed column: a batch's rows are decoded, each once, and gathered from there.
+
+    The op reads only the rows of windows, so a resolution with another first row makes it read the decoded
+    rows: padding, masks and conversion are those of any column. `num_samples` is the most of a batch.
+    """
+
+    def __init__(
+        self, stored: CompressedRows, specs: list[GatherSpec], rows: list[FieldRows], num_samples: int
+    ) -> None:
+        self._stored = stored
+        windows: dict[GatherSpec, list[int]] = {}
+        for i, spec in enumerate(specs):
+            if rows[i].stored is stored:
+                windows.setdefault(replace(spec, mask=-1), []).append(i)
+        column = rows[next(iter(windows.values()))[0]].column
+        most = num_samples * sum(window.part_count for window in windows)
+        decoded = column.new_empty(most, *column.shape[1:])
+        self._bytes = decoded.view(-1).view(torch.uint8).numpy()
+        self._groups = {
+            window: FieldGroup(which, specs, [replace(rows[i], column=decoded) for i in which])
+            for window, which in windows.items()
+        }
+
+    def decode(
+        self, records: torch.Tensor, steps: torch.Tensor | None
+    ) -> list[tuple[FieldGroup, torch.Tensor]]:
+        """Decode the rows of a batch; return groups, and the records that they are gathered with.
+
+        `records` and `steps` are those of `gather_`. Cost: see `CompressedRows.decode`.
+        """
+        first, is_sample = records[:, Resolution.FIRST_ROW], ~is_no_sample(records)
+        read, begins = [], []
+        for window in self._groups:
+            step, real = rows_of(window, records, steps)
+            is_read = real | is_sample[:, None] if window.pad == Pad.EDGE else real
+            read.append((first[:, None] + step)[is_read])
+            begin = step.gather(1, is_read.int().argmax(1, keepdim=True)).squeeze(1)
+            begins.append((begin, is_read.any(1)))
+        rows, given = torch.from_numpy(np.unique(torch.cat(read).numpy())), []
+        self._stored.decode(rows.numpy(), self._bytes)
+        for group, (begin, is_reader) in zip(self._groups.values(), begins, strict=True):
+            moved = records.clone()  # of rows [5, 6, 7, 20, 21] a window that begins at row 20 is at place 3
+            place = torch.searchsorted(rows, first + begin) - begin
+            moved[:, Resolution.FIRST_ROW] = torch.where(is_reader, place, 0)
+            given.append((group, moved))
+        return given
 
 
 @dataclass
@@ -274,7 +331,10 @@ class Gatherer:
                 goals[number] = GatherSpec(source, follows=Follows.GOAL, elements=rows.elements, mask=mask)
         #: The goals of relabelled samples.
         self._goals = FieldGroup(list(goals), goals, goal_rows) if goals else None
-        self._all = self._here = FieldGroup(list(range(len(self._fields))), self._specs, self._rows)
+        plain = [i for i, rows in enumerate(self._rows) if rows.stored is None]
+        self._all = self._here = FieldGroup(plain, self._specs, [self._rows[i] for i in plain])
+        stored = dict.fromkeys(rows.stored for rows in self._rows if rows.stored is not None)
+        self._compressed = [CompressedFields(c, self._specs, self._rows, num_samples) for c in stored]
         self._numbers: np.ndarray | None = None  # running moments that `normalize_with` has set
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
@@ -314,7 +374,7 @@ class Gatherer:
         """Allocate the tensors of a batch, with the native call that gathers into them."""
         sizes = self._sizes(num_samples)
         buffers = self._named([torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes])
-        if self._ops.is_direct and self._fields:
+        if self._ops.is_direct and self._all.which:
             overwritten = buffers.all  # the first call increments their versions
             for group in [self._all] if self._goals is None else [self._all, self._goals]:
                 call = self._ops.native.GatherCall(
@@ -422,6 +482,9 @@ class Gatherer:
             self._gather_into(buffers.addresses[0], records, steps)
         else:
             self._here.run(self._ops, buffers, self.counters, records, steps, self._threads)
+        for fields in self._compressed:
+            for group, moved in fields.decode(records, steps):
+                group.run(self._ops, buffers, self.counters, moved, steps, self._threads)
         if self._goals is not None and goal_step is not None:
             if buffers.addresses:
                 self._gather_into(buffers.addresses[1], records, goal_step)

@@ -29,6 +29,7 @@ _PAIRS = {  # options that are repeated: form, example, help
 DESCRIPTION = "Turn one or more sources into a data set that training maps in place."
 _COLUMNS = "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all"
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
+_COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {
     "SOURCE": ("file or folder", {"nargs": "+"}),
     "DEST": "folder to make",
@@ -54,6 +55,7 @@ OPTIONS: Options = {
         {"type": int},
     ),
     "--mask NAME": "filter of robomimic's demonstrations, e.g. train",
+    "--compress COLUMN[,COLUMN]": (_COMPRESS, {"action": "append"}),
     "--overwrite": "replace a data set at DEST",
     "--append": "add to the data set at DEST",
     "--quiet": "no progress bar and no notes",
@@ -75,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         split = {name: float(share) for name, share in pairs.pop("split").items()}
     names = "reward", "allow_nan", "overwrite", "append", "split_by_flags"
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
+    options["compress"] = listed(args.compress)
     sources = [open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source]
     dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
     size = show_bytes(dataset.num_bytes)

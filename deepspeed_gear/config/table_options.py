@@ -145,7 +145,7 @@ class DataConfig(GearModel):
     with."""
     load: Literal["mmap", "memory"] = "mmap"
     """"mmap" reads the files in place, so the data may be larger than memory; "memory" copies them into
-    shared memory once per node."""
+    shared memory once per node, compressed columns excepted."""
     replicate: Flag = False
     """Every node holds the whole data set, as one logical shard: no rows travel between nodes. Only where it
     fits every node's memory."""

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as MapDataset
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.compressed_rows import CompressedRows, files_of
 from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
     FORMAT,
@@ -56,6 +57,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         lengths: Steps of each trajectory. [n], int64.
         num_rows: Rows of every step column.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
+        compressed: Those of them of which an index or a slice decodes rows.
         statistics: By column, over the training split only, of the whole; opaque columns have none.
         files: The mapped files, to detect changes of them.
         versions: Trajectories of the whole by fingerprint: of each data set that it has grown from, the
@@ -82,15 +84,18 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.lengths = np.ascontiguousarray(extents[:, 1])
         self._check_extents(int(manifest["num_steps"]))
         self.columns: dict[str, NDArray[Any]] = {}
+        self.compressed: dict[str, CompressedRows] = {}
+        self._digests: dict[str, str] = manifest.get("compressed", {})  # of the rows of compressed columns
         self._is_random = False
         for column in self.schema:
             rows = num_trajectories if column.rows == "1" else self.num_rows
-            shape = (rows, *column.shape)
-            self.columns[column.name] = self._map(column_file(column), column.numpy_dtype, shape)
+            self.columns[column.name] = self._column(column, rows)
         self.statistics = self._read_statistics()
         grown_from = dict(manifest.get("grown_from", {}))
         self.versions: dict[str, int] = {**grown_from, self.whole_fingerprint: self.num_trajectories_of_whole}
-        expected = fingerprint_of(self.schema, num_trajectories, self.num_rows, self._records, self.part)
+        expected = fingerprint_of(
+            self.schema, num_trajectories, self.num_rows, self._records, self.part, self._digests
+        )
         if expected != self.fingerprint:
             raise DataError(name, "must match its own fingerprint", self.fingerprint, REMAKE)
 
@@ -162,18 +167,22 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.files.add(path, array)
         return array
 
+    def _column(self, column: Column, rows: int) -> Any:
+        if column.name not in self._digests:
+            return self._map(column_file(column), column.numpy_dtype, (rows, *column.shape))
+        frames_file, offsets_file = files_of(column)
+        offsets = self._map(offsets_file, np.dtype(np.int64), (rows + 1,))
+        frames = self._map(frames_file, np.dtype(np.uint8), (int(offsets[-1]),))
+        found = CompressedRows(str(self.path / frames_file), column, frames, offsets)
+        return self.compressed.setdefault(column.name, found)
+
     def read_at_random(self) -> None:
         """Have the kernel read only the pages that are asked for, and none ahead of them.
 
         For data that do not fit into memory: what was read ahead would be dropped before it is used.
         """
         self._is_random = True
-        self._advise(mmap.MADV_RANDOM)
-
-    def _advise(self, option: int) -> None:
-        for array in self.columns.values():
-            mapped: mmap.mmap = array._mmap  # type: ignore[attr-defined]
-            mapped.madvise(option)
+        self.files.advise(mmap.MADV_RANDOM)
 
     def _check_extents(self, num_steps: int) -> None:
         ends = self.first_rows + self.lengths + int(self.schema.has_final_row)
@@ -205,10 +214,10 @@ class Dataset(MapDataset[dict[str, Any]]):
             )
             rule = "must be a whole data set to compute the statistics of another split"
             raise DataError(str(self.path), rule, str(self.part), remedy)
-        self._advise(mmap.MADV_NORMAL)
+        self.files.advise(mmap.MADV_NORMAL)
         found = compute_statistics(self.schema, self.columns, self.first_rows, self.lengths, split)
         if self._is_random:
-            self._advise(mmap.MADV_RANDOM)
+            self.files.advise(mmap.MADV_RANDOM)
         return found
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
@@ -264,7 +273,7 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def digest_of(self, column: Column) -> str:
         """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is recorded."""
-        return self._records[column_file(column)].sha256
+        return self._digests.get(column.name) or self._records[column_file(column)].sha256
 
     @property
     def num_steps(self) -> int:
@@ -283,7 +292,7 @@ class Dataset(MapDataset[dict[str, Any]]):
             i: Its ordinal in the folder: the trajectory's id, less `first_id`.
         Returns:
             By column [T, *shape], [T+1, *shape] or, with one value per trajectory, [*shape]; views of the
-            maps. Opaque values are decoded.
+            maps. Opaque values and compressed rows are decoded.
         Raises:
             DataError: There is no such trajectory.
         """
@@ -343,7 +352,7 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
         raise DataError(f"{name}: format", f"must be {FORMAT}", manifest["format"], remedy)
     numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
     kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
-    kinds |= {"grown_from": dict} if "grown_from" in manifest else {}
+    kinds |= {optional: dict for optional in ("grown_from", "compressed") if optional in manifest}
     check_types(f"{name}: ", manifest, kinds, REMAKE)
     if (count := manifest["num_trajectories"]) < 1:
         raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)

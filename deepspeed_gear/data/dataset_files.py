@@ -21,6 +21,7 @@ FORMAT = 2  # since 2 a column without allow_nan has only finite values
 SCHEMA_FILE = "schema.json"
 STATS_FILE = "stats.json"
 EXTENTS_FILE = "extents.npy"
+COMPRESSED = "compressed/"  # folder of the files of compressed columns
 PROBE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024 * 1024
 _HEADER_STEP = 128
@@ -234,18 +235,21 @@ def fingerprint_of(
     num_rows: int,
     records: Mapping[str, FileRecord],
     part: DatasetPart | None = None,
+    compressed: Mapping[str, str] | None = None,
 ) -> str:
     """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in hex.
 
     Statistics, split and the description of the source do not belong to it: they may differ for the same
-    data.
+    data; nor does compression, as `compressed` has the digest of a column's rows by its name.
     """
+    files = {name: record.sha256 for name, record in records.items() if not name.startswith(COMPRESSED)}
+    files |= {f"columns/{name}.npy": digest for name, digest in (compressed or {}).items()}
     identity: dict[str, Any] = {
         "format": FORMAT,
         "schema": schema.to_json(),
         "num_trajectories": num_trajectories,
         "num_rows": num_rows,
-        "files": {name: record.sha256 for name, record in records.items() if name != STATS_FILE},
+        "files": {name: digest for name, digest in files.items() if name != STATS_FILE},
     }
     if part is not None:
         identity["part"] = part.to_json()

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from array import array as packed
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data import compressed_rows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
     EXTENTS_FILE,
@@ -66,6 +67,7 @@ class DatasetWriter:
         overwrite: bool = False,
         append: bool = False,
         source: Mapping[str, Any] | None = None,
+        compress: Collection[str] | None = None,
     ) -> None:
         """Start a data set, or one with the trajectories of another and more.
 
@@ -79,8 +81,11 @@ class DatasetWriter:
                 this schema; a column `SOURCE` that it lacks is 0 in them.
             source: A JSON-able description of the source of the data; its `sources` are listed after those
                 that are appended to.
+            compress: Columns to store as a zstd frame a row: of several values, one row a step. None: no
+                column, or those of the data set that is appended to.
         Raises:
             ConfigError: The split is malformed.
+            SchemaError: There is no such column to compress.
             DataError: `dest` exists, cannot be appended to, or cannot be written.
         Cost: with `append`, reads and writes the bytes that are there once, a few MiB at a time.
         """
@@ -106,8 +111,13 @@ class DatasetWriter:
             for column in schema:
                 path = self._made / column_file(column)
                 self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
-            if append:
-                known = Dataset.open(self.dest)
+            known = Dataset.open(self.dest) if append else None
+            kept = () if known is None else known.compressed
+            #: Columns that are compressed when all rows are there, for a dictionary of all.
+            self._compress = [schema[name] for name in dict.fromkeys(kept if compress is None else compress)]
+            for column in self._compress:
+                compressed_rows.zstandard_for("compress", column)
+            if known is not None:
                 self._split = known.split if split is None else self._split
                 self._begin_with(known)
 
@@ -256,6 +266,9 @@ class DatasetWriter:
             computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
             entries = {name: entry.to_json() for name, entry in computed.items()}
             statistics = {"split": self._split, "columns": entries}
+        digests = {column.name: records.pop(column_file(column)).sha256 for column in self._compress}
+        for column in self._compress:
+            records |= compressed_rows.compress(self._made, column)
         records[STATS_FILE] = write_json(self._made / STATS_FILE, statistics)
         manifest = {
             "format": FORMAT,
@@ -264,11 +277,14 @@ class DatasetWriter:
             "num_rows": self._num_rows,
             "split": self._split,
             "source": self._source,
-            "fingerprint": fingerprint_of(self.schema, len(lengths), self._num_rows, records, self._part),
+            "fingerprint": fingerprint_of(
+                self.schema, len(lengths), self._num_rows, records, self._part, digests
+            ),
             "schema": self.schema.to_json(),
             "files": {name: asdict(record) for name, record in records.items()},
             **({} if self._part is None else {"part": self._part.to_json()}),
             **({} if not self._grown_from else {"grown_from": self._grown_from}),
+            **({} if not digests else {"compressed": digests}),
         }
         write_json(self._made / SCHEMA_FILE, manifest)
 

@@ -59,6 +59,11 @@ class MappedFiles:
         _compare(path, self._identities[path], path)
         self._maps[path] = array
 
+    def advise(self, option: int) -> None:
+        """Tell the kernel how the maps are read: one of `mmap.MADV_*`."""
+        for array in self._maps.values():
+            array._mmap.madvise(option)  # type: ignore[attr-defined]
+
     def check(self) -> None:
         """Compare all files with their recorded identities. Cost: one `stat` a file."""
         try:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.gather import SOURCES
+from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError
 from deepspeed_gear.ops import Ops
@@ -157,6 +158,7 @@ class RingTable:
 
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
         self.schema, self.items, self.ops, self.device = spec.schema, spec.items, ops, device
+        self.compressed: dict[str, CompressedRows] = {}  # a data set with such columns is refused
         schema, items, num_rows, num_slots = spec.schema, spec.items, spec.num_rows, spec.num_slots
         self.num_rows, self.num_slots, self.num_envs = num_rows, num_slots, spec.num_envs
         self.most_steps = spec.most_steps

@@ -35,6 +35,7 @@ from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.table_resolution import (
     ArrivalRoom,
+    check_compressed,
     check_holds_batch,
     mixture_of,
     num_items_of,
@@ -159,6 +160,7 @@ def resolve_plan(
     fields = agree("the fields", lambda: fields_of(options, known, datasets))
     needs = agree("the fields", lambda: needs_of(here, options, fields))
     placement = place_tables(exchange, topology, options, datasets)
+    agree("the data sets", lambda: check_compressed(options, datasets, placement.spread))
     leads_shard = topology.leads_node and topology.node in placement.order
     sampled_data = {name: datasets[name] for name in options.sampled_tables if name in datasets}
     own = agree(

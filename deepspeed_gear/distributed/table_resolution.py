@@ -21,7 +21,7 @@ from deepspeed_gear.config.table_options import (
     TableConfig,
     VersionConfig,
 )
-from deepspeed_gear.config.types import defaults_of
+from deepspeed_gear.config.types import defaults_of, dotted
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
@@ -200,6 +200,21 @@ def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str
     anchors = admitted.anchors.num_anchors(dataset.lengths)
     counts = anchors if admitted.unit == "step" else (anchors > 0).astype(np.int64)
     return float(weights.astype(np.float64) @ counts)
+
+
+def check_compressed(config: GearConfig, datasets: Mapping[str, Dataset], spread: Iterable[str]) -> None:
+    """Raise ConfigError where rows of compressed columns would be read other than by windows on a host."""
+    remedy = "make the data set without --compress; on several nodes replicate it, or divide it by gear split"
+    for name in (name for name, dataset in datasets.items() if dataset.compressed):
+        at, held = dotted("gear", "tables", name), list(datasets[name].compressed)
+        wrong = [
+            (f"{at}.placement", 'must be "host"', config.resolved_tables[name].placement == "device"),
+            (f"{at}.data.replicate", "must be true on several nodes", name in spread),
+            ("gear.pack", "must not be given", config.pack is not None),
+            ("gear.hindsight", "must not be given", config.hindsight is not None),
+        ]
+        for option, must in ((option, must) for option, must, is_wrong in wrong if is_wrong):
+            raise ConfigError(option, f"{must} for compressed columns", held, remedy)
 
 
 def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:

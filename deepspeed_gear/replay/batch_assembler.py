@@ -68,7 +68,9 @@ class BatchAssembler:
         self._stays_on_host = device.type == "cpu" and self.transfer is None and not relabelling.has_reward
         self._gatherers = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
-        self._mapped = [s.dataset.files for s in specs if s.dataset is not None and not s.in_memory]
+        self._mapped = [
+            s.dataset.files for s in specs if s.dataset is not None and (s.compressed or not s.in_memory)
+        ]
 
     @property
     def counters(self) -> torch.Tensor:

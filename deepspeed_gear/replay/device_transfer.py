@@ -82,7 +82,8 @@ class DeviceTransfer:
         self._names: dict[str, list[str]] = {}
         for table in self._tables:
             n_step = [name for name in n_step_columns(table) if name is not None] if needs.n_step else []
-            self._names[table.spec.name] = list(dict.fromkeys([*stored, *n_step]))
+            names = dict.fromkeys([*stored, *n_step])  # compressed columns are always staged
+            self._names[table.spec.name] = [name for name in names if name not in table.compressed]
         self._ops: Ops | None = self._tables[0].ops
         self._reaches: dict[str, Reach] = {}
         try:
@@ -145,6 +146,8 @@ class DeviceTransfer:
         return Reach(there, {name: registration.copy_bounds(name) for name in there})
 
     def _is_reached(self, name: str) -> bool:
+        if any(name in table.compressed for table in self._tables):
+            return False
         return all(
             name in reach.columns for table, reach in self._reaches.items() if name in self._names[table]
         )

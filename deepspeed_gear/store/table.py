@@ -10,7 +10,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -59,7 +59,9 @@ class Table:
         #: Writable rows for what arrives from other nodes. [arrival_rows or arrival_slots, *shape].
         self.arrivals: dict[str, np.ndarray] = {}
         self._gathered = {
-            c.name: views[f"column/{c.name}"] if spec.in_memory else _part_of(spec, c) for c in spec.schema
+            c.name: views[f"column/{c.name}"] if spec.in_memory else _part_of(spec, c)
+            for c in spec.schema
+            if c.name not in spec.compressed
         }
         if spec.return_to_go:
             self._gathered[RETURN_TO_GO] = views[RETURN_TO_GO]
@@ -75,6 +77,8 @@ class Table:
         self.first_arrival = (spec.num_rows, spec.num_slots) if spec.in_memory else (0, 0)
         #: Whether the store's own rows are in what `gather_source` returns; else they must be copied too.
         self.gathers_own_rows = spec.in_memory or not spec.has_arrivals
+        self.compressed = spec.compressed
+        self.columns |= cast("Mapping[str, np.ndarray]", self.compressed)  # they are indexed as arrays
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
         self._token = secrets.token_hex(8)
@@ -188,10 +192,12 @@ class Table:
 
         Returns:
             In memory the store's own rows and after them the arrivals; of a mapped data set its own rows or,
-            where the table has arrivals, these only. [rows, *shape].
+            where the table has arrivals, these only; of a compressed column none. [rows, *shape].
         Raises:
             KeyError: There is no such column, or the derived one is not kept.
         """
+        if name in self.compressed:  # its rows are decoded
+            return torch.empty(0, *self.compressed[name].shape[1:], dtype=self.spec.schema[name].torch_dtype)
         dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
         return as_tensor(self._gathered[name], dtype)
 
@@ -296,7 +302,7 @@ class Table:
         slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS] = first_rows, lengths
         slots[:, Slot.NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
         if spec.in_memory:
-            for column in dataset.schema:
+            for column in (column for column in dataset.schema if column.name in self._gathered):
                 np.copyto(self.columns[column.name], _part_of(spec, column))
             dataset.files.check()  # the files have not changed during the copy
         slots[:, Slot.STATE] = SlotState.COMMITTED

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.ops.records import Slot
@@ -90,6 +92,11 @@ class TableSpec:
         return [self.schema[name] for name in self.normalized]
 
     @property
+    def compressed(self) -> Mapping[str, CompressedRows]:
+        """Compressed columns of its data set; they stay in the mapped files, and have no region."""
+        return {} if self.dataset is None else self.dataset.compressed
+
+    @property
     def has_arrivals(self) -> bool:
         """Whether rows of other nodes are received."""
         return self.arrival_rows > 0 or self.arrival_slots > 0
@@ -135,7 +142,9 @@ class TableSpec:
             ]
         if self.in_memory:
             regions += [
-                self._region("column", column, self.num_slots, self.num_rows) for column in self.schema
+                self._region("column", column, self.num_slots, self.num_rows)
+                for column in self.schema
+                if column.name not in self.compressed
             ]
         elif self.has_arrivals:
             regions += [self._region("arrival", column, 0, 0) for column in self.schema]

@@ -142,7 +142,8 @@ class DeviceGatherer(Gatherer):
             self._n_step_there = NStepReturns(self._n_step, self._table, reached, self._lane.device)
             self._n_step_here = None
         chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
-        self._here = self._group(chosen.get(STAGED, []), self._all.columns)
+        plain = [i for i in chosen.get(STAGED, []) if self._rows[i].stored is None]
+        self._here = self._group(plain, [rows.column for rows in self._rows])
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self._divide_copies(chosen.get(COPIES, []), num_samples)

@@ -133,6 +133,7 @@ class Options(TypedDict, total=False):
         allow_nan: Allow NaN and infinities in every floating column, and record it in the schema.
         split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An episode
             that is truncated inside is refused where it has columns of T+1 rows: its last state is unknown.
+        compress: Columns to store compressed, as of `DatasetWriter`.
     """
 
     dtype: Mapping[str, str]
@@ -141,6 +142,7 @@ class Options(TypedDict, total=False):
     reward: str | None
     allow_nan: bool
     split_by_flags: bool
+    compress: Sequence[str] | None
 
 
 def ingest(
@@ -206,7 +208,8 @@ def ingest(
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar, num_bytes = stack.enter_context(shown), 0
         episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
-        made = DatasetWriter(dest, schema, split=split, overwrite=overwrite, append=append, source=source)
+        placed: dict[str, Any] = {"split": split, "overwrite": overwrite, "append": append}
+        made = DatasetWriter(dest, schema, source=source, compress=options.get("compress"), **placed)
         with made as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():

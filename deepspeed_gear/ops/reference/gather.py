@@ -149,7 +149,7 @@ def gather_(
         if field.source == Source.TRAJECTORY:
             slots.append(held)
         elif field.source in (Source.STEPS, Source.STEPS_PLUS_ONE):
-            step, real = _rows_of(field, resolutions, n_steps)
+            step, real = rows_of(field, resolutions, n_steps)
             reads.append(Reads(step, real | (field.pad == Pad.EDGE), held))
     check_rows(resolutions, reads, min(slots, default=None))
     if order is not None and not torch.equal(order.sort().values, torch.arange(len(resolutions))):
@@ -158,7 +158,7 @@ def gather_(
     written, none = {-1}, is_no_sample(resolutions)
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
-        row, real = _rows_of(field, resolutions, n_steps)
+        row, real = rows_of(field, resolutions, n_steps)
         has_edge = field.pad == Pad.EDGE
         if field.source == Source.POSITION:
             places = torch.arange(field.part_first, field.part_first + field.part_count)
@@ -226,7 +226,7 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
         raise ShapeError("n_steps", "must be given for a field that follows it")
 
 
-def _rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
+def rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the trajectory's row at every place of the part, and which are real. [B, count] each.
 
     The row of a place that is not real is that of the nearest edge.
