@@ -51,7 +51,10 @@ class DeviceReplay(ReplayBase):
         config: The `gear` section, or the path of a JSON file.
         device: The device of the table; "cpu" runs the same program on the host.
         process_group: Ranks of the run; None for all.
-        schemas, info, place, engine_dtype: As `Replay`.
+        schemas: Schemas of tables that have none in the config.
+        info: Batch sizes where an engine decides them.
+        place: This rank's place in the grid; None: each rank is a replica.
+        engine_dtype: The dtype of `"as": "engine"`.
     Raises:
         ConfigError, DataError, BuildError: On every rank; all resources are released.
     Cost: `table.num_bytes` of the device.
