@@ -146,9 +146,9 @@ def payload_digest(path: Path, offset: int) -> str:
     return digest.hexdigest()
 
 
-def probe_digest(path: Path, whole: bool) -> str:
-    """Return the SHA-256 of a file's first and last 64 KiB, or of all of it."""
-    if whole:
+def probe_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's first and last 64 KiB, of all of extents and statistics."""
+    if path.name in (EXTENTS_FILE, STATS_FILE):
         return payload_digest(path, 0)
     digest = hashlib.sha256()
     with path.open("rb") as file:
@@ -176,7 +176,7 @@ class ArrayFile:
             self._file.write(payload)
             self._digest.update(payload)
 
-    def finish(self, whole_probe: bool = False) -> FileRecord:
+    def finish(self) -> FileRecord:
         """Complete the header, flush to the disk and close."""
         num_rows = (self._file.tell() - self._begin) // self._row_bytes
         self._file.seek(0)
@@ -185,7 +185,7 @@ class ArrayFile:
         os.fsync(self._file.fileno())
         self._file.close()
         digest = self._digest.hexdigest()
-        return FileRecord(self.path.stat().st_size, digest, probe_digest(self.path, whole_probe))
+        return FileRecord(self.path.stat().st_size, digest, probe_digest(self.path))
 
     def discard(self) -> None:
         """Close without completing; safe to call twice."""
@@ -224,8 +224,7 @@ def check_file(path: Path, record: FileRecord, expected: int | None = None) -> N
     if size != expected or size != record.bytes:
         what = "truncated" if size < expected else "not the one that was written"
         raise DataError(str(path), f"must have {expected} bytes", size, f"the file is {what}; copy it again")
-    whole = path.name in (EXTENTS_FILE, STATS_FILE)
-    if probe_digest(path, whole) != record.probe:
+    if probe_digest(path) != record.probe:
         raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
 

@@ -256,7 +256,7 @@ class DatasetWriter:
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
         file = ArrayFile(self._made / EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
-        records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish(whole_probe=True)}
+        records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish()}
         for column in self.schema:
             records[column_file(column)] = self._files[column.name].finish()
         statistics = self._statistics

@@ -201,6 +201,12 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
     assert (tmp_path / "mine.partial" / "thesis.txt").exists()
 
 
+def test_a_column_may_have_the_name_of_another_file(tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "set", Schema([Column("extents", "uint8", (1000,))])) as writer:
+        writer.add({"extents": np.zeros((300, 1000), np.uint8)})
+    Dataset.open(tmp_path / "set").verify()
+
+
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="file/set must be writable, got 'Not a directory'; check the path"):

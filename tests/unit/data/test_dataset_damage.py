@@ -108,7 +108,7 @@ def forge(folder: Path, schema: Schema, extents: np.ndarray, **changes: Any) -> 
     manifest = {**json.loads((folder / MANIFEST).read_text()), **changes}
     for name, entry in manifest["files"].items():
         file = folder / name
-        entry.update(bytes=file.stat().st_size, probe=probe_digest(file, name in (EXTENTS, STATS)))
+        entry.update(bytes=file.stat().st_size, probe=probe_digest(file))
     records = {name: FileRecord.from_json(name, entry) for name, entry in manifest["files"].items()}
     found = fingerprint_of(schema, manifest["num_trajectories"], manifest["num_rows"], records)
     (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": found}))
