@@ -29,7 +29,7 @@ from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_memb
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.errors import DataError, near_name, show_bytes
+from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
@@ -103,7 +103,10 @@ def _reader_class(format: str) -> type[Reader]:
             remedy = near_name(format, ["auto", *READERS]) or "docs/how-to/add-an-ingest-format.md adds one"
             raise DataError("format", rule, format, remedy)
         return READERS[format]
-    found: Any = imported(format, "format")
+    try:
+        found: Any = imported(format, "format")
+    except ConfigError as error:
+        raise DataError("format", error.rule, format, error.remedy) from error
     if not (isinstance(found, type) and issubclass(found, Reader)):
         raise DataError("format", "must name a subclass of Reader", format)
     return found
