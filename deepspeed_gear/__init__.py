@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.errors import EmptyTableError as EmptyTableError
     from deepspeed_gear.errors import FieldError as FieldError
     from deepspeed_gear.errors import GearError as GearError
+    from deepspeed_gear.errors import LeaseExpiredError as LeaseExpiredError
     from deepspeed_gear.errors import LostNodeError as LostNodeError
     from deepspeed_gear.errors import NotReadyError as NotReadyError
     from deepspeed_gear.errors import PeerError as PeerError
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
     from deepspeed_gear.schema import Column as Column
     from deepspeed_gear.schema import Schema as Schema
     from deepspeed_gear.writer.partial_publish import CompletedTrajectory as CompletedTrajectory
+    from deepspeed_gear.writer.rollout_worker import Lease as Lease
+    from deepspeed_gear.writer.rollout_worker import RolloutWorker as RolloutWorker
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter as TrajectoryWriter
     from deepspeed_gear.writer.vector_writer import VectorWriter as VectorWriter
 
@@ -63,8 +66,8 @@ _NAMES = {  # public names by module
     "engine": "attach disable enable initialize",
     "errors": (
         "BuildError CheckpointError ConfigError DataError EmptyTableError FieldError GearError "
-        "LostNodeError NotReadyError PeerError SchemaError ShapeError StaleBatchError StoreError "
-        "StoreFullError StoreGoneError"
+        "LeaseExpiredError LostNodeError NotReadyError PeerError SchemaError ShapeError StaleBatchError "
+        "StoreError StoreFullError StoreGoneError"
     ),
     "remote.remote_writer": "RemoteWriter SendOptions",
     "replay": "DeviceReplay Replay TransitionBuffer",
@@ -72,6 +75,7 @@ _NAMES = {  # public names by module
     "replay.rollout": "Rollout TrainStep",
     "schema": "Column Schema",
     "writer.partial_publish": "CompletedTrajectory",
+    "writer.rollout_worker": "Lease RolloutWorker",
     "writer.trajectory_writer": "TrajectoryWriter",
     "writer.vector_writer": "VectorWriter",
 }

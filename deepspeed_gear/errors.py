@@ -87,6 +87,10 @@ class StoreGoneError(StoreError):
     """The store is not there, or has just been removed: its run has ended."""
 
 
+class LeaseExpiredError(StoreError):
+    """A lease of a prompt came back meanwhile: nothing was added, and another attempt may have the prompt."""
+
+
 class NotReadyError(StoreError):
     """The table's rate limiter admits no sample or addition for now, or nothing can be sampled yet."""
 

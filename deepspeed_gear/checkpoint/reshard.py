@@ -47,6 +47,7 @@ class SavedShard:
     inserted: tuple[int, int] = (0, 0)
     groups: SavedGroups | None = None
     moments: np.ndarray | None = None  # running moments of the normalised columns. [6, elements], float64.
+    prompts: Content | None = None  # what `PromptLedger.export` returned; None: there was no ledger
 
     @property
     def num_slots(self) -> int:
@@ -104,8 +105,8 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
     counted = [shard.moments for shard in shards if shard.moments is not None]
     moments = running_moments.merge(counted) if len(counted) == len(shards) else None
-    groups = _merge_groups(shards, before)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments)
+    groups, prompts = _merge_groups(shards, before), shards[0].prompts
+    return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments, prompts)
 
 
 def packed(records: np.ndarray) -> np.ndarray:

@@ -48,6 +48,7 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.prompt_ledger import PromptSpec
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.table import Table
 
@@ -102,6 +103,7 @@ def save_table(
             "next_id": int(table.control[Control.NEXT_ID]),
             "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
             **({} if spec.group is None else {"group": asdict(spec.group)}),
+            **({} if spec.prompts is None else {"prompts": spec.prompts.fingerprint}),
             **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
@@ -127,6 +129,8 @@ def _save_rows(
         np.save(folder / "groups.npy", table.groups.export(slots))
         np.save(folder / "group_counts.npy", table.groups.counts)
         np.save(folder / "consumed_groups.npy", table.groups.consumed)
+    for name, array in ({} if table.ledger is None else table.ledger.export()).items():
+        np.save(folder / f"{name}.npy", array)
     schema, known = table.spec.schema, _linkable(table, before)
     segments, digests = dict[str, Any](), dict[str, str]()
     for column in schema.trajectory_columns:
@@ -253,7 +257,10 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
         names = "slots", "numbers", "retention", "moments"
         slots, numbers, retention, moments = (others.get(name) for name in names)
         next_id, inserted = manifest["next_id"], tuple(manifest["inserted"][:2])
-        shards.append(SavedShard(slots, numbers, next_id, streams, retention, inserted, groups, moments))
+        prompts = {kind: array for kind, array in others.items() if kind.startswith("prompt_")} or None
+        shards.append(
+            SavedShard(slots, numbers, next_id, streams, retention, inserted, groups, moments, prompts)
+        )
     return SavedTable(folders, manifests, shards, merge(shards))
 
 
@@ -383,6 +390,21 @@ def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
         groups = whole.groups if shard is None else groups_of(whole, division, shard.index)
         assert groups is not None
         table.groups.restore(groups.records, groups.counts, groups.consumed)
+    if table.ledger is not None and whole.prompts is not None:
+        table.ledger.restore(whole.prompts)
+
+
+def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
+    """Raise CheckpointError unless a saved ledger is of the data set of prompts, and fits into this one."""
+    at, saved = str(found.folders[0]), found.whole.prompts
+    given = found.manifests[0].get("prompts")
+    if saved is None or given != spec.fingerprint:
+        rule = f"must hold the ledger of the prompts of {spec.data} ({spec.fingerprint})"
+        raise CheckpointError(at, rule, given, "use the data set that it was saved with")
+    if len(saved["prompt_entries"]) > spec.num_entries:
+        rule = f"must have at most {spec.num_entries} prompts under way: (max_lag + 1) * groups of a batch"
+        remedy = "load with the prompts.max_lag and the size of a batch of its run"
+        raise CheckpointError(at, rule, len(saved["prompt_entries"]), remedy)
 
 
 def _index_of(table: Table) -> int:
@@ -476,6 +498,8 @@ class TableLoader:
         if groups is not None and slots is not None and found.whole.groups is None:
             rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"
             raise CheckpointError(str(found.folders[0]), rule, None, remedy)
+        if table.ledger is not None:
+            _check_prompts(table.ledger.spec, found)
         division = self._divisions[name] = self._divide(name, table, found)
         chosen = division.chosen(_index_of(table))
         if dataset is not None and found.whole.num_slots != dataset.versions[data]:

@@ -261,6 +261,12 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
         lines.append("  left out      " + ever.format(**groups))
         ever = "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, {surplus} surplus"
         lines.append("  trajectories  " + ever.format(**groups))
+    if summary["prompts"] is not None:
+        dropped = summary["prompts"]["dropped"].items()
+        now = "  prompts       {issued:,} issued: {trained:,} trained, {training:,} in training, "
+        now += "{waiting:,} complete, {leased:,} leased, {returned:,} returned"
+        reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
+        lines.append(now.format(**summary["prompts"]) + reasons)
     waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
     lines.append(f"  drawable      {summary['drawable']:,}{waiting}")
     for one in summary["excluded"] or []:

@@ -21,6 +21,7 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
 from deepspeed_gear.store.live_stores import LiveStore
+from deepspeed_gear.store.prompt_ledger import PromptSpec, books_of
 from deepspeed_gear.store.row_allocator import rows_of
 
 TRAIN = "stream/train/"
@@ -45,6 +46,7 @@ class Distribution:
     excluded: list[Exclusion] | None = None  # what cannot be drawn, by reason; None: not counted
     waiting: int = 0  # items written since the latest selection, which the next one adds
     lengths: np.ndarray | None = None  # steps of each stored trajectory. [n], int64
+    prompts: dict[str, Any] | None = None  # the account of a ledger, as `books_of`
     groups: dict[str, int | None] | None = None  # their numbers, as `TableGroups.statistics`
 
     def summary(self) -> dict[str, Any]:
@@ -70,6 +72,7 @@ class Distribution:
             "steps": self.num_steps,
             "length": None if self.lengths is None else distribution(self.lengths),
             "groups": self.groups,
+            "prompts": self.prompts,
             "drawable": len(self.masses) + self.waiting,
             "waiting": self.waiting,
             "effective": float(total**2 / (self.masses**2).sum() / len(falling)) if len(falling) else None,
@@ -109,6 +112,8 @@ def of_living(store: LiveStore) -> Distribution | None:
         return None
     known, schema = meaning.get("train") or {}, Schema.from_json(meaning["schema"])
     groups: dict[str, int | None] | None = None
+    prompts = (meaning.get("sizes") or {}).get("prompts")
+    books = None if prompts is None else books_of(PromptSpec(**prompts), views)
     spec = (meaning.get("sizes") or {}).get("group")
     if spec is not None:  # groups are formed on copies
         views, counts = forecast_groups(store.table, GroupSpec.from_json(spec), schema, views)
@@ -147,6 +152,7 @@ def of_living(store: LiveStore) -> Distribution | None:
         waiting=waiting,
         lengths=lengths,
         groups=groups,
+        prompts=books,
     )
 
 

@@ -94,6 +94,8 @@ def check_options(config: GearOptions) -> None:
         _check_placement(config, name, table, Part(at, table))
         if table.group is not None:
             _check_group(table.group, table, Part(f"{at}.group", table.group))
+        if table.prompts is not None:
+            _check_prompts(config, table, Part(at, table))
         if table.rate_limiter is not None:
             _check_rate(config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter))
     _check_sampler(config)
@@ -225,6 +227,28 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
         for option in ("needs", "after_s", "remember"):
             if getattr(group, option):
                 part.refuse(option, "must not be given for a data set")
+
+
+def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
+    sampler = config.sampler
+    is_mixture = isinstance(sampler, MixtureSampler)
+    if config.pack is None or table.group is None or is_mixture or sampler.kind != "fifo":
+        rule = 'must not be given unless gear.sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
+        part.refuse("prompts", rule, "prompts are trained in the order of their leases, in packed batches")
+    rule = f"must be 1 with {part.at}.prompts"
+    part.admit("max_times_sampled", (1,), rule, "each prompt is trained in one rollout batch")
+    rule, remedy = f"must not be given with {part.at}.prompts", "prompts.max_lag bounds the age of groups"
+    part.leave_out("data version max_age", rule, remedy)
+    if table.rate_limiter is not None:
+        rate = Part(f"{part.at}.rate_limiter", table.rate_limiter)
+        rate.leave_out("queue samples_per_insert", rule, "prompts.max_lag bounds what waits")
+    remedy = "a lease commits whole groups with all their columns: compute rewards before it"
+    Part(f"{part.at}.group", table.group).leave_out("needs after_s member", rule, remedy)
+    size = config.rollout_size
+    if size is not None and size.tokens is not None:
+        rule = f"must not be given with {part.at}.prompts: batches of leases have a fixed number of groups"
+        at = "gear.batch" if config.batch is not None else "gear.rollout"
+        raise ConfigError(f"{at}.tokens", rule, size.tokens, "give the size in groups alone")
 
 
 def _check_rate(config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part) -> None:

@@ -74,6 +74,7 @@ def batch_options(config: GearOptions) -> dict[str, Any]:
     for table in section["tables"].values():
         for option in _ROOM:
             del table[option]
+        del table["prompts"]  # their data set is compared by its fingerprint
         if table["group"] is None:  # as before there were groups
             del table["group"]
         else:

@@ -24,6 +24,7 @@ from deepspeed_gear.config.types import (
     Words,
     as_data,
     conflict,
+    defaults_of,
     refuse,
 )
 from deepspeed_gear.schema import Schema
@@ -132,6 +133,25 @@ class GroupConfig(GearModel):
     where: dict[Name, GroupConditionConfig] = Field(default={})
     """Conditions by per-trajectory column. A group that fails one is evicted once it is complete, and
     counted: `{"reward": {"std": {"min": 1e-6}}}` leaves out groups of equal rewards."""
+
+
+class PromptsConfig(GearModel):
+    """Prompts that rollout workers lease: each is trained once in an epoch, or dropped for a named reason.
+
+    The `column` of the table's group has the number of a prompt, epoch * prompts + place in the order of the
+    epoch, which `lease.commit` fills in. Groups are trained in the order of numbers.
+    """
+
+    data: Text
+    """Folder of a data set, absolute or relative to the working directory, without a split: each of its
+    trajectories is a prompt. The order of an epoch follows from `gear.seed`."""
+    lease_s: Positive = 600.0
+    """Seconds after its begin or latest heartbeat at which a lease returns: its prompt is leased again."""
+    attempts: Count = 3
+    """Leases of a prompt that end without a commit, after which it is dropped."""
+    max_lag: Annotated[Int, Ge(0), Le(1 << 16)] = 2
+    """Most rollout batches that are trained between the lease of a group and its own batch. No prompt is
+    leased that could exceed it, so nothing is dropped for it; the learner waits for the slowest group."""
 
 
 class DataConfig(GearModel):
@@ -243,6 +263,9 @@ class TableConfig(GearModel):
     """Largest lag of the steps' policy version. null: no limit."""
     group: GroupConfig | None = None
     """Groups of trajectories, where `sampler.unit` is "group". null: there are none."""
+    prompts: PromptsConfig | None = None
+    """The prompts of a table of groups, leased by rollout workers (`RolloutWorker`). null: processes add the
+    groups that they choose."""
     rate_limiter: RateLimiterConfig | None = None
     """When writers or samplers block. null: only for the first item."""
     placement: Literal["host", "device"] = "host"
@@ -275,3 +298,13 @@ class TableConfig(GearModel):
     def schema(self) -> Schema | None:  # type: ignore[override]  # pydantic's is deprecated
         """The columns as the config gives them, or None."""
         return None if self.schema_ is None else self.schema_.build()
+
+
+# Of options that a writer depends on, which a config may leave out: see `store.writer_options`.
+DEFAULTS = {
+    "table": defaults_of(TableConfig),
+    "rate_limiter": defaults_of(RateLimiterConfig),
+    "version": defaults_of(VersionConfig),
+    "group": defaults_of(GroupConfig),
+    "prompts": defaults_of(PromptsConfig),
+}

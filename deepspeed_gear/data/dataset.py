@@ -324,7 +324,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (self.path, self.fingerprint)
+        return reopened, (self.path, self.fingerprint)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -333,7 +333,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         return f"Dataset({str(self.path)!r}, {len(self)} trajectories, {self.num_steps} steps)"
 
 
-def _reopened(path: Path, fingerprint: str) -> Dataset:
+def reopened(path: Path, fingerprint: str) -> Dataset:
+    """Open a data set that this or another process had open; DataError: it has changed."""
     dataset = Dataset.open(path)
     if dataset.fingerprint != fingerprint:
         rule, remedy = f"must still have the fingerprint {fingerprint}", "open it again in this process too"

@@ -15,11 +15,11 @@ from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.config.sampler_options import MixtureSampler
 from deepspeed_gear.config.table_options import (
+    DEFAULTS,
     MOST_REMEMBERED,
     GroupConfig,
     RateLimiterConfig,
     TableConfig,
-    VersionConfig,
 )
 from deepspeed_gear.config.types import defaults_of, dotted
 from deepspeed_gear.data.dataset import Dataset
@@ -46,6 +46,7 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import policy_class
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
+from deepspeed_gear.store.prompt_ledger import PromptSpec
 from deepspeed_gear.store.retention import UNLIMITED, RateLimiter, Retention
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 from deepspeed_gear.store.writer_options import options_of, with_schema
@@ -54,12 +55,6 @@ SPARE_SELECTIONS = 4  # by which a rank may trail the fastest one of its node
 MIN_LOG_SIZE = 1 << 16  # priority updates that may wait on a rank
 STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number
 EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
-_DEFAULTS = {
-    "table": defaults_of(TableConfig),
-    "rate_limiter": defaults_of(RateLimiterConfig),
-    "version": defaults_of(VersionConfig),
-    "group": defaults_of(GroupConfig),
-}
 
 
 # ---- streams -------------------------------------------------------------------------------------
@@ -356,6 +351,41 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
     )
 
 
+def prompt_spec_of(config: GearConfig, name: str, group: GroupSpec, schema: Schema, slots: int) -> PromptSpec:
+    """Return the prompts of a table whose store holds so many trajectories; opens their data set.
+
+    Raises:
+        ConfigError: The column of numbers is not int64, a late column is read, or the table is too small.
+        DataError: The data set is missing or broken, has a split, or is a part.
+    """
+    prompts, size, at = config.resolved_tables[name].prompts, config.rollout_size, f"gear.tables.{name}"
+    assert prompts is not None
+    assert size is not None
+    dataset = Dataset.open(prompts.data)
+    if given := dataset.split or (dataset.part and str(dataset.part)):
+        rule, remedy = "must be whole and without a split", "ingest held-out prompts into another data set"
+        raise DataError(f"{at}.prompts.data: {dataset.path}", rule, given, remedy)
+    if schema[group.column].dtype != "int64":
+        rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
+        raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
+    if group.late:
+        rule = f"must not be late with {at}.prompts: batches read it, and a lease commits whole groups"
+        raise ConfigError(f"{at}.schema.columns.{group.late[0]}", rule)
+    least = (prompts.max_lag + 2) * size.size * group.max_trajectories
+    if slots < least:
+        rule = f"must be at least {least}, the groups of max_lag + 1 batches and of the one in training"
+        raise ConfigError(f"{at}.capacity_trajectories", rule, slots, "raise it, or lower max_lag")
+    return PromptSpec(
+        data=str(dataset.path.resolve()),
+        fingerprint=dataset.fingerprint,
+        num_prompts=len(dataset),
+        groups=size.size,
+        **prompts.model_dump(exclude={"data"}),
+        seed=config.seed,
+        key=key_of(name, "prompts"),
+    )
+
+
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
     """Return the retention of a table whose stores have a capacity of so many steps and trajectories."""
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
@@ -449,6 +479,7 @@ def store_of(
     rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
     retention = retention_of(config, name, (steps, slots), batch)
     spare = spare_rows_for(retention, rows, None if longest is None else longest + int(schema.has_final_row))
+    group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
     return TableSpec(
         name,
         schema,
@@ -462,7 +493,8 @@ def store_of(
         num_writers=table.writers,
         retention=retention,
         spare_rows=spare,
-        group=None if table.group is None else group_spec_of(table.group, schema, read, slots),
+        group=group,
+        prompts=prompt_spec_of(config, name, group, schema, slots) if group and table.prompts else None,
         whole_fields=tuple(field.name for field in fields if field.needs_episode) if is_sampled else (),
         normalized=tuple(dict.fromkeys(normalized)) if is_sampled and config.normalizes_online else (),
     )
@@ -527,5 +559,5 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
         "weight": config.item_sampler.weight_column,
         "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
         "options": options_of(config.seed, spec.name, given),
-        "defaults": {"seed": defaults_of(GearConfig)["seed"], **_DEFAULTS},
+        "defaults": {"seed": defaults_of(GearConfig)["seed"], **DEFAULTS},
     }

@@ -138,12 +138,15 @@ Selections = list[tuple[BatchStream, SelectionPart]]  # of one global batch: one
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
-    groups = {}
+    groups, prompts = {}, {}
     for table in tables:
         if table.groups is not None:
             with table.lock:
                 table.groups.update()
                 groups[table.spec.name] = table.groups.statistics
+                if table.ledger is not None:
+                    table.ledger.reclaim()
+                    prompts[table.spec.name] = table.ledger.books()
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
         "steps": sum(table.num_steps for table in tables),
@@ -151,6 +154,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
         "huge_bytes": sum(table.memory.huge_bytes for table in tables),
         "stale": {table.spec.name: dropped(table) for table in tables},
         **({"groups": groups} if groups else {}),
+        **({"prompts": prompts} if prompts else {}),
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
     }
 

@@ -44,6 +44,7 @@ from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter, refuse_read_only
 from deepspeed_gear.writer.late_columns import fill
+from deepspeed_gear.writer.rollout_worker import RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -261,6 +262,14 @@ class Replay(ReplayBase):
         writer = TrajectoryWriter(target, self._inserter(table))
         self._writers.add(writer)
         return writer
+
+    def rollout_worker(self, table: str | None = None) -> RolloutWorker:
+        """Return a rollout worker in this process; as with `writer`, `rollout` never waits then.
+
+        Raises:
+            ConfigError: The table has no prompts.
+        """
+        return RolloutWorker(self.writer(table))
 
     def vector_writer(
         self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None

@@ -102,6 +102,9 @@ class ReplayCheckpoint:
 
         def check() -> None:
             position.check(state, plan, may_grow=True)
+            if folder is None and any(table.ledger is not None for table in parts.tables.values()):
+                rule = "must be loaded with its tables, which have the ledger of prompts"
+                raise CheckpointError("the gear state", rule, None, "use save and load")
             loader.check(state.get("rollout"))
 
         def read_columns() -> Mapping[str, torch.Tensor]:

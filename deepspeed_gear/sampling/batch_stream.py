@@ -276,6 +276,8 @@ class BatchStream:
             return True
         if self._is_online and time.monotonic() > self._next_cleaning:
             self.table.extents.end_abandoned()
+            if self.table.ledger is not None:
+                self.table.ledger.reclaim()
             self._next_cleaning = time.monotonic() + _CLEAN_S
         if self.state.staleness is not None and not self._control[Control.SELECTING]:
             self.masses.take_changes()

@@ -188,6 +188,8 @@ class SelectionLimiter:
         if self._table.groups is not None:
             self._table.groups.update()
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        if self._table.ledger is not None:
+            committed = self._table.ledger.in_order(committed)
         return np.asarray(committed[self._masses.of(committed) > 0])
 
     # ---- how often -------------------------------------------------------------------------------
@@ -246,6 +248,10 @@ class SelectionLimiter:
             needed = f"the {count} samples of global batch {key}"
             rule = f"must be filled{within}, as its {limit} requires, for {needed}"
         found = f"{size}; here {held}" if size else held
+        if self._table.ledger is not None:
+            now = "; prompts: {waiting} complete, {leased} leased, {returned} returned"
+            found += now.format(**self._table.ledger.books())
+            remedy = "check the rollout workers: batches are in the order of leases, and wait for the first"
         if not remedy and not waited_s:
             remedy = "call can_sample() first, and add trajectories"
         elif not remedy:

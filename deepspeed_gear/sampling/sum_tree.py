@@ -347,8 +347,11 @@ class AgeMasses(ItemMasses):
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return id, mass and first coordinate of the oldest or newest items' trajectories, in order. [n]."""
-        slots = np.nonzero(self.leaves)[0]
-        slots = slots[np.argsort(self.table.slots[slots, Slot.ID], kind="stable")]
+        slots, ledger = np.nonzero(self.leaves)[0], self.table.ledger
+        if ledger is None:
+            slots = slots[np.argsort(self.table.slots[slots, Slot.ID], kind="stable")]
+        else:  # those of groups before the first lease that is open
+            slots = ledger.in_order(slots)
         slots = slots[::-1] if newest else slots
         slots = slots[: np.searchsorted(np.cumsum(self.leaves[slots]), count) + 1]
         first = self.coordinates_of(torch.from_numpy(slots.copy())).numpy()

@@ -25,6 +25,7 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, RECENT, GroupCount, GroupSpec, SlotGroup
+from deepspeed_gear.store.prompt_ledger import Left, PromptLedger
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, distinct
 
@@ -47,8 +48,9 @@ class TableGroups:
         views: Mapping[str, np.ndarray],
         columns: Mapping[str, np.ndarray],
         extents: RowAllocator | None,
+        ledger: PromptLedger | None = None,
     ) -> None:
-        self.spec, self._name, self._extents = spec, name, extents
+        self.spec, self._name, self._extents, self._ledger = spec, name, extents, ledger
         self.words: np.ndarray = views["groups"]
         self.counts: np.ndarray = views["group_counts"]
         self._count_words: memoryview = self.counts.data
@@ -296,6 +298,8 @@ class TableGroups:
         self.counts[recent] = latest
         stays = np.repeat(passes, counts)
         self._remember(distinct(numbers[~stays]))
+        if self._ledger is not None:
+            self._ledger.leave(numbers[~stays], Left.REJECTED)
         if self._extents is None:
             self.words[slots[~stays], SlotGroup.LEADER] = SlotGroup.REJECTED
         else:
@@ -347,6 +351,9 @@ class TableGroups:
         self.words[members, SlotGroup.LEAVING] = SlotGroup.REMOVED if removed else 1
         if not removed:
             self._remember(self.numbers(leaders))
+        if self._ledger is not None:
+            self._ledger.leave(self.numbers(leaders[self.words[leaders, SlotGroup.DRAWN] > 0]), Left.DRAWN)
+            self._ledger.leave(self.numbers(members), Left.REMOVED if removed else Left.EVICTED)
         self._evict(members)
         if not removed:
             unsampled = np.count_nonzero(self.words[leaders, SlotGroup.DRAWN] == 0)

@@ -24,6 +24,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
+from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.retention import RateLimiter
 from deepspeed_gear.store.row_allocator import RowAllocator
@@ -90,9 +91,14 @@ class Table:
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
         self.groups: TableGroups | None = None
+        self.ledger: PromptLedger | None = None
         if spec.group is not None:
+            if spec.prompts is not None:
+                self.ledger = PromptLedger(spec.prompts, views, self.columns[spec.group.column], memory)
             extents = self.extents if spec.dataset is None else None
-            self.groups = TableGroups(spec.name, spec.group, spec.schema, views, self.columns, extents)
+            self.groups = TableGroups(
+                spec.name, spec.group, spec.schema, views, self.columns, extents, self.ledger
+            )
         # The next change of a slot notifies it if a sampler waits.
         self.bells = FutexEvents(
             self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
@@ -380,6 +386,8 @@ class Table:
         self.control[Control.RECOVERIES] += 1
         if self.spec.dataset is None:
             self.extents.recover()
+            if self.ledger is not None:
+                self.ledger.recover(self.extents.retire)
             if self.groups is not None:
                 self.groups.recover()
         for recover in self.recoveries:

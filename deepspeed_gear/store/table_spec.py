@@ -13,6 +13,7 @@ from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.memory_layout import Layout, Region
+from deepspeed_gear.store.prompt_ledger import PromptSpec
 from deepspeed_gear.store.records import Control, MomentHead, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
@@ -53,6 +54,7 @@ class TableSpec:
     # The last of the rows, through which extents are moved, longer ones in pieces; no trajectory stays there.
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
+    prompts: PromptSpec | None = None  # what rollout workers lease; None: processes add what they like
     whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
 
@@ -83,6 +85,7 @@ class TableSpec:
         values = dict(sizes, retention=Retention.from_json(sizes["retention"]))
         values["shard"] = None if sizes["shard"] is None else Shard(**sizes["shard"])
         values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
+        values["prompts"] = None if sizes["prompts"] is None else PromptSpec(**sizes["prompts"])
         values |= {name: tuple(sizes[name]) for name in ("whole_fields", "normalized")}
         return cls(name, Schema.from_json(schema), dataset=None, in_memory=True, **values)
 
@@ -140,6 +143,8 @@ class TableSpec:
                 Region("group_counts", "int64", (GroupCount.NUM_WORDS,)),
                 Region("consumed_groups", "int64", (self.group.remember,)),
             ]
+        if self.prompts is not None:
+            regions += self.prompts.regions()
         if self.in_memory:
             regions += [
                 self._region("column", column, self.num_slots, self.num_rows)

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed_gear.schema import Schema
 
-OBJECTS = ("rate_limiter", "version", "group")  # options of a table that have options of their own
+OBJECTS = ("rate_limiter", "version", "group", "prompts")  # options of a table that have options of their own
 _ABSENT = object()
 
 

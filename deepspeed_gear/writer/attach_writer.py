@@ -75,6 +75,8 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
             raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
         with attached.lock:  # an earlier process with this index may have died while writing
             attached.extents.end_abandoned(memory.peer)
+            if attached.ledger is not None:
+                attached.ledger.release(memory.peer)
         attached.claim_peer(memory.peer)
         return attached, meaning["writing"]
     except BaseException:

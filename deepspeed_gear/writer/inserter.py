@@ -100,7 +100,7 @@ class Inserter:
             "of_store": self._address,
             "most": self.max_length or 0,
             "whole": self._adds_natively and not self._checks,
-            "begins": not self._checks and self._committed is None,
+            "begins": not self._checks and self._committed is None and self.table.ledger is None,
             "timeout": self.timeout_s,
         }
 
@@ -134,15 +134,23 @@ class Inserter:
             added = self._add_stored_form(trajectory)
             if added is not None:
                 return added
+        columns, num_steps, present = self.checked(trajectory)
+        # None also for an array without a buffer of the stored form, such as bfloat16 without steps.
+        added = self._add_natively(columns, num_steps) if self._adds_natively and not self._late else None
+        return self._add_plainly(columns, num_steps, present) if added is None else added
+
+    def checked(self, trajectory: Mapping[str, Any]) -> tuple[list[np.ndarray], int, int]:
+        """Return a trajectory's columns in their stored form, its steps, and bits of its late columns.
+
+        Raises:
+            DataError: As `add`, but for values that are not finite.
+        """
         trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
         self.check_length(num_steps)
         self.check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
-        present = self.table.spec.schema.late_bits(trajectory) if self._late else 0
-        # None also for an array without a buffer of the stored form, such as bfloat16 without steps.
-        added = self._add_natively(columns, num_steps) if self._adds_natively and not self._late else None
-        return self._add_plainly(columns, num_steps, present) if added is None else added
+        return columns, num_steps, self.table.spec.schema.late_bits(trajectory) if self._late else 0
 
     def split(self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None) -> list[dict[str, Any]]:
         """Return the trajectories of rows of several episodes; as `split_episodes`."""
@@ -196,13 +204,17 @@ class Inserter:
                 pass
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
+    def check_finite(self, columns: list[np.ndarray]) -> None:
+        """Raise a DataError if a value of columns in their stored form is not finite and must be."""
+        if not self._store.are_finite(columns):
+            self._refuse_not_finite(columns)
+
     def _refuse_not_finite(self, columns: list[Any]) -> None:
         arrays = {name: np.asarray(column) for name, column in zip(self._names, columns, strict=True)}
         check_finite(self._name, self.table.spec.schema, arrays)
 
     def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
-        if not self._store.are_finite(columns):
-            self._refuse_not_finite(columns)
+        self.check_finite(columns)
         slot = self.reserve(num_steps)
         try:
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))
@@ -225,8 +237,12 @@ class Inserter:
         oldest = min(self._open.values(), default=-1)
         self.table.peers[self.table.memory.peer, Peer.OLDEST_OPEN] = oldest + 1
 
-    def reserve(self, num_steps: int, inserts: int | None = None) -> int:
+    def reserve(self, num_steps: int, inserts: int | None = None, leased: bool = False) -> int:
         """Reserve a slot as `Evictor.reserve`, waiting for free rows; raises as `add`."""
+        if self.table.ledger is not None and not leased:
+            rule = "has prompts: its trajectories must come by `lease.commit`"
+            remedy = "use RolloutWorker.attach, or replay.rollout_worker()"
+            raise StoreError(self._name, rule, None, remedy)
         until = time.monotonic() + self.timeout_s
         while True:
             with self.table.lock:

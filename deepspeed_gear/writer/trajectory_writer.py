@@ -43,7 +43,8 @@ class TrajectoryWriter(ProcessBound, PublicNames):
     """
 
     _internal = frozenset(
-        "check_goes_on clients end_with_replay limit publisher run_goes_on store_name waiting_checks".split()
+        "check_goes_on clients end_with_replay limit parts publisher run_goes_on store_name "
+        "waiting_checks".split()
     )
 
     def __init__(
@@ -128,6 +129,11 @@ class TrajectoryWriter(ProcessBound, PublicNames):
     def max_length(self) -> int | None:
         """Steps of the longest trajectory; None: as many as fit."""
         return self._inserter.max_length
+
+    @property
+    def parts(self) -> tuple[Table, Inserter]:
+        """The table, and what adds to it."""
+        return self._table, self._inserter
 
     @property
     def waited_s(self) -> float:

@@ -54,11 +54,12 @@ class StoreScene:
         spare_rows: int = 0,
         shard: Any = None,
         group: Any = None,
+        prompts: Any = None,
     ) -> None:
         self.ops, self.specs, self.timeout_s = load_backend("cpu"), list(specs), timeout_s
         self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", RunIdentity("0" * 32)
         sizes = (num_slots, num_rows + spare_rows, None, True, True, num_peers, shard)
-        rules: dict[str, Any] = {"retention": retention or Retention(), "group": group}
+        rules: dict[str, Any] = {"retention": retention or Retention(), "group": group, "prompts": prompts}
         self.spec = TableSpec("main", SCHEMA, *sizes, spare_rows=spare_rows, **rules)
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}

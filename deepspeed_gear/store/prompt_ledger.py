@@ -1,0 +1,346 @@
+"""Prompt ledger: the account of every prompt of a table of groups, from its lease to its training.
+
+A prompt has a number, epoch * prompts + place in the epoch's order, which is also that of its group. Numbers
+are issued in their order, to rollout workers that lease them. An entry holds a number until its group leaves
+the table: leased, returned, or held (committed and not drawn yet). Then a counter has it: drawn, or dropped
+for a reason. So at every moment under the lock
+
+    issued = entries + drawn + dropped, by reason
+
+Order of writes, so that a process may die at any instruction: an entry's words before its state, the state
+before the number of issued ones. An entry that leaves is marked with its counter; new counters are written
+and marked as complete, replace the old ones, and the marked entries are free. A commit writes the number of
+its trajectories, publishes them, and then the state: `recover` finds all, or evicts those that are there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from deepspeed_gear.errors import LeaseExpiredError
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.memory_layout import Region
+from deepspeed_gear.store.records import Head
+from deepspeed_gear.store.shared_memory import SharedMemory
+
+MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
+REASON_BYTES = 32
+
+
+class Entry:
+    """Words of an entry."""
+
+    STATE: Final = 0  # an EntryState, or EntryState.LEFT plus a counter
+    NUMBER: Final = 1
+    OWNER: Final = 2  # index of the process that holds the lease
+    DEADLINE: Final = 3  # monotonic nanoseconds at which the lease returns
+    VERSION: Final = 4  # rollout batches that were trained when it was leased
+    ATTEMPT: Final = 5  # leases of the number, with this one
+    TOKEN: Final = 6  # number of the lease among all leases
+    MEMBERS: Final = 7  # trajectories that a commit under way publishes; 0: there is none
+    NUM_WORDS: Final = 8
+
+
+class EntryState:
+    """States of an entry."""
+
+    FREE, LEASED, RETURNED, HELD, LEFT = range(5)  # LEFT: plus the counter
+
+
+class PromptCount:
+    """Words of a ledger."""
+
+    ISSUED: Final = 0  # numbers ever leased
+    LEASES: Final = 1  # leases ever
+    RETURNS: Final = 2  # leases ever that came back
+    REFUSED: Final = 3  # commits and heartbeats ever of leases that had expired
+    LARGEST_LAG: Final = 4  # of the groups that were drawn
+    SWEEPING: Final = 5  # 1: new counters are complete and replace the old ones
+    NUM_WORDS: Final = 8
+
+
+class Left:
+    """Counters of numbers that have left; names of programs follow."""
+
+    DRAWN, REJECTED, EVICTED, REMOVED, ENDED, EXPIRED = range(6)
+
+
+_FIXED = ("drawn", "rejected", "evicted", "removed", "worker ended", "lease expired")
+_OTHER: Final = MOST_REASONS - 1
+
+
+@dataclass(frozen=True)
+class PromptSpec:
+    """The prompts of a table."""
+
+    data: str  # folder of the data set, absolute; each of its trajectories is a prompt
+    fingerprint: str
+    num_prompts: int
+    groups: int  # of a rollout batch
+    lease_s: float
+    attempts: int
+    max_lag: int
+    seed: int  # with `key` of the order of each epoch
+    key: int
+
+    @property
+    def num_entries(self) -> int:
+        """Most numbers that are leased, returned or held at once, by admission."""
+        return (self.max_lag + 1) * self.groups
+
+    def regions(self) -> list[Region]:
+        """Return the regions of the ledger in a store."""
+        return [
+            Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
+            Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
+            Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
+            Region("prompt_reasons", f"S{REASON_BYTES}", (MOST_REASONS,)),
+        ]
+
+
+def may_lease(selected: int, trained: int, busy: int, groups: int, max_lag: int) -> bool:
+    """Return whether the next number may be leased.
+
+    The `busy` numbers before it that were not drawn are consumed first, unless they are dropped. So its batch
+    is at most `selected + busy // groups`; less the `trained` ones, that is its largest lag.
+    """
+    return selected + busy // groups <= trained + max_lag
+
+
+class LeasedPrompt(NamedTuple):
+    """A lease."""
+
+    entry: int
+    token: int
+    number: int
+    version: int
+    attempt: int
+
+
+class PromptLedger:
+    """The ledger of a table. Every method requires the table's lock.
+
+    `numbers` is the column of group numbers, by slot.
+    """
+
+    def __init__(
+        self, spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray, memory: SharedMemory
+    ) -> None:
+        self.spec, self._views, self._memory = spec, views, memory
+        self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
+        self._left, self._reasons = views["prompt_left"], views["prompt_reasons"]
+        self._slots, self._numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
+        self._position: np.ndarray = views["stream/train/position"]
+        self._states: np.ndarray = self.entries[:, Entry.STATE]
+        self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    def in_order(self, slots: np.ndarray) -> np.ndarray:
+        """Return the slots whose groups no lease precedes, by number. [n] -> [m], int64."""
+        is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
+        first = self._of_entries[is_open].min(initial=self.counts[PromptCount.ISSUED])
+        slots = slots[self._numbers[slots] < first]
+        return np.asarray(slots[np.argsort(self._numbers[slots], kind="stable")])
+
+    def books(self) -> dict[str, Any]:
+        """Return the account, as `books_of`."""
+        return books_of(self.spec, self._views)
+
+    # ---- leases ----------------------------------------------------------------------------------
+
+    def lease(self, count: int) -> list[LeasedPrompt]:
+        """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
+        self.reclaim()
+        words, version = self.counts, trained_batches(self._views)
+        returned = np.nonzero(self._states == EntryState.RETURNED)[0]
+        returned = returned[np.argsort(self._of_entries[returned])][:count]
+        found = [self._give(entry, version) for entry in returned.tolist()]
+        free = np.nonzero(self._states == EntryState.FREE)[0].tolist()
+        busy, selected = len(self.entries) - len(free), int(self._position[Head.KEY])
+        for entry in free[: count - len(found)]:
+            if not may_lease(selected, version, busy, self.spec.groups, self.spec.max_lag):
+                break
+            number = int(words[PromptCount.ISSUED])
+            self.entries[entry, [Entry.NUMBER, Entry.ATTEMPT]] = number, 0
+            found.append(self._give(entry, version))
+            words[PromptCount.ISSUED] = number + 1
+            busy += 1
+        return found
+
+    def _give(self, entry: int, version: int) -> LeasedPrompt:
+        words = self.entries[entry]
+        token, attempt = int(self.counts[PromptCount.LEASES]) + 1, int(words[Entry.ATTEMPT]) + 1
+        until = time.monotonic_ns() + self._lease_ns
+        self.counts[PromptCount.LEASES] = token
+        words[Entry.OWNER :] = self._memory.peer, until, version, attempt, token, 0
+        words[Entry.STATE] = EntryState.LEASED
+        return LeasedPrompt(entry, token, int(words[Entry.NUMBER]), version, attempt)
+
+    def own(self, lease: LeasedPrompt) -> np.ndarray:
+        """Return the words of a lease's entry.
+
+        Raises:
+            LeaseExpiredError: It came back meanwhile; counted.
+        """
+        words: np.ndarray = self.entries[lease.entry]
+        if words[Entry.STATE] != EntryState.LEASED or words[Entry.TOKEN] != lease.token:
+            self.counts[PromptCount.REFUSED] += 1
+            rule = "must be held by this worker: it came back, and another attempt may have it"
+            remedy = "call heartbeat() more often or raise prompts.lease_s; leases end with a load, too"
+            raise LeaseExpiredError(f"the lease of prompt {lease.number}", rule, None, remedy)
+        return words
+
+    def renew(self, lease: LeasedPrompt) -> None:
+        """Begin the time of a lease anew; raises as `own`, like the next ones."""
+        self.own(lease)[Entry.DEADLINE] = time.monotonic_ns() + self._lease_ns
+
+    def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
+        """Publish the trajectories of a lease's group, all or none, and end the lease."""
+        words = self.own(lease)
+        words[Entry.MEMBERS] = members
+        publish()
+        words[Entry.STATE] = EntryState.HELD
+
+    def fail(self, lease: LeasedPrompt, reason: str, retry: bool) -> None:
+        """End a lease without a group: it returns, or is dropped for the reason."""
+        self.own(lease)
+        self._return(lease.entry, self._reason(reason), retry)
+
+    def reclaim(self) -> None:
+        """Return the leases whose worker has died or whose time has passed.
+
+        Cost: a pass over the entries, and a system call for each process that holds some.
+        """
+        leased = np.nonzero(self._states == EntryState.LEASED)[0]
+        owners, deadlines = self.entries[leased][:, [Entry.OWNER, Entry.DEADLINE]].T
+        dead = [owner for owner in set(owners.tolist()) if not self._memory.is_alive(owner)]
+        is_dead, is_late = np.isin(owners, dead), deadlines < time.monotonic_ns()
+        for entry in leased[is_dead].tolist():
+            self._return(entry, Left.ENDED)
+        for entry in leased[is_late & ~is_dead].tolist():
+            self._return(entry, Left.EXPIRED)
+
+    def release(self, peer: int) -> None:
+        """Return the leases of a process that ends, or whose index another one has now."""
+        is_own = (self._states == EntryState.LEASED) & (self.entries[:, Entry.OWNER] == peer)
+        for entry in np.nonzero(is_own)[0].tolist():
+            self._return(entry, Left.ENDED)
+
+    def _return(self, entry: int, counter: int, retry: bool = True) -> None:
+        self.counts[PromptCount.RETURNS] += 1
+        if retry and self.entries[entry, Entry.ATTEMPT] < self.spec.attempts:
+            self._states[entry] = EntryState.RETURNED
+        else:
+            self._states[entry] = EntryState.LEFT + counter
+            self._sweep()
+
+    def _reason(self, name: str) -> int:
+        """Return the counter of a reason, which gets one if there is room."""
+        word = name.encode()
+        for counter in range(len(_FIXED), _OTHER):
+            if self._reasons[counter] in (b"", word):
+                self._reasons[counter] = word
+                return counter
+        return _OTHER
+
+    # ---- leaving ---------------------------------------------------------------------------------
+
+    def leave(self, numbers: np.ndarray, counter: int) -> None:
+        """Count held numbers whose groups leave the table; others are ignored. [n], int64."""
+        entries = np.nonzero((self._states == EntryState.HELD) & np.isin(self._of_entries, numbers))[0]
+        if not len(entries):
+            return
+        if counter == Left.DRAWN:
+            lag = int(self._position[Head.KEY]) - 1 - int(self.entries[entries, Entry.VERSION].min())
+            self.counts[PromptCount.LARGEST_LAG] = max(int(self.counts[PromptCount.LARGEST_LAG]), lag)
+        self._states[entries] = EntryState.LEFT + counter
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Count the entries that are marked as left, and free them."""
+        left = self._states[self._states >= EntryState.LEFT] - EntryState.LEFT
+        self._left[1] = self._left[0] + np.bincount(left, minlength=MOST_REASONS)
+        self.counts[PromptCount.SWEEPING] = 1
+        self._finish_sweep()
+
+    def _finish_sweep(self) -> None:
+        self._left[0] = self._left[1]
+        self._states[self._states >= EntryState.LEFT] = EntryState.FREE
+        self.counts[PromptCount.SWEEPING] = 0
+
+    # ---- repair and content ----------------------------------------------------------------------
+
+    def recover(self, retire: Callable[[int], None]) -> None:
+        """Finish what a dead process has begun, before groups are formed of it; `retire` evicts a slot."""
+        if self.counts[PromptCount.SWEEPING]:
+            self._finish_sweep()
+        self._sweep()
+        used = self._states != EntryState.FREE
+        issued = int(self._of_entries[used].max(initial=-1)) + 1
+        self.counts[PromptCount.ISSUED] = max(int(self.counts[PromptCount.ISSUED]), issued)
+        begun = (self._states == EntryState.LEASED) & (self.entries[:, Entry.MEMBERS] > 0)
+        for entry in np.nonzero(begun)[0].tolist():
+            words = self.entries[entry]
+            is_own = self._numbers[: len(self._slots)] == words[Entry.NUMBER]
+            slots = np.nonzero(is_own & (self._slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
+            if len(slots) == words[Entry.MEMBERS]:
+                words[Entry.STATE] = EntryState.HELD
+                continue
+            for slot in slots.tolist():
+                retire(slot)
+            words[Entry.MEMBERS] = 0
+
+    def export(self) -> dict[str, np.ndarray]:
+        """Return what a checkpoint holds: entries, words, counters and names of reasons."""
+        words = {"prompt_counts": self.counts.copy(), "prompt_left": self._left[0].copy()}
+        entries = self.entries[self._states != EntryState.FREE]
+        return {**words, "prompt_entries": entries, "prompt_reasons": self._reasons.copy()}
+
+    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
+        """Restore what `export` returned: leases are returned, and none that is held now counts any more."""
+        entries, leases = saved["prompt_entries"], int(self.counts[PromptCount.LEASES])
+        self._states[:] = EntryState.FREE
+        self.entries[: len(entries)] = entries
+        leased = self._states == EntryState.LEASED
+        self.entries[leased, Entry.ATTEMPT] -= 1  # a load is no attempt
+        self._states[leased] = EntryState.RETURNED
+        self.counts[:] = saved["prompt_counts"]
+        self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
+        self._left[0], self._reasons[:] = saved["prompt_left"], saved["prompt_reasons"]
+
+
+def trained_batches(views: Mapping[str, np.ndarray]) -> int:
+    """Return the rollout batches that all ranks have trained, by a store's regions."""
+    return int(min(views["stream/train/consumed"].min(), views["stream/train/position"][Head.KEY]))
+
+
+def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the account of a store, JSON-able.
+
+    `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
+    not drawn), `leased`, `returned`, and of the values of `dropped`, by reason.
+    """
+    counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
+    states, version = views["prompt_entries"][:, Entry.STATE], trained_batches(views)
+    training = (int(views["stream/train/position"][Head.KEY]) - version) * spec.groups
+    reasons = [*_FIXED, *(name.decode(errors="replace") for name in names[len(_FIXED) : _OTHER]), "other"]
+    return {
+        "issued": counts[PromptCount.ISSUED],
+        "trained": int(left[Left.DRAWN]) - training,
+        "training": training,
+        "waiting": int((states == EntryState.HELD).sum()),
+        "leased": int((states == EntryState.LEASED).sum()),
+        "returned": int((states == EntryState.RETURNED).sum()),
+        "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
+        "epoch": counts[PromptCount.ISSUED] // spec.num_prompts,
+        "version": version,
+        "largest_lag": counts[PromptCount.LARGEST_LAG],
+        "leases_returned": counts[PromptCount.RETURNS],
+        "expired_refused": counts[PromptCount.REFUSED],
+    }

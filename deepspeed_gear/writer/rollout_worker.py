@@ -1,0 +1,192 @@
+"""RolloutWorker: leases prompts of a table's ledger, and commits the groups generated from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.dataset import reopened
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptLedger
+from deepspeed_gear.store.records import Head, SlotRetention
+from deepspeed_gear.timeouts import check_timeout, wait_until
+from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
+
+_POLL_S = 5e-3
+
+
+class Lease:
+    """A prompt that a rollout worker holds until it commits or fails it.
+
+    Leases end in any order. One whose time has passed, or whose worker has ended, comes back: its prompt is
+    leased again, and this one's `commit` raises LeaseExpiredError.
+
+    Attributes:
+        number: epoch * prompts + place in the epoch's order: the group's number. Never the same twice.
+        prompt: The columns of the prompt, as `Dataset.trajectory`; views of the data set.
+        version: Rollout batches that were trained at the lease: generate with weights of it or later.
+        attempt: 1 for the first lease of this number.
+    """
+
+    def __init__(self, worker: RolloutWorker, lease: LeasedPrompt, prompt: dict[str, Any]) -> None:
+        self._worker, self._lease, self.prompt = worker, lease, prompt
+        self.number, self.version, self.attempt = lease.number, lease.version, lease.attempt
+
+    def __repr__(self) -> str:
+        return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
+
+    def commit(self, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Add the `group.size` trajectories of the group, all or none, and end the lease. Returns their ids.
+
+        They are as `Replay.add` takes them; the group's column may be left out.
+
+        Raises:
+            LeaseExpiredError: The lease came back; nothing is added.
+            DataError, StoreFullError, NotReadyError: As `Replay.add`; the lease goes on.
+        """
+        return self._worker._publish(self._lease, trajectories)
+
+    def fail(self, reason: str = "failed", retry: bool = True) -> None:
+        """End the lease without a group; its prompt is leased again, up to `prompts.attempts` times.
+
+        Args:
+            reason: Name under which the prompt is counted if it is dropped, of 32 bytes at most.
+            retry: False: it is dropped now.
+        Raises:
+            LeaseExpiredError: The lease came back already.
+        """
+        if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
+            rule = f"must be a name of 1 to {REASON_BYTES} bytes"
+            raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
+        self._worker._change(lambda ledger: ledger.fail(self._lease, reason, retry))
+
+    def heartbeat(self) -> None:
+        """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop generating."""
+        self._worker._change(lambda ledger: ledger.renew(self._lease))
+
+
+class RolloutWorker(ProcessBound):
+    """Leases prompts and commits groups: `RolloutWorker.attach(...)`; in a rank `replay.rollout_worker()`.
+
+    Thread safety: one thread at a time. A table's `writers` bounds the attached processes.
+    """
+
+    def __init__(self, writer: TrajectoryWriter) -> None:
+        table, inserter = writer.parts
+        if table.ledger is None:
+            rule, remedy = "must be given for rollout workers", "use a TrajectoryWriter, or give the prompts"
+            raise ConfigError(f"gear.tables.{table.spec.name}.prompts", rule, None, remedy)
+        self._writer, self._table, self._inserter, self._ledger = writer, table, inserter, table.ledger
+        self._spec, self._name = table.ledger.spec, f"table {table.spec.name}"
+        self._prompts = reopened(Path(self._spec.data), self._spec.fingerprint)
+        self._position: np.ndarray = table.views["stream/train/position"]
+        self._is_closed = False
+
+    @classmethod
+    def attach(cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any) -> RolloutWorker:
+        """Attach to the store of a run of this node; options and errors as of `TrajectoryWriter.attach`."""
+        writer = TrajectoryWriter.attach(config, **options)
+        try:
+            return cls(writer)
+        except BaseException:
+            writer.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"RolloutWorker({self._table.spec.name}: {self._spec.num_prompts:,} prompts)"
+
+    def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
+        """Lease up to `count` prompts, those that came back first; wait while `prompts.max_lag` admits none.
+
+        Args:
+            timeout_s: Longest wait, in seconds; 0: none.
+        Returns:
+            1 to `count` leases; none after the timeout.
+        Raises:
+            StoreError: The worker is closed, or the run has ended.
+        """
+        wanted, timeout_s = arguments.count("count", count), check_timeout("timeout_s", timeout_s)
+        self._writer.check_goes_on()
+
+        def take() -> list[LeasedPrompt] | None:
+            with self._table.lock:
+                if self._table.groups is not None:
+                    self._table.groups.update()  # those that fail `where` make room
+                return self._ledger.lease(wanted) or None
+
+        taken = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on)
+        return [Lease(self, lease, self._prompt(lease.number)) for lease in taken or ()]
+
+    def _prompt(self, number: int) -> dict[str, Any]:
+        spec, index = self._spec, torch.empty(1, dtype=torch.int64)
+        epoch, place = divmod(number, spec.num_prompts)
+        self._table.ops.permute_(index, spec.seed, spec.key, epoch, place, spec.num_prompts)
+        return self._prompts.trajectory(int(index))
+
+    # ---- ends of leases ----------------------------------------------------------------------------
+
+    def _change(self, change: Callable[[PromptLedger], None]) -> None:
+        """Call a change of a lease with the lock held."""
+        self._writer.check_goes_on()
+        with self._table.lock:
+            change(self._ledger)
+
+    def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Add the group of a lease, as `Lease.commit`."""
+        self._writer.check_goes_on()
+        checked, table, names = self._checked(lease, trajectories), self._table, self._table.spec.schema.names
+        slots, ids = list[int](), list[int]()
+
+        def publish() -> None:
+            for slot, (_, _, present) in zip(slots, checked, strict=True):
+                ids.append(table.commit(slot, int(self._position[Head.KEY])))
+                table.views["retention"][slot, SlotRetention.PRESENT] = present
+
+        try:
+            for columns, num_steps, _ in checked:
+                slots.append(self._inserter.reserve(num_steps, leased=True))
+                table.write(slots[-1], dict(zip(names, columns, strict=True)))
+            with table.lock:
+                self._ledger.commit(lease, publish, len(slots))
+        except BaseException:
+            with table.lock:
+                own = [SlotState.RESERVED, table.memory.peer]
+                for slot in slots:
+                    if table.slots[slot, [Slot.STATE, Slot.OWNER]].tolist() == own:
+                        table.extents.free(slot)
+            raise
+        return ids
+
+    def _checked(
+        self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[list[np.ndarray], int, int]]:
+        """Check the trajectories of a group: columns in their stored form, steps, bits of late columns."""
+        group, names = self._table.spec.group, self._table.spec.schema.names
+        assert group is not None
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        checked = [self._inserter.checked({group.column: np.int64(lease.number), **one}) for one in given]
+        name, column = f"{self._name}: the group of prompt {lease.number}", names.index(group.column)
+        for columns, _, _ in checked:
+            self._inserter.check_finite(columns)
+            if columns[column].item() != lease.number:
+                rule, remedy = f"must have the prompt's number in {group.column}", "leave the column out"
+                raise DataError(name, rule, columns[column].item(), remedy)
+        if len(checked) != group.size:
+            rule = f"must have {group.size} trajectories"
+            raise DataError(name, rule, len(checked), "fail() it if it cannot be complete")
+        return checked
+
+    def close(self) -> None:
+        """Return the leases that this process holds, and detach. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            with self._table.lock:
+                self._ledger.release(self._table.memory.peer)
+            self._writer.close()

@@ -1,0 +1,190 @@
+"""Rollout workers: leases, commits, failures, and the configs that admit them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import run_command
+from group_support import trained
+from ledger_support import check_books, ledger_section, responses, write_prompts
+
+from deepspeed_gear import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LeaseExpiredError,
+    NotReadyError,
+    Replay,
+    RolloutWorker,
+    StoreError,
+    TrajectoryWriter,
+)
+from deepspeed_gear.cli import inspect
+from deepspeed_gear.cli.inspect_distribution import of_living
+from deepspeed_gear.store import prompt_ledger
+from deepspeed_gear.store.live_stores import living_stores
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "prompts", 7)
+
+
+def test_leases_end_in_any_order_and_groups_are_trained_in_that_of_leases(data: Path) -> None:
+    with Replay(ledger_section(data, {"max_lag": 1})) as replay, replay.rollout_worker() as worker:
+        leases = worker.lease(99, timeout_s=0)
+        assert [lease.number for lease in leases] == [0, 1, 2, 3, 4, 5]
+        assert len({int(lease.prompt["index"]) for lease in leases}) == 6
+        assert all((lease.prompt["tokens"] == lease.prompt["index"]).all() for lease in leases)
+        begin = time.monotonic()
+        assert worker.lease(timeout_s=0.05) == []
+        assert time.monotonic() - begin >= 0.05
+        for lease in leases[:0:-1]:  # the straggler is the first
+            lease.commit(responses(lease))
+            assert not replay.can_sample()
+        with pytest.raises(NotReadyError, match="5 complete, 1 leased, 0 returned"):
+            replay.rollout()
+        first = leases[0].commit(responses(leases[0]))
+        assert trained(replay)[0] == first
+        assert [lease.number for lease in worker.lease(99)] == [6, 7, 8]  # of two epochs
+        books = check_books(replay)
+        assert (books["issued"], books["trained"], books["waiting"], books["leased"]) == (9, 3, 3, 3)
+        assert replay.statistics()["prompts"]["main"] == books
+
+
+def test_a_lease_that_expires_is_leased_again_and_dropped_at_last(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(prompt_ledger, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
+    config = ledger_section(data, {"max_lag": 0, "lease_s": 10.0, "attempts": 2})
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        first, second, third = worker.lease(9)
+        now = 6.0
+        second.heartbeat()
+        now = 11.0
+        again = worker.lease(9, timeout_s=0)  # the third one too
+        assert [(lease.number, lease.attempt) for lease in again] == [(0, 2), (2, 2)]
+        for change in (lambda: first.commit(responses(first)), first.heartbeat, lambda: third.fail("late")):
+            with pytest.raises(LeaseExpiredError, match="must be held by this worker"):
+                change()
+        assert len(replay) == 0
+        second.commit(responses(second))
+        again[0].fail("no answer")  # the last attempt
+        now = 30.0
+        books = replay.statistics()["prompts"]["main"]
+        assert books["dropped"] == {"lease expired": 1, "no answer": 1}
+        assert (books["expired_refused"], books["leases_returned"]) == (3, 4)
+        more = worker.lease(9, timeout_s=0)
+        assert [lease.number for lease in more] == [3, 4]
+        more[0].fail("too_long", retry=False)
+        worker.close()
+        assert [lease.number for lease in replay.rollout_worker().lease(9)] == [4, 5]
+        assert check_books(replay)["dropped"]["too_long"] == 1
+
+
+def test_a_commit_is_a_whole_group(data: Path) -> None:
+    config = ledger_section(data, {"max_lag": 0}, group={"size": 2})
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        lease = worker.lease()[0]
+        one, two = responses(lease)
+        wrong: list[tuple[Any, str]] = [
+            ([one], "must have 2 trajectories"),
+            ([one, two, two], "must have 2 trajectories"),
+            ([one, {**two, "prompt": np.int64(5)}], "must have the prompt's number in prompt"),
+            ([one, {**two, "weight": np.float32(np.nan)}], "finite"),
+            ([one, {**two, "tokens": np.zeros(99, np.int32)}], "at most max_length"),
+        ]
+        for given, match in wrong:
+            with pytest.raises(DataError, match=match):
+                lease.commit(given)
+        with pytest.raises(ConfigError, match="1 to 32 bytes"):
+            lease.fail("x" * 33)
+        assert (len(replay), check_books(replay)["leased"]) == (0, 1)
+        lease.commit([one, {**two, "prompt": np.int64(0)}])
+        with pytest.raises(StoreError, match=r"must come by `lease\.commit`"):
+            replay.add(one | {"prompt": np.int64(9)})
+        with TrajectoryWriter.attach(config) as writer, pytest.raises(StoreError, match=r"lease\.commit"):
+            writer.add(one | {"prompt": np.int64(9)})
+        replay.remove([0])
+        assert check_books(replay)["dropped"] == {"removed": 1}
+        worker.lease(2)
+        replay.clear()
+        assert check_books(replay)["leased"] == 2
+        worker._writer.close()
+        with pytest.raises(StoreError, match="must be open"):
+            worker.lease()
+
+
+def test_the_books_of_a_running_process_are_shown(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ledger_section(data)
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        leases = worker.lease(4)
+        leases[1].commit(responses(leases[1]))
+        leases[0].fail("too_long", retry=False)
+        found = next(store for store in living_stores(os.getpid()) if store.run.id == replay.run)
+        distribution = of_living(found)
+        assert distribution is not None
+        assert distribution.prompts == check_books(replay)
+        assert run_command(inspect, "--living", str(os.getpid())) == 0
+        text = capsys.readouterr().out
+        assert (
+            "4 issued: 0 trained, 0 in training, 1 complete, 2 leased, 0 returned; 1 dropped: too_lo" in text
+        )
+        json.dumps(distribution.summary())
+
+
+def test_a_checkpoint_of_other_prompts_is_refused(data: Path, tmp_path: Path) -> None:
+    with Replay(ledger_section(data, {"max_lag": 2})) as replay:
+        replay.rollout_worker().lease(9)
+        state = replay.save(tmp_path / "saved")
+        with pytest.raises(CheckpointError, match="with its tables"):
+            replay.load_state_dict(state)
+    other = write_prompts(tmp_path / "other", 8)
+    without = ledger_section(data)
+    del without["tables"]["main"]["prompts"]
+    wrong = [
+        (ledger_section(other, {"max_lag": 2}), "the ledger of the prompts of"),
+        (ledger_section(data, {"max_lag": 0}), "at most 3 prompts under way"),
+    ]
+    for config, match in wrong:
+        with Replay(config) as replay, pytest.raises(CheckpointError, match=match):
+            replay.load(tmp_path / "saved")
+    with Replay(without) as replay:
+        replay.save(tmp_path / "plain")
+    with Replay(ledger_section(data)) as replay, pytest.raises(CheckpointError, match="must hold the ledger"):
+        replay.load(tmp_path / "plain")
+
+
+def test_configs_that_prompts_do_not_suit(data: Path) -> None:
+    changed = partial(ledger_section, data)
+    narrow = json.loads(json.dumps(ledger_section(data)))
+    narrow["tables"]["main"]["schema"]["columns"]["prompt"]["dtype"] = "int32"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        (changed(max_times_sampled=0), "main.max_times_sampled must be 1 with"),
+        (changed(sampler={"kind": "lifo"}), "main.prompts must not be given unless gear.sampler"),
+        (changed(group={"needs": ["reward"]}), "group.needs must not be given with"),
+        (changed(fields={"reward": {}}), "columns.reward must not be late with"),
+        (changed(rate_limiter={"queue": 8}), "rate_limiter.queue must not be given with"),
+        (changed(batch={"groups": 3, "tokens": 99}), "gear.batch.tokens must not be given with"),
+        (changed(capacity_trajectories=23), "capacity_trajectories must be at least 24"),
+        (changed(prompts={"max_lag": -1}), "max_lag"),
+        (narrow, "columns.prompt must have the dtype int64"),
+    ]
+    for config, match in wrong:
+        with pytest.raises(ConfigError, match=match):
+            Replay(config)
+    with pytest.raises(DataError, match="must be the folder of a data set"):
+        Replay(ledger_section(data.with_name("none")))
+    plain = ledger_section(data)
+    del plain["tables"]["main"]["prompts"]
+    with Replay(plain), pytest.raises(ConfigError, match="must be given for rollout workers"):
+        RolloutWorker.attach(plain)
