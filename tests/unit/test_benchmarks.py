@@ -63,6 +63,7 @@ RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
         {"part": {"the op: gather_", "the selection, in one native call"}},
         ["warm_us", "cold_us", "us"],
     ),
+    "leases": ([], {"size": {1, 8}}, ["pairs_per_s"]),
     "adding": ([], {"system": {"numpy ring", "gear", "gear, published"}}, ["step_us"]),
 }
 

@@ -1,0 +1,104 @@
+"""Prompts leased and groups committed per second by rollout workers of a node, while a rank selects them.
+
+python benchmarks/leases.py [--workers 2] [--json F] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from support.report import Disturbance, document, print_table, write_json
+
+from deepspeed_gear import Column, DatasetWriter, Replay, RolloutWorker, Schema
+
+TOKENS = 16  # of a response: the time is that of the account, not of bytes
+
+
+def section(data: Path, size: int, groups: int) -> dict[str, Any]:
+    """Return a gear section of groups of `size` responses."""
+    slots = 4 * groups * size
+    columns = {
+        "tokens": {"dtype": "int32", "role": "token"},
+        "reward": {"dtype": "float32", "rows": "1"},
+        "prompt": {"dtype": "int64", "rows": "1"},
+    }
+    table = {
+        "capacity_trajectories": slots,
+        "capacity_steps": slots * TOKENS,
+        "max_length": TOKENS,
+        "max_times_sampled": 1,
+        "writers": 16,
+        "group": {"column": "prompt", "size": size},
+        "prompts": {"data": str(data), "max_lag": 2},
+        "schema": {"columns": columns},
+    }
+    return {
+        "tables": {"rollouts": table},
+        "sampler": {"kind": "fifo", "unit": "group"},
+        "pack": {"tokens": 4096},
+        "rollout": {"groups": groups},
+        "shared_memory": {"prefix": f"leases{os.getpid()}"},
+    }
+
+
+def work(config: dict[str, Any], size: int, count: int, at_once: int) -> None:
+    """Lease and commit `count` prompts."""
+    response = {"tokens": np.ones(TOKENS, np.int32), "reward": np.float32(1)}
+    with RolloutWorker.attach(config) as worker:
+        while count > 0:
+            for lease in worker.lease(min(at_once, count), timeout_s=60):
+                lease.commit([response] * size)
+                count -= 1
+
+
+def measure(size: int, at_once: int, workers: int, batches: int, groups: int) -> dict[str, Any]:
+    """Train nothing of so many rollout batches, and time them from the first lease on."""
+    with tempfile.TemporaryDirectory() as folder:
+        data, start = Path(folder) / "prompts", multiprocessing.get_context("fork")
+        with DatasetWriter(data, Schema([Column("tokens", "int32", role="token")])) as writer:
+            for number in range(1000):
+                writer.add({"tokens": np.full(4, number)})
+        config = section(data, size, groups)
+        with Replay(config) as replay:
+            given = config, size, batches * groups // workers, at_once
+            children = [start.Process(target=work, args=given) for _ in range(workers)]
+            for child in children:
+                child.start()
+            table = replay.tables["rollouts"]
+            while table.ledger is None or not table.ledger.books()["issued"]:
+                time.sleep(1e-4)
+            begin = time.perf_counter()
+            for _ in range(batches):
+                next(iter(replay.rollout()))  # ends with the loop over its steps
+            elapsed_s = time.perf_counter() - begin
+            for child in children:
+                child.join()
+    pairs = batches * groups / elapsed_s
+    return {"size": size, "at_once": at_once, "pairs_per_s": pairs, "responses_per_s": pairs * size}
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=2, help="rollout workers")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    options = parser.parse_args()
+    disturbance, sizes = Disturbance(), (4, 16) if options.quick else (24, 512)
+    rows = [measure(size, n, options.workers, *sizes) for size, n in ((1, 1), (1, 64), (8, 16))]
+    print_table(list(rows[0]), [list(row.values()) for row in rows])
+    if options.json is not None:
+        write_json(options.json, document(disturbance, rows))
+
+
+if __name__ == "__main__":
+    main()

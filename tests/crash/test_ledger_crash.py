@@ -1,0 +1,106 @@
+"""Processes die at any instruction of the prompt ledger: the books close, and no group is torn."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import trajectory
+from store_support import StoreScene, check_whole, every_death, stream_spec
+
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.group_spec import GroupCondition, GroupSpec
+from deepspeed_gear.store.prompt_ledger import PromptSpec
+from deepspeed_gear.store.records import NEVER_LATE
+from deepspeed_gear.store.retention import Retention
+
+STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "67"))
+FOREVER = 1 << 60
+GROUP = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),), max_trajectories=2)
+PROMPTS = PromptSpec("", "", 1000, groups=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, key=0)
+
+
+def scene() -> StoreScene:
+    spec = stream_spec("fifo", "group", 2, most_trajectories=2)
+    found = StoreScene([spec], retention=Retention(max_times_sampled=1), group=GROUP, prompts=PROMPTS)
+    found.streams[0].state.ask(FOREVER)
+    found.streams[0].state.consumed[1:] = NEVER_LATE  # only this process reads selections
+    return found
+
+
+def commit(table: Any, lease: Any) -> None:
+    """Commit a group of two trajectories."""
+    with table.lock:
+        slots = [table.extents.reserve(table.rows_for(3), 3) for _ in range(2)]
+    for slot in slots:
+        table.write(slot, {**trajectory(lease.number, 3), "task": np.int64(lease.number)})
+    with table.lock:
+        table.ledger.commit(lease, lambda: [table.commit(slot) for slot in slots] and None, 2)
+
+
+def lease(table: Any, count: int) -> list[Any]:
+    with table.lock:
+        return table.ledger.lease(count)  # type: ignore[no-any-return]
+
+
+def check(table: Any, streams: Any) -> dict[str, Any]:
+    """Check the books, and that each held number has a whole group and no other one has a trajectory."""
+    check_whole(table, streams)
+    with table.lock:
+        table.groups.update()
+        books = table.ledger.books()
+        held = table.slots[:, Slot.STATE] == SlotState.COMMITTED
+        numbers, counts = np.unique(table.columns["task"][: len(held)][held], return_counts=True)
+    parts = [books[name] for name in ("trained", "training", "waiting", "leased", "returned")]
+    assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
+    assert min(parts) >= 0
+    assert (counts == 2).all()
+    assert len(numbers) == books["waiting"], (numbers, books)
+    return books
+
+
+@pytest.mark.parametrize("part", ["leases", "commits", "selections"])
+def test_death_at_any_line(part: str) -> None:
+    """Of a worker that leases, commits and fails, and of one that commits, and evicts for what is drawn."""
+
+    def make() -> StoreScene:
+        found = scene()
+        for one in lease(found.table, 4):
+            commit(found.table, one)
+        return found
+
+    def act(table: Any, streams: Any) -> None:
+        if part == "selections":
+            streams[0].get(0)
+            return
+        held = lease(table, 6)  # 4 to 9: 9 fails the condition
+        if part == "leases":
+            with table.lock:
+                table.ledger.fail(held[0], "no answer", retry=True)
+                table.ledger.fail(held[1], "too long", retry=False)
+                table.ledger.renew(held[2])
+            lease(table, 1)
+            return
+        for one in reversed(held):
+            commit(table, one)
+        with table.lock:
+            table.groups.update()
+
+    for found in every_death(make, act, STRIDE):
+        table, streams = found.table, found.streams
+        with table.lock:
+            table.ledger.reclaim()
+        books = check(table, streams)
+        assert books["leased"] == 0
+        for one in lease(table, books["returned"]):
+            commit(table, one)
+        check(table, streams)
+        selection = streams[0].get(0)  # in the order of leases
+        found_numbers = table.columns["task"][selection.resolutions[:4, 1].numpy()].tolist()
+        # A rank that dies in a selection, after it has counted the draws, ends the run.
+        lost = 2 if part == "selections" and found_numbers[0] else 0
+        assert found_numbers == [lost, lost, lost + 1, lost + 1]
+        streams[0].release(0)
+        assert check(table, streams)["trained"] == 2 + lost

@@ -1,0 +1,107 @@
+"""Two ranks train what two rollout workers generate; workers and then all of them are killed with SIGKILL."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from process_support import exit_status, in_child
+
+from deepspeed_gear import Replay, RolloutWorker
+from deepspeed_gear.sampling.batch_info import BatchInfo
+
+GROUPS, PROMPTS, BATCHES = 4, 11, 12
+
+
+def generate(config: dict[str, Any], seed: int) -> None:
+    """Lease, generate for a random time, and commit in any order, until the ranks end."""
+    words = random.Random(seed)
+    with RolloutWorker.attach(config) as worker:
+        held: list[Any] = []
+        while True:
+            held += worker.lease(3, timeout_s=0.0 if held else 0.1)
+            words.shuffle(held)
+            time.sleep(words.expovariate(1 / 0.003))
+            if held:
+                lease = held.pop()
+                lease.commit(responses(lease))
+
+
+def train(folder: Path, rank: int, config: dict[str, Any], resume: bool) -> None:
+    """Train to the last batch, saving now and then; log the numbers of each batch once it is trained."""
+    name = f"rendezvous-{resume}"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
+    with Replay(config, info=BatchInfo(1, 1, 2)) as replay:
+        if resume:
+            replay.load(folder / "saved")
+        rollout = None
+        while rollout is None or rollout.number < BATCHES - 1:
+            rollout = replay.rollout()
+            numbers = rollout.values("prompt")[::SIZE].tolist()
+            lags = [rollout.number + 1 - length for length in rollout.lengths[::SIZE].tolist()]
+            if rollout.number % 3 == 1 and not (resume and rollout.number < 3):
+                replay.save(folder / "saved")  # while a batch is in training
+            for step in rollout:
+                for _ in step:
+                    pass
+            if rank == 0:
+                books = check_books(replay)
+                line = {"batch": rollout.number, "numbers": numbers, "lags": lags, "books": books}
+                with (folder / f"log-{resume}").open("a") as log:
+                    log.write(json.dumps(line) + "\n")
+        dist.barrier()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -> None:
+    data, words = write_prompts(tmp_path / "prompts", PROMPTS), random.Random(seed)
+    config = ledger_section(data, {"max_lag": 1, "attempts": 99}, GROUPS, writers=8, timeout_s=30.0)
+    config["pack"]["pad"]["multiple"] = 4
+    seeds = itertools.count(100 * seed)
+
+    def worker() -> int:
+        own = next(seeds)
+        return in_child(lambda: generate(config, own))
+
+    def lines(resume: bool) -> list[dict[str, Any]]:
+        path = tmp_path / f"log-{resume}"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    for resume in (False, True):
+        ranks = [
+            in_child(lambda r=rank, again=resume: train(tmp_path, r, config, again)) for rank in range(2)
+        ]
+        workers = [worker() for _ in range(2)]
+        last = BATCHES if resume else 6
+        while not lines(resume) or lines(resume)[-1]["batch"] < last - 1:
+            time.sleep(words.random() * 0.1)
+            assert all(os.waitpid(rank, os.WNOHANG)[0] == 0 for rank in ranks) or resume
+            victim = workers.pop(0)
+            os.kill(victim, signal.SIGKILL)
+            exit_status(victim)
+            workers.append(worker())
+            if resume and lines(True) and lines(True)[-1]["batch"] == BATCHES - 1:
+                break
+        for child in (*workers, *([] if resume else ranks)):
+            os.kill(child, signal.SIGKILL)
+            exit_status(child)
+        if resume:
+            assert [exit_status(rank) for rank in ranks] == [0, 0]
+    before, after = lines(False), lines(True)
+    kept = [line for line in before if line["batch"] < after[0]["batch"]]
+    assert 0 < len(kept) < len(before) + 1
+    numbers = [number for line in (*kept, *after) for number in line["numbers"]]
+    assert numbers == list(range(GROUPS * BATCHES))
+    assert max(lag for line in (*before, *after) for lag in line["lags"]) <= 1
+    assert after[-1]["books"]["dropped"] == {}
+    assert after[-1]["books"]["leases_returned"] > 0

@@ -1,0 +1,185 @@
+"""The prompt ledger under random lengths, deaths and resumes: each prompt once, in order, within the lag."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from group_support import check_groups
+from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+
+from deepspeed_gear import Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker
+from deepspeed_gear.store import prompt_ledger
+from deepspeed_gear.store.prompt_ledger import may_lease
+
+LEASE_S, PROMPTS = 6.0, 23
+
+
+class Run:
+    """A run of a model: what it has trained follows from the checkpoint that is loaded."""
+
+    def __init__(self, seed: int, folder: Path, groups: int, max_lag: int) -> None:
+        self.words, self.folder, self.groups, self.max_lag = random.Random(seed), folder, groups, max_lag
+        data = folder / "prompts"
+        options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3}
+        if not data.exists():
+            write_prompts(data, PROMPTS)
+        where = {"weight": {"mean": {"min": 0.0}}}
+        self.config = ledger_section(data, options, groups, group={"where": where}, writers=3)
+        self.replay, self.now = Replay(self.config), 0.0
+        self.workers: list[RolloutWorker] = []
+        self.ends: list[tuple[float, Lease, RolloutWorker]] = []  # when each lease ends
+        self.trained: list[int] = []  # numbers, in order
+        self.rejected: set[int] = set()
+        self.saved: Any = None
+        self.lags: list[int] = []
+        self.counts = dict.fromkeys(("events", "expired", "deaths", "resumes"), 0)
+        self.index: dict[int, int] = {}  # prompt of each number
+
+    def check(self) -> None:
+        self.counts["events"] += 1
+        books = check_books(self.replay)
+        assert books["trained"] + books["training"] == len(self.trained)
+
+    def worker(self) -> RolloutWorker:
+        while len(self.workers) < 3:
+            self.workers.append(RolloutWorker.attach(self.config))
+        return self.words.choice(self.workers)
+
+    def lease(self) -> None:
+        worker = self.worker()
+        for lease in worker.lease(self.words.randint(1, 4), timeout_s=0):
+            assert self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
+            length = min(self.words.lognormvariate(1.0, 1.2), 200.0)  # some are longer than a lease
+            self.ends.append((self.now + length, lease, worker))
+
+    def work(self) -> None:
+        """Go on to the end of a lease."""
+        if not self.ends:
+            return
+        end = min(self.ends, key=lambda one: one[0])
+        self.ends.remove(end)
+        self.now, lease, _ = max(self.now, end[0]), end[1], end[2]
+        chance = self.words.random()
+        try:
+            if chance < 0.05:
+                lease.fail("no answer", retry=chance < 0.04)
+                return
+            weight = -1.0 if self.words.random() < 0.1 else 1.0
+            lease.commit(responses(lease, weight))
+            if weight < 0:
+                self.rejected.add(lease.number)
+        except LeaseExpiredError:
+            self.counts["expired"] += 1
+
+    def die(self) -> None:
+        """Detach a worker as the kernel does, without returning its leases."""
+        if self.workers:
+            worker = self.words.choice(self.workers)
+            self.workers.remove(worker)
+            self.ends = [one for one in self.ends if one[2] is not worker]
+            worker._table.close()
+            self.counts["deaths"] += 1
+
+    def train(self) -> None:
+        """Train a rollout batch; sometimes save between its selection and its end."""
+        if not self.replay.can_sample():
+            return
+        batch = len(self.trained) // self.groups
+        rollout = self.replay.rollout()
+        numbers = rollout.values("prompt")[::SIZE].tolist()
+        lengths = rollout.lengths[::SIZE].tolist()  # their versions, plus 1
+        self.lags += [(batch - length + 1) % 20 for length in lengths]
+        self.trained += numbers
+        self.check()
+        if self.words.random() < 0.2:
+            self.save(under_way=True)
+        for _ in range(self.words.randint(0, 3)):
+            self.lease()
+            self.check()
+        consume(rollout)
+
+    def save(self, under_way: bool = False) -> None:
+        self.replay.save(self.folder / "saved")
+        self.saved = list(self.trained), set(self.rejected), under_way
+
+    def resume(self, elsewhere: bool = False) -> None:
+        """Lose all that came after the checkpoint; load it into this run, or into another one."""
+        if self.saved is None:
+            return
+        if elsewhere:
+            for worker in self.workers:
+                worker._table.close()
+            self.workers, self.ends = [], []
+            self.replay.close()
+            self.replay = Replay(self.config)
+        self.replay.load(self.folder / "saved")
+        self.trained, self.rejected = list(self.saved[0]), set(self.saved[1])
+        check_groups(self.replay)
+        self.check()
+        self.counts["resumes"] += 1
+        if self.saved[2]:  # the batch that was in training goes on
+            rollout = self.replay.rollout()
+            assert rollout.values("prompt")[::SIZE].tolist() == self.trained[-self.groups :]
+            consume(rollout)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.replay.close()
+
+
+def consume(rollout: Rollout) -> None:
+    """Train a rollout batch."""
+    for step in rollout:
+        for _ in step:
+            pass
+
+
+@pytest.mark.parametrize(("seed", "groups", "max_lag"), [(0, 3, 0), (1, 4, 1), (2, 3, 3)])
+def test_each_prompt_once_in_order_within_the_lag(
+    seed: int, groups: int, max_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(seed, tmp_path, groups, max_lag)
+    clock = SimpleNamespace(monotonic_ns=lambda: int(run.now * 1e9))
+    monkeypatch.setattr(prompt_ledger, "time", clock)
+    events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4
+    for turn in range(400):
+        run.words.choice(events)()
+        run.check()
+        if turn % 20 == 19:
+            rare = [run.die, run.die, run.save, run.resume, lambda: run.resume(elsewhere=True)]
+            run.words.choice(rare)()
+            run.check()
+    books = check_books(run.replay)
+    assert run.trained == sorted(set(run.trained)), "a prompt was trained twice, or out of order"
+    skipped = set(range(run.trained[-1] + 1)) - set(run.trained)
+    assert len(skipped) <= sum(books["dropped"].values())
+    assert {number for number in run.rejected if number <= run.trained[-1]} <= skipped
+    assert max(run.lags) == max_lag or run.counts["events"] < 100
+    assert books["largest_lag"] <= max_lag
+    assert run.counts["deaths"] > 0
+    assert run.counts["resumes"] > 0
+    assert run.counts["expired"] > 0 or max_lag == 0
+    for epoch in range(run.trained[-1] // PROMPTS):  # whole epochs: each prompt has one number
+        numbers = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
+        assert len({run.index[number] for number in numbers if number in run.index}) == PROMPTS
+    run.close()
+
+
+def test_admission_is_exact() -> None:
+    """As many are admitted as can be consumed within the lag, and one more could not."""
+    for groups in (1, 3, 8):
+        for max_lag in range(4):
+            for trained in range(3):
+                for selected in (trained, trained + 1):  # the last batch is in training, or done
+                    busy = 0
+                    while may_lease(selected, trained, busy, groups, max_lag):
+                        busy += 1
+                    batches = selected + (np.arange(busy + 1)) // groups  # of each number, if none is dropped
+                    assert (batches[:-1] - trained).max(initial=0) <= max_lag
+                    assert batches[-1] - trained > max_lag
