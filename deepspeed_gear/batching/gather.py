@@ -199,20 +199,17 @@ class CompressedFields:
 
         `records` and `steps` are those of `gather_`. Cost: see `CompressedRows.decode`.
         """
-        first, is_sample = records[:, Resolution.FIRST_ROW], ~is_no_sample(records)
-        read, begins = [], []
-        for window in self._groups:
+        first, is_sample = records[:, Resolution.FIRST_ROW, None], ~is_no_sample(records)[:, None]
+        windows, read, given = [], [], []
+        for window, group in self._groups.items():
             step, real = rows_of(window, records, steps)
-            is_read = real | is_sample[:, None] if window.pad == Pad.EDGE else real
-            read.append((first[:, None] + step)[is_read])
-            begin = step.gather(1, is_read.int().argmax(1, keepdim=True)).squeeze(1)
-            begins.append((begin, is_read.any(1)))
-        rows, given = torch.from_numpy(np.unique(torch.cat(read).numpy())), []
+            windows.append((group, step[:, :1]))  # the first row of the window that is read, if one is
+            read.append((first + step)[real | (is_sample & (window.pad == Pad.EDGE))])
+        rows = torch.from_numpy(np.unique(torch.cat(read).numpy()))
         self._stored.decode(rows.numpy(), self._bytes)
-        for group, (begin, is_reader) in zip(self._groups.values(), begins, strict=True):
+        for group, begin in windows:
             moved = records.clone()  # of rows [5, 6, 7, 20, 21] a window that begins at row 20 is at place 3
-            place = torch.searchsorted(rows, first + begin) - begin
-            moved[:, Resolution.FIRST_ROW] = torch.where(is_reader, place, 0)
+            moved[:, Resolution.FIRST_ROW] = (torch.searchsorted(rows, first + begin) - begin).squeeze(1)
             given.append((group, moved))
         return given
 

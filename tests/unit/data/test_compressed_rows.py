@@ -133,7 +133,7 @@ def test_batches_are_those_of_the_plain_data_set(
 
 
 def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
-    """As sequence ranks read them; of a mixture, in parts of one batch, and where a table has no sample."""
+    """As sequence ranks read them, and batches that are gathered in parts; a record may be no sample."""
     sections = [config_of(data.path, batch_size=24, fields=WINDOWS, n_step=N_STEP) for data in sets]
     with Replay(sections[0]) as plain, Replay(sections[1]) as packed:
         records = plain.sample()._samples.records.clone()
@@ -154,6 +154,20 @@ def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
                 for name, expected in whole[0][0].items():
                     assert torch.equal(tensors[name], expected), name
                 assert all(torch.equal(mask[name], of) for name, of in whole[0][1].items())
+
+
+@pytest.mark.parametrize("way", ["auto", "direct"])
+def test_a_mixture_with_a_plain_table(way: str, sets: tuple[Dataset, Dataset]) -> None:
+    """A column that is compressed in one table is staged in both."""
+    made = []
+    for first, second in ((sets[0], sets[0]), (sets[1], sets[0])):
+        tables = {"a": {"data": str(first.path)}, "b": {"data": str(second.path)}}
+        mixture = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}}
+        fields = {"stack": WINDOWS["stack"], "reward": {"length": 3}}
+        options = {"batch_size": 8, "tables": tables, "sampler": mixture, "fields": fields}
+        with Replay(config_of(transfer={"way": way}, **options)) as replay:
+            made.append([record(replay.sample()) for _ in range(3)])
+    np.testing.assert_equal(made[1], made[0])
 
 
 # ---- data sets -----------------------------------------------------------------------------------
