@@ -235,18 +235,17 @@ def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
     if config.pack is None or table.group is None or is_mixture or sampler.kind != "fifo":
         rule = 'must not be given unless gear.sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
         part.refuse("prompts", rule, "prompts are trained in the order of their leases, in packed batches")
-    rule = f"must be 1 with {part.at}.prompts"
-    part.admit("max_times_sampled", (1,), rule, "each prompt is trained in one rollout batch")
-    rule, remedy = f"must not be given with {part.at}.prompts", "prompts.max_lag bounds the age of groups"
-    part.leave_out("data version max_age", rule, remedy)
+    when = f"with {part.at}.prompts"
+    part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
+    part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")
     if table.rate_limiter is not None:
         rate = Part(f"{part.at}.rate_limiter", table.rate_limiter)
-        rate.leave_out("queue samples_per_insert", rule, "prompts.max_lag bounds what waits")
+        rate.leave_out("queue samples_per_insert", when, "prompts.max_lag bounds what waits")
     remedy = "a lease commits whole groups with all their columns: compute rewards before it"
-    Part(f"{part.at}.group", table.group).leave_out("needs after_s member", rule, remedy)
+    Part(f"{part.at}.group", table.group).leave_out("needs after_s member", when, remedy)
     size = config.rollout_size
     if size is not None and size.tokens is not None:
-        rule = f"must not be given with {part.at}.prompts: batches of leases have a fixed number of groups"
+        rule = f"must not be given {when}: batches of leases have a fixed number of groups"
         at = "gear.batch" if config.batch is not None else "gear.rollout"
         raise ConfigError(f"{at}.tokens", rule, size.tokens, "give the size in groups alone")
 

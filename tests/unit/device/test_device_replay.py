@@ -184,7 +184,7 @@ def with_envs(**table: Any) -> dict[str, Any]:
         ({"table": {"placement": "host", "rows": "host"}}, "rows must not be given for a table in host"),
         ({"sampler": UNIFORM, "table": {"num_envs": 2, "max_times_sampled": 2}}, "sampled must not be given"),
         ({"sampler": TOP_K, "table": {"num_envs": 2}}, "unit must be .trajectory. where steps"),
-        ({"sampler": TOP_K, "table": {"max_times_sampled": 2}}, r"sampled needs sampler\.unit"),
+        ({"sampler": TOP_K, "table": {"max_times_sampled": 2}}, "must not be given unless trajectories"),
         ({"sampler": STRATIFIED, "table": {"max_times_sampled": 2}}, r"together with sampler\.stratified"),
         ({"sampler": WHERE, "table": {"num_envs": 2}}, r"sampler\.where must not be given where steps are"),
         (with_envs(capacity_steps=39), "capacity_steps must be at least 40"),
@@ -208,7 +208,7 @@ def test_tables_that_cannot_be_on_devices_are_refused() -> None:
     made = online({"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"unit": "step"}})
     table = made["tables"].pop("main")
     made["tables"] = {"a": table, "b": {**table, "placement": "host"}}
-    with pytest.raises(ConfigError, match=r"b\.placement must be \"device\", as that of the other"):
+    with pytest.raises(ConfigError, match=r"b\.placement must be \"device\" as that of the other"):
         DeviceReplay(made, "cpu")
 
 

@@ -72,7 +72,9 @@ def test_all_columns_are_registered_and_begin_with_zeros() -> None:
         if column.numel():
             assert column.data_ptr() % 128 == 0
             begin, end = column.data_ptr(), column.data_ptr() + column.nbytes
-            assert any(at <= begin and end <= at + held for at, held in runtime.held.items())
+            registered = (range(at, at + held) for at, held in runtime.held.items())
+            inside = [range(max(begin, one.start), min(end, one.stop)) for one in registered]
+            assert sum(map(len, inside)) == column.nbytes  # no page is registered twice
     view = rows.columns["b"]
     rows.close()
     rows.close()
