@@ -35,7 +35,7 @@ from deepspeed_gear import Batch
 
 RANKS, STEPS = 2, 1024  # of a roll-out: all environments of all ranks together
 ENVS = 8  # of each rank
-GAMMA, TRACE = 0.98, 0.9  # TRACE: lambda of generalized advantage estimation
+COLUMNS = ("observation", "action", "log_probability", "reward", "terminated", "truncated", "value")
 CLIP, VALUE_PART, EPOCHS = 0.2, 0.5, 10
 GOAL, SEED, TEST_SEED = 475.0, 1000, 2000
 
@@ -67,56 +67,39 @@ class Player:
         self.random = torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
-    def play(self) -> list[dict[str, np.ndarray]]:
-        """Act with the model as it is; return one trajectory per environment, with its advantages."""
-        rows: dict[str, list[Any]] = {name: [] for name in ("observation", "action", "log_probability")}
-        values, rewards, ended = [], [], []
-        for _ in range(self.num_steps):
+    def play(self) -> list[tuple[dict[str, np.ndarray], np.ndarray]]:
+        """Act with the model as it is; return a roll-out per environment, and the values after its steps."""
+        rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+        finals = np.zeros((ENVS, self.num_steps), np.float32)
+        for at in range(self.num_steps):
             logits, value = self._ask(self.observation)
             action = torch.multinomial(logits.softmax(1), 1, generator=self.random)
             probability = logits.log_softmax(1).gather(1, action).squeeze(1)
-            self._keep(rows, self.observation, action.squeeze(1).numpy(), probability.numpy())
-            following, reward, terminated, truncated, info = self.envs.step(rows["action"][-1])
-            reward = reward.astype(np.float32)
-            for env in np.nonzero(truncated & ~terminated)[0]:  # the time limit is no failure
-                reward[env] += GAMMA * float(self._ask(info["final_obs"][env])[1])
-            values.append(value.numpy())
-            rewards.append(reward)
-            ended.append(terminated | truncated)
+            following, *results, info = self.envs.step(action.squeeze(1).numpy())
+            for env in np.nonzero(results[2])[0]:  # the time limit is no failure
+                finals[env, at] = float(self._ask(info["final_obs"][env])[1])
+            kept = self.observation, action.squeeze(1), probability, *results, value
+            for name, row in zip(COLUMNS, kept, strict=True):
+                rows[name].append(row)
             self.observation = following
-        values.append(self._ask(self.observation)[1].numpy())
-        advantages = advantages_of(np.stack(rewards), np.stack(values), np.stack(ended))
+        after = self._ask(self.observation)[1].numpy()
+        rows["value"].append(np.where(results[2], finals[:, -1], after))
         columns = {name: np.stack(kept, 1) for name, kept in rows.items()}
-        columns["value"] = (advantages + np.stack(values[:-1])).T
-        columns["advantage"] = (advantages / (advantages.std() + 1e-6)).T
-        return [{name: column[env] for name, column in columns.items()} for env in range(ENVS)]
+        return [({name: column[env] for name, column in columns.items()}, finals[env]) for env in range(ENVS)]
 
     def _ask(self, observation: np.ndarray) -> tuple[Tensor, Tensor]:
         logits, value = self.model(torch.from_numpy(observation).to(self.device))
         return logits.cpu(), value.cpu()
-
-    def _keep(self, rows: dict[str, list[Any]], *kept: np.ndarray) -> None:
-        for name, row in zip(rows, kept, strict=True):
-            rows[name].append(row)
-
-
-def advantages_of(rewards: np.ndarray, values: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Return the generalized advantage estimates. [T, N] of [T, N], [T+1, N] and [T, N]."""
-    advantages, later = np.zeros_like(rewards), np.zeros_like(rewards[0])
-    for t in range(len(rewards) - 1, -1, -1):
-        goes_on = ~ended[t]
-        error = rewards[t] + GAMMA * goes_on * values[t + 1] - values[t]
-        advantages[t] = later = error + GAMMA * TRACE * goes_on * later
-    return advantages
 
 
 def loss_of(model: Any, batch: Batch) -> Tensor:
     """Return the clipped loss of the policy, and that of the values."""
     logits, value = model(batch["observation"])
     ratio = (Categorical(logits=logits).log_prob(batch["action"]) - batch["log_probability"]).exp()
-    advantage = batch["advantage"]
+    advantage, target = batch["advantage"][:, 0], batch["value_target"][:, 0]  # of a window, at its step
+    advantage = advantage / (advantage.std() + 1e-6)
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
-    return VALUE_PART * F.mse_loss(value, batch["value"]) - gain.mean()
+    return VALUE_PART * F.mse_loss(value, target) - gain.mean()
 
 
 def main() -> None:
@@ -141,8 +124,8 @@ def main() -> None:
     curve = [(0.0, mean_return(policy, SEED, engine.device))]
     begin = time.perf_counter()
     for update in tqdm(range(1, args.updates + 1), disable=rank > 0, unit="update", mininterval=5.0):
-        for rollout in player.play():
-            replay.add(rollout)
+        for rollout, values in player.play():
+            replay.add(rollout, split_by_flags=True, final={"value": values})
         dist.barrier()  # the epochs go over the roll-outs of all ranks
         for _ in range(batches):
             engine.backward(loss_of(engine, engine.gear_sample()))

@@ -231,10 +231,14 @@ def test_ppo_sees_every_step_of_its_roll_outs_once_per_epoch(epochs: int) -> Non
         for update in range(4):
             codes = np.arange(1024, dtype=np.float32).reshape(16, 64) + 10_000 * update
             for code in codes:
-                zeros = dict.fromkeys(("log_probability", "advantage"), np.zeros(64, np.float32))
-                rows = {"observation": np.stack([code] * 4, 1), "action": np.zeros(64, np.int64)}
-                replay.add({**rows, **zeros, "value": code})
-            seen = Counter(v for _ in range(4 * epochs) for v in replay.sample()["value"].tolist())
+                zeros = dict.fromkeys(
+                    ("log_probability", "reward", "action", "truncated"), np.zeros(64, np.int64)
+                )
+                rows = {"observation": np.stack([code] * 4, 1), "value": np.append(code, 0)}
+                replay.add({**rows, **zeros, "terminated": np.arange(64) % 9 == 8}, split_by_flags=True)
+            seen = Counter(
+                v for _ in range(4 * epochs) for v in replay.sample()["observation"][:, 0].tolist()
+            )
             assert seen == dict.fromkeys(codes.flatten().tolist(), epochs)
             replay.clear()
             assert len(replay) == 0
