@@ -117,9 +117,11 @@ class RolloutWorker(ProcessBound):
 
         def take() -> list[LeasedPrompt] | None:
             with self._table.lock:
-                if self._table.groups is not None:
+                found = self._ledger.lease(wanted)
+                if not found and self._table.groups is not None:
                     self._table.groups.update()  # those that fail `where` make room
-                return self._ledger.lease(wanted) or None
+                    found = self._ledger.lease(wanted)
+                return found or None
 
         taken = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on)
         return [Lease(self, lease, self._prompt(lease.number)) for lease in taken or ()]
