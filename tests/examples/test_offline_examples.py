@@ -1,4 +1,4 @@
-"""The multi-agent transformer: what it computes, and a short run."""
+"""The multi-agent transformer: what it computes; short runs of it and of IQL."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from page_scenes import write_hopper
 from process_support import run_ranks
 
 from deepspeed_gear import Dataset
+from deepspeed_gear.data.ingest import ingest
 
 pytest.importorskip("mujoco", reason="the examples evaluate in MuJoCo")
 pytest.importorskip("gymnasium", reason="likewise")
 Load = Callable[[str], ModuleType]
+STATES = "mp_rank_00_model_states.pt"  # of a checkpoint
 
 
 @pytest.fixture
@@ -39,24 +41,34 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- short runs --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["mat"])
+@pytest.mark.parametrize("name", ["mat", "iql"])
 def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> None:
     """It saves and draws; test_hopper_output.py resumes such a run. The transformer has three agents."""
+    data = tmp_path / "data"
+    if name == "mat":
+        load("mamujoco").divide(str(hopper), str(data))
+    else:
+        ingest([ROOT / "examples" / "data" / "hopper_medium.hdf5"], data)
     config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
     config |= {"train_batch_size": 16, "gear": {**config["gear"], "shared_memory": {"prefix": prefix()}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    data = tmp_path / "hopper_3x1"
-    load("mamujoco").divide(str(hopper), str(data))
     options = ["--config", str(tmp_path / "config.json"), "--data", str(data), "--out", str(tmp_path)]
     options += ["--steps", "4", "--evaluate-every", "2", "--seed", "3"]
     output = run_ranks(ROOT / "examples" / f"{name}.py", 1, *options)[0]
     assert shared_files(prefix()) == []
     result, saves = json.loads((tmp_path / "result.json").read_text()), tmp_path / "checkpoint"
     assert json.loads(output.splitlines()[-1]).items() <= result.items()
-    assert result.get("agents") == 3
+    assert result.get("agents") == (3 if name == "mat" else None)
     assert all((saves / tag / "gear/normalizer.json").is_file() for tag in ("global_step2", "global_step4"))
-    best = torch.load(saves / "best" / "mp_rank_00_model_states.pt", weights_only=False)
+    best = torch.load(saves / "best" / STATES, weights_only=False)
     assert best["global_steps"] == result["best_step"]
+    if name == "iql":  # the targets follow the critics by a part; the schedule begins after two steps
+        files = (saves / f"global_step{step}" / STATES for step in (2, 4))
+        before, after = (torch.load(file, weights_only=False)["module"] for file in files)
+        critic, target = "critics.0.0.weight", "targets.0.0.weight"
+        assert torch.equal(before[target], before[critic])
+        moved = (after[target] - before[target]).abs().max()
+        assert 0 < moved < 0.1 * (after[critic] - before[critic]).abs().max()
     returns = dict(result["curves"]["return"])
     assert list(returns) == [0, 2, 4]
     assert result["return_best"] == round(max(returns[2], returns[4]), 1)
