@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, repeat
@@ -110,8 +110,7 @@ class FieldRows:
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
-            column, stored = column.reshape(len(column), math.prod(shape))[:, :0], None
-            shape, dtype = (0,), column.dtype
+            column, stored, shape, dtype = _bytes_for(stored or column, table), None, (1,), torch.uint8
         shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
         pad = float(field.pad_value) if field.pad_kind == "value" else 0.0
         return cls(source, column, shape, dtype, shift, gain, pad, stored)
@@ -322,7 +321,7 @@ class Gatherer:
             if field.hindsight is not None:
                 achieved = table.gather_source(field.hindsight.name)
                 if field.mask_only:
-                    achieved = achieved.reshape(len(achieved), -1)[:, :0]
+                    achieved = _bytes_for(achieved, table)
                 source = SOURCES[field.hindsight.rows]
                 goal_rows.append(replace(rows, source=source, column=achieved, pad=0.0))
                 goals[number] = GatherSpec(source, follows=Follows.GOAL, elements=rows.elements, mask=mask)
@@ -495,6 +494,11 @@ class Gatherer:
         outs = [None if i is None else buffers.outs[i] for i in self._inputs]
         mask = buffers.masks[self._mask_of[_REWARD]]
         ops.advantages_(*buffers.estimates, *outs[:5], mask, *outs[5:], self._factors)
+
+
+def _bytes_for(rows: Sized, table: Rows) -> torch.Tensor:
+    """Return a byte for each row, in place of a column of which only the mask is wanted. [rows, 1]."""
+    return torch.zeros(len(rows), 1, dtype=torch.uint8, device=table.device)
 
 
 def affine(

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.burn_in import BurnIn
+from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
@@ -128,6 +129,12 @@ def test_a_stage_may_read_steps_that_learn() -> None:
     with replay_of(pipeline=pipeline) as replay:
         needs = needs_of(RankCoordinates(pipe_rank=1, pipe_world=2), replay.config, replay.fields)
         assert [(field.name, field.mask_only) for field in needs.fields] == [("code", True)]
+        batch, table = replay.sample(), replay.tables["main"]
+        fields = [replace(field, mask_only=True) for field in replay.fields]
+        gatherer = Gatherer(fields, table, {}, None, 32, 2, torch.float32, 1)
+        tensors, mask = gatherer.gather(batch.host_records)
+        assert not tensors
+        assert all(torch.equal(mask[name], batch.mask[name]) for name in FIELDS)
     with pytest.raises(ConfigError, match=r"gear.pipeline.labels\[0\] must name a field, its mask"):
         replay_of(pipeline={"inputs": ["observation"], "labels": ["learns.absent"]})
 
