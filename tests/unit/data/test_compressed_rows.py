@@ -127,7 +127,8 @@ def test_batches_are_those_of_the_plain_data_set(
                     replay.update_priorities(batch, priorities(batch))
         for a, b in zip(plain.iterator("eval"), packed.iterator("eval"), strict=True):
             assert all(torch.equal(a[name], b[name]) for name in a)
-        assert torch.equal(plain._parts.assembler.counters, packed._parts.assembler.counters)
+        if "prefetch" not in rest:  # else each is ahead as far as its thread was
+            assert torch.equal(plain._parts.assembler.counters, packed._parts.assembler.counters)
         read = [replay.read([4])[0] for replay in (plain, packed)]
         assert all(torch.equal(read[0][name], read[1][name]) for name in SCHEMA.names)
 
