@@ -31,6 +31,7 @@ from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import of_living
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.prompt_ledger import EntryState, Left, PromptCount
 
 
 @pytest.fixture
@@ -188,3 +189,45 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
     del plain["tables"]["main"]["prompts"]
     with Replay(plain), pytest.raises(ConfigError, match="must be given for rollout workers"):
         RolloutWorker.attach(plain)
+
+
+def test_a_load_ends_leases(data: Path, tmp_path: Path) -> None:
+    config = ledger_section(data, {"max_lag": 0})
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        replay.save(tmp_path / "empty")
+        (first,) = worker.lease()
+        replay.save(tmp_path / "leased")
+        replay.load(tmp_path / "empty")
+        (again,) = worker.lease()
+        assert (again.number, again.attempt) == (0, 1)
+        with pytest.raises(LeaseExpiredError):
+            first.commit(responses(first))
+        replay.load(tmp_path / "leased")
+        books = check_books(replay)
+        assert (books["issued"], books["leased"], books["returned"]) == (1, 0, 1)
+        leases = worker.lease(2)
+        assert [(lease.number, lease.attempt) for lease in leases] == [(0, 1), (1, 1)]  # a load is none
+        for lease in (first, again):
+            with pytest.raises(LeaseExpiredError):
+                lease.commit(responses(lease))
+        assert [lease.commit(responses(lease)) for lease in leases] == [[0, 1], [2, 3]]
+        assert check_books(replay)["waiting"] == 2
+
+
+@pytest.mark.parametrize("words", range(4))
+def test_a_death_while_a_number_is_counted(data: Path, words: int) -> None:
+    """The counters are written once, however many words of the record were written."""
+    with Replay(ledger_section(data)) as replay, replay.rollout_worker() as worker:
+        (lease, _) = worker.lease(2)
+        ledger = replay.tables["main"].ledger
+        assert ledger is not None
+        ledger._states[lease._lease.entry] = EntryState.LEFT + Left.EXPIRED
+        if words > 0:
+            ledger._left[1, Left.EXPIRED] = 1
+        if words > 1:
+            ledger.counts[PromptCount.SWEEPING] = 1
+        if words > 2:
+            ledger._left[0] = ledger._left[1]
+        ledger.recover(lambda _: None)
+        books = check_books(replay)
+        assert (books["issued"], books["leased"], books["dropped"]) == (2, 1, {"lease expired": 1})
