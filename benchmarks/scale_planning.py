@@ -70,6 +70,7 @@ class Items(ItemMasses):
         self.words = memoryview(np.zeros(TreeChanges.NUM_WORDS, np.int64))
         self._control = memoryview(np.zeros(Control.NUM_WORDS, np.int64))  # nothing ever changes
         self._plain_unit = self._log = self._groups = None
+        self.draws_anchor = spec.rule.draws_anchor
         self._on_change: list[Any] = []
         self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
 
@@ -93,7 +94,6 @@ class Wire:
         return lambda: [said] * self.count
 
     abandoned_on_error = contextlib.nullcontext  # no other node waits
-
 
 class Planner(RowExchange):
     """A row exchange that plans the rows and copies none."""
@@ -182,6 +182,7 @@ class Node:
             origins=torch.empty(1, batch, dtype=torch.int64),
             counts=None,
             priorities=None,
+            numbers=None,
             drawn_words=[],
             limiter=None,
             joint_limiter=None,

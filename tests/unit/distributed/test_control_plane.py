@@ -6,6 +6,7 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from thread_ranks import ThreadPlane, on_ranks
@@ -83,8 +84,12 @@ def test_values_that_differ_are_an_error_on_every_rank() -> None:
 
 def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> None:
     def missing(plane: ThreadPlane) -> int:
-        readiness = Readiness.__new__(Readiness)
-        readiness._parts = SimpleNamespace(plan=SimpleNamespace(exchange=plane, leads_shard=True))
+        readiness: Any = Readiness.__new__(Readiness)
+        topology = SimpleNamespace(place=RankCoordinates())
+        plan = SimpleNamespace(exchange=plane, leads_shard=True, topology=topology)
+        readiness._parts, readiness._peer = SimpleNamespace(plan=plan), 0
+        readiness._asked, readiness._answers = np.zeros(1, np.int64), np.zeros((2, 2), np.int64)
+        readiness._wait_for_slowest = lambda number: None  # each rank is alone on its node
 
         def held_items(key: int) -> ItemsHeld:
             if plane.rank == 1:
@@ -92,8 +97,9 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
             return ItemsHeld(3, 0, 0)
 
         table = SimpleNamespace(lock=contextlib.nullcontext())
-        stream: Any = SimpleNamespace(table=table, held_items=held_items)
-        return readiness._missing_of_nodes(stream, 0)
+        spec = SimpleNamespace(num_shards=2)
+        stream: Any = SimpleNamespace(table=table, spec=spec, held_items=held_items)
+        return int(readiness.missing(stream, 0))
 
     other, own = on_ranks(2, missing)
     assert type(own) is StoreError

@@ -91,7 +91,7 @@ def test_samples_go_to_whoever_reads_them(
     drawn: tuple[list[Topology], list[int]], count: int, offset: int
 ) -> None:
     views, order = drawn
-    worlds = views[0].data_world
+    worlds = views[0].place.data_world
     readers: list[set[int]] = [set() for _ in range(count)]
     for place, node in zip(views[0].places, views[0].nodes, strict=True):
         for sample in range(count):
