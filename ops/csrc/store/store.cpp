@@ -301,13 +301,21 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, in
   // A search of all extents takes longer than moving a few near ones, and so does a compaction that
   // fails: in a table of many it is tried again when more rows are free.
   constexpr int64_t kNear = 2 * kBack;
-  bool freed = false;
+  bool freed = false, is_near = last.slot >= 0;
   int64_t compact_from = 0;
-  if (last.slot >= 0) PrepareRun(store, last, num_rows);
+  // Behind the newest extent of all writers lie rows never used, or those that are evicted next.
+  const int64_t newest = store.control[kRover];
+  if (is_near) PrepareRun(store, last, num_rows);
   while (true) {
     int64_t found =
         IsOver(store, num_steps) ? int64_t{kNoRows} : ReserveAmong(store, num_rows, inserts, kNear);
     if (found >= 0) return found;
+    if (is_near && found == kScattered) {
+      is_near = false;
+      const bool is_there = newest == store.num_slots || store.slots[newest].state != kFree;
+      if (is_there) store.control[kRover] = newest;
+      continue;
+    }
     if (!freed && store.removal != kByCaller) {
       FreeUnpinned(store);
       freed = true;
@@ -315,6 +323,10 @@ int64_t ReserveWithRemoval(Store& store, int64_t num_rows, int64_t num_steps, in
     }
     const int64_t free = store.control[kFreeRows];
     const bool pays = free - num_rows >= store.least_free_rows;  // to move rather than to evict
+    if (found == kScattered && (free - num_rows) / 3 >= store.least_free_rows) {  // far from full
+      found = Reserve(store, num_rows, inserts);
+      if (found >= 0) return found;
+    }
     const bool moves = found == kScattered && MovesExtents(store);
     const bool are_many = store.control[kNumCommitted] > kMany;
     if (moves && pays && free >= compact_from) {

@@ -156,6 +156,16 @@ def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
         assert number - most - longest * num_envs <= oldest <= number - size
 
 
+def test_many_environments_fill_a_buffer_before_it_evicts() -> None:
+    """Parts of equal lengths leave no rows near a writer's latest one; those behind the newest are free."""
+    with buffer(20_000, n_envs=64, autoreset="same_step") as held:
+        at, none = np.zeros((64, 3), np.float32), np.zeros(64, bool)
+        for step in range(1, 1000):
+            held.add(at, at + 1, none, none, none, none)
+            at = at + 1
+            assert min(64 * step, 20_000) <= len(held)
+
+
 def test_observations_take_about_half_of_the_bytes_of_two_rings() -> None:
     size, frame = 50_000, gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
     with TransitionBuffer(size, frame, ACTIONS, autoreset="disabled", **SMALL) as held:
