@@ -23,7 +23,7 @@ from deepspeed_gear.store.live_stores import living_stores
 
 DESCRIPTION = (
     "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
-    "a checkpoint and what its tables draw from; or what the tables of running processes draw from."
+    "a checkpoint and what its tables hold; or also what the tables of running processes draw from."
 )
 _LIVING = "show the stores of a running process, or of all of this user, without touching them"
 OPTIONS: Options = {
@@ -190,24 +190,16 @@ def _number(value: float | None) -> str:
 
 def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the stores of running processes, JSON-able and as lines."""
-    entries: list[dict[str, Any]] = []
+    stores: list[dict[str, Any]] = []
     lines: list[str] = []
     for store in living_stores(process):
         found, size = of_living(store), store.layout.total_bytes
-        summary = None if found is None else found.summary()
-        entries.append(
-            {
-                "processes": list(store.processes),
-                "table": store.table,
-                "run": {"id": store.run.id, "name": store.run.name or None},
-                "bytes": size,
-                "distribution": summary,
-            }
-        )
+        run = {"id": store.run.id, "name": store.run.name or None}
+        stores.append({"processes": list(store.processes), "run": run, "bytes": size, **found})
         processes = ", ".join(map(str, store.processes))
         lines.append(f"table {store.table} of process {processes}: {show_bytes(size)}")
-        lines += [f"  run           {store.run}", *_lines(summary)]
-    return {"stores": entries}, lines or ["no process of this user holds a store"]
+        lines += [f"  run           {store.run}", *_lines(found)]
+    return {"stores": stores}, lines or ["no process of this user holds a store"]
 
 
 def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
@@ -227,25 +219,23 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
             lines.append(f"  used          {text}")
         lines += [f"  passes        {count:,} over {split}" for split, count in known["passes"].items()]
         lines += [f"  data set      {table}: {mark}" for table, mark in known["data"].items()]
-    of_stores, of_devices = [], []
+    found: list[dict[str, Any]] = []
     for path in tables:
         name, manifest = save_folders.table_in(path), path / "shard-0" / save_folders.MANIFEST
         lines.append(f"table {name} in {path}")
         replicas = save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
         if replicas is None:
-            of_stores.append(of_saved(path).summary())
-            lines += _lines(of_stores[-1])
+            found.append(of_saved(path))
+            lines += _lines(found[-1])
         else:
-            of_devices.append({"table": name, "replicas": replicas})
+            found.append({"table": name, "replicas": replicas})
             lines.append(f"  replicas      {replicas}, each with a table in its device's memory")
-    return {"position": known, "tables": [*of_stores, *of_devices]}, lines
+    return {"position": known, "tables": found}, lines
 
 
-def _lines(summary: dict[str, Any] | None) -> list[str]:
-    """Return the lines printed of a table."""
-    if summary is None:
-        return ["  not sampled"]
-    what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "not known"
+def _lines(summary: dict[str, Any]) -> list[str]:
+    """Return the lines printed of a table, saved or living."""
+    what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "none: it is not sampled"
     lines = [f"  sampler       {what}", f"  trajectories  {summary['trajectories']:,}"]
     if summary["steps"] is not None:
         lines.append(f"  steps         {summary['steps']:,}")
@@ -255,7 +245,7 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
         ends = f"min {length['min']:,.0f}, {levels}, max {length['max']:,.0f}"
         lines.append(f"  lengths       {ends}, mean {length['mean']:,.1f}")
     if summary["groups"] is not None:
-        groups = {name: "not known" if n is None else f"{n:,}" for name, n in summary["groups"].items()}
+        groups = {name: f"{count:,}" for name, count in summary["groups"].items()}
         lines.append("  groups        {complete} complete, {incomplete} incomplete".format(**groups))
         ever = "{rejected} groups rejected, {oversized} too large, {evicted_unsampled} evicted unsampled"
         lines.append("  left out      " + ever.format(**groups))
@@ -267,9 +257,11 @@ def _lines(summary: dict[str, Any] | None) -> list[str]:
         now += "{waiting:,} complete, {leased:,} leased, {returned:,} returned"
         reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
         lines.append(now.format(**summary["prompts"]) + reasons)
+    if "drawable" not in summary:
+        return lines
     waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
     lines.append(f"  drawable      {summary['drawable']:,}{waiting}")
-    for one in summary["excluded"] or []:
+    for one in summary["excluded"]:
         what = f"{one['trajectories']:,} trajectories ({one['steps']:,} steps) {one['reason']}"
         lines.append(f"  excluded      {what}; {one['remedy']}")
     if summary["effective"] is not None:

@@ -1,22 +1,21 @@
-"""The distribution that a table's training stream draws from, of a saved store or a running one."""
+"""What a table holds, saved or in a running process, and what a running one draws from; JSON-able."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.checkpoint import save_folders
-from deepspeed_gear.checkpoint.table_files import SavedTable, open_rows, read_table
+from deepspeed_gear.checkpoint.table_files import open_rows, read_table
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.ops.constants import MASS_BITS, ONE_Q62
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.exclusions import Exclusion, count_exclusions, rule_of_json
-from deepspeed_gear.sampling.mass_rules import AnchorRule
+from deepspeed_gear.sampling.exclusions import count_exclusions, rule_of_json
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
@@ -31,68 +30,13 @@ _SHARES = (0.01, 0.1)
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """The drawable items of a table, with their masses and priorities."""
-
-    table: str
-    kind: str  # of the sampler in the config, and what an item is; "" where it is not known
-    unit: str
-    num_trajectories: int
-    num_steps: int | None  # None, as `lengths`: only the data set records them
-    masses: np.ndarray  # of what the tree draws: items, or their trajectories. [n], float64, above 0
-    priorities: np.ndarray | None  # of the items. [n], float32
-    draws: np.ndarray | None  # how often each item was drawn, if counted. [m], int32
-    excluded: list[Exclusion] | None = None  # what cannot be drawn, by reason; None: not counted
-    waiting: int = 0  # items written since the latest selection, which the next one adds
-    lengths: np.ndarray | None = None  # steps of each stored trajectory. [n], int64
-    prompts: dict[str, Any] | None = None  # the account of a ledger, as `books_of`
-    groups: dict[str, int | None] | None = None  # their numbers, as `TableGroups.statistics`
-
-    def summary(self) -> dict[str, Any]:
-        """Return the numbers that `gear inspect` prints; JSON-able."""
-        total = float(self.masses.sum())
-        falling = np.sort(self.masses)[::-1]
-        shares = {}
-        if len(falling):
-            counts = {share: max(1, round(share * len(falling))) for share in _SHARES}
-            shares = {str(share): float(falling[:n].sum() / total) for share, n in counts.items()}
-        spread = drawn = None
-        if self.priorities is not None and len(self.priorities):
-            low, middle, high = np.quantile(self.priorities, (0, 0.5, 1)).tolist()
-            spread = {"min": low, "median": middle, "max": high, "mean": float(self.priorities.mean())}
-        if self.draws is not None and len(self.draws):
-            mean, never = float(self.draws.mean()), float((self.draws == 0).mean())
-            drawn = {"mean": mean, "max": int(self.draws.max()), "never": never}
-        return {
-            "table": self.table,
-            "kind": self.kind,
-            "unit": self.unit,
-            "trajectories": self.num_trajectories,
-            "steps": self.num_steps,
-            "length": None if self.lengths is None else distribution(self.lengths),
-            "groups": self.groups,
-            "prompts": self.prompts,
-            "drawable": len(self.masses) + self.waiting,
-            "waiting": self.waiting,
-            "effective": float(total**2 / (self.masses**2).sum() / len(falling)) if len(falling) else None,
-            "share_of_top": shares,
-            "priorities": spread,
-            "draws": drawn,
-            "excluded": None if self.excluded is None else [asdict(one) for one in self.excluded],
-        }
-
-
 def distribution(values: NDArray[Any]) -> dict[str, float | None]:
     """Describe one value per trajectory: least, quantiles, most, mean and deviation; None without values."""
     numbers = np.asarray(values, dtype=np.float64)
     numbers = numbers[np.isfinite(numbers)]
     if not len(numbers):
         return dict.fromkeys(("min", *map(str, LEVELS), "max", "mean", "std"))
-    # Between two whole numbers lies no value of a column that has whole numbers only.
-    is_whole = bool((numbers == np.rint(numbers)).all())
-    method: Literal["inverted_cdf", "linear"] = "inverted_cdf" if is_whole else "linear"
-    quantiles = np.quantile(numbers, LEVELS, method=method)
+    quantiles = np.quantile(numbers, LEVELS, method="inverted_cdf")  # which are values themselves
     return {
         "min": float(numbers.min()),
         **{str(level): float(value) for level, value in zip(LEVELS, quantiles, strict=True)},
@@ -102,64 +46,92 @@ def distribution(values: NDArray[Any]) -> dict[str, float | None]:
     }
 
 
+def _contents(table: str, train: Mapping[str, Any], lengths: np.ndarray, **more: Any) -> dict[str, Any]:
+    """Return what a table holds.
+
+    Args:
+        train: Description of its training stream; empty: it is not sampled.
+        lengths: Steps of each trajectory. [n], int64.
+        more: `groups`, as `TableGroups.statistics`, and `prompts`, as `books_of`; or what differs.
+    """
+    return {
+        "table": table,
+        "kind": train.get("kind"),
+        "unit": train.get("unit"),
+        "trajectories": len(lengths),
+        "steps": int(lengths.sum()),
+        "length": distribution(lengths),
+        "groups": None,
+        "prompts": None,
+        **more,
+    }
+
+
 # ---- living --------------------------------------------------------------------------------------
 
 
-def of_living(store: LiveStore) -> Distribution | None:
-    """Read the distribution of a store of a running process; None for a table that is not sampled."""
+def of_living(store: LiveStore) -> dict[str, Any]:
+    """Return what a store of a running process holds and, if it is sampled, draws from."""
     views, meaning = store.views, store.layout.meaning
-    if TRAIN + "sums" not in views:
-        return None
-    known, schema = meaning.get("train") or {}, Schema.from_json(meaning["schema"])
-    groups: dict[str, int | None] | None = None
-    prompts = (meaning.get("sizes") or {}).get("prompts")
-    books = None if prompts is None else books_of(PromptSpec(**prompts), views)
-    spec = (meaning.get("sizes") or {}).get("group")
-    if spec is not None:  # groups are formed on copies
-        views, counts = forecast_groups(store.table, GroupSpec.from_json(spec), schema, views)
-        groups = {**counts}
+    train, sizes, schema = meaning.get("train"), meaning.get("sizes", {}), Schema.from_json(meaning["schema"])
+    groups = prompts = None
+    if sizes.get("prompts") is not None:
+        prompts = books_of(PromptSpec(**sizes["prompts"]), views)
+    if sizes.get("group") is not None:  # groups are formed on copies
+        views, groups = forecast_groups(store.table, GroupSpec.from_json(sizes["group"]), schema, views)
     slots = np.array(views["slots"])
     lengths = slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.NUM_STEPS]
-    priorities = views.get(TRAIN + "priorities")
-    leaves = np.array(views[TRAIN + "sums"][: len(slots) if priorities is None else len(priorities)])
-    drawable = leaves > 0
-    draws = views.get(TRAIN + "draws")
-    if draws is not None:
-        chosen = np.nonzero(drawable)[0]
-        if priorities is None and known["unit"] == "step":
-            rows, _, is_admitted = _admitted_steps(slots[chosen], known["anchors"])
-            chosen = rows[is_admitted]
-        draws = np.array(draws[chosen])
-    excluded, waiting = None, 0
-    if known:
+    found = _contents(store.table, train or {}, lengths, groups=groups, prompts=prompts)
+    if train is None:
+        return found
 
-        def values(name: str, slots: np.ndarray) -> np.ndarray:
-            return as_numbers(views[f"column/{name}"][slots], schema[name])
+    def values(name: str, slots: np.ndarray) -> np.ndarray:
+        return as_numbers(views[f"column/{name}"][slots], schema[name])
 
-        is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
-        rule = rule_of_json(known)
-        excluded, waiting = count_exclusions(rule, schema, TRAIN, views, values if is_readable else None)
-    return Distribution(
-        table=store.table,
-        kind=known.get("kind", ""),
-        unit=known.get("unit", ""),
-        num_trajectories=len(lengths),
-        num_steps=int(lengths.sum()),
-        masses=leaves[drawable].astype(np.float64),
-        priorities=None if priorities is None else np.array(priorities[drawable]),
-        draws=draws,
-        excluded=excluded,
-        waiting=waiting,
-        lengths=lengths,
-        groups=groups,
-        prompts=books,
-    )
+    is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
+    rule = rule_of_json(train)
+    excluded, waiting = count_exclusions(rule, schema, TRAIN, views, values if is_readable else None)
+    priorities, draws = views.get(TRAIN + "priorities"), views.get(TRAIN + "draws")
+    leaves = np.array(views[TRAIN + "sums"][: len(slots if priorities is None else priorities)])
+    drawable = np.nonzero(leaves > 0)[0]
+    counted = drawable
+    if priorities is None and rule.unit == "step":  # drawn by trajectory, and counted by step
+        rows, steps, owner = rows_of(slots[drawable])
+        counted = rows[rule.anchors.admits(steps, slots[drawable[owner], Slot.NUM_STEPS])]
+    return {
+        **found,
+        "drawable": len(drawable) + waiting,
+        "waiting": waiting,  # those that the next selection adds
+        "excluded": [asdict(one) for one in excluded],
+        **drawing(
+            leaves[drawable].astype(np.float64),
+            None if priorities is None else np.array(priorities[drawable]),
+            None if draws is None else np.array(draws[counted]),
+        ),
+    }
 
 
-def _admitted_steps(slots: np.ndarray, anchors: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return row and slot of each step of some slots, and whether a window may stand there. [steps] each."""
-    rows, steps, owner = rows_of(slots)
-    return rows, owner, AnchorRule(*anchors).admits(steps, slots[owner, Slot.NUM_STEPS])
+def drawing(masses: np.ndarray, priorities: np.ndarray | None, draws: np.ndarray | None) -> dict[str, Any]:
+    """Describe the items that can be drawn.
+
+    Args:
+        masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
+        priorities: Of the items. [n], float32.
+        draws: How often each item was drawn, if it is counted. [m], int32.
+    """
+    total, falling = float(masses.sum()), np.sort(masses)[::-1]
+    found: dict[str, Any] = {"effective": None, "share_of_top": {}, "priorities": None, "draws": None}
+    if len(falling):
+        counts = {share: max(1, round(share * len(falling))) for share in _SHARES}
+        found["share_of_top"] = {str(share): float(falling[:n].sum() / total) for share, n in counts.items()}
+        found["effective"] = float(total**2 / (masses**2).sum() / len(falling))
+    if priorities is not None and len(priorities):
+        low, middle, high = np.quantile(priorities, (0, 0.5, 1)).tolist()
+        found["priorities"] = {"min": low, "median": middle, "max": high, "mean": float(priorities.mean())}
+    if draws is not None and len(draws):
+        mean, never = float(draws.mean()), float((draws == 0).mean())
+        found["draws"] = {"mean": mean, "max": int(draws.max()), "never": never}
+    return found
 
 
 # ---- saved ---------------------------------------------------------------------------------------
@@ -184,66 +156,22 @@ def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
     return position, [table for one in folders for table in save_folders.newest_tables(one)]
 
 
-def of_saved(folder: Path) -> Distribution:
-    """Read the distribution of a saved table, of all its shards."""
+def of_saved(folder: Path) -> dict[str, Any]:
+    """Check the files of a saved table, and return what it holds in all its shards."""
     found = read_table(folder)
     open_rows(found)
-    known = found.manifests[0].get("train") or {}
-    slots, content = found.whole.slots, found.whole.streams.get("train", {})
-    names = ("priorities", "leaves", "draws", "bases", "alpha", "queued")
-    priorities, leaves, draws, bases, alpha, queued = map(content.get, names)
-    has_steps = known.get("unit") == "step"
-    items, held = (leaves, leaves) if priorities is None else (priorities, bases)
-    if items is None or held is None:
-        raise CheckpointError(str(folder), "must be of a table that is sampled", None)
-    drawable, lengths, groups = items > 0, None, None
-    if slots is not None:  # what was evicted since the latest selection is not drawable
-        is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
-        drawable &= is_held[rows_of(slots)[2]] if has_steps and priorities is not None else is_held
-        lengths, groups = slots[is_held, Slot.NUM_STEPS], _saved_groups(found, is_held)
-    masses = items[drawable].astype(np.float64)
-    if priorities is not None and alpha is not None:
-        # priority ** alpha in units of 2^-24, to the precision of float64
-        masses = np.rint(masses ** (float(alpha[0]) / ONE_Q62) * 2.0**MASS_BITS)
-        masses = np.clip(masses, 1, 2.0 ** known["most_bits"])
-    if draws is not None and has_steps and priorities is None:  # they are saved trajectory by trajectory
-        assert slots is not None
-        _, owner, is_admitted = _admitted_steps(slots, known["anchors"])
-        draws = draws[is_admitted & drawable[owner]]
-    elif draws is not None:
-        draws = draws[drawable]
-    waiting = 0
-    if queued is not None:
-        by_steps = has_steps and priorities is not None
-        more = np.maximum(queued - held, 0) if by_steps else (queued > 0) & (held == 0)
-        waiting = int(more.sum())
-    return Distribution(
-        table=save_folders.table_in(folder),
-        kind=known.get("kind", ""),
-        unit=known.get("unit", ""),
-        num_trajectories=len(held) if lengths is None else len(lengths),
-        num_steps=None if lengths is None else int(lengths.sum()),
-        masses=masses,
-        priorities=None if priorities is None else priorities[drawable],
-        draws=draws,
-        waiting=waiting,
-        lengths=lengths,
-        groups=groups,
-    )
-
-
-def _saved_groups(found: SavedTable, committed: np.ndarray) -> dict[str, int | None] | None:
-    """Count the groups of a saved table, as `TableGroups.statistics`; None without groups."""
-    groups = found.whole.groups
-    if groups is None:
-        return None
-    leaders, incomplete = groups.records[committed, 0], None
-    spec = found.manifests[0].get("group")  # missing in saves of earlier versions
-    if spec is not None:
-        numbers = found.columns[0][spec["column"]][0]
-        incomplete = len(np.unique(numbers[committed][leaders == 0]))
-    return {
-        "complete": len(np.unique(leaders[leaders > 0])),
-        "incomplete": incomplete,
-        **{name: int(groups.counts[word]) for name, word in COUNTED.items()},
-    }
+    manifest, slots, saved = found.manifests[0], found.whole.slots, found.whole.groups
+    name, train, groups = save_folders.table_in(folder), manifest.get("train", {}), None
+    if slots is None:  # only its data set has lengths
+        count = found.whole.num_slots
+        return _contents(name, train, np.zeros(0), trajectories=count, steps=None, length=None)
+    is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
+    if saved is not None:
+        column, leaders = manifest["group"]["column"], saved.records[is_held, 0]
+        numbers = np.concatenate([columns[column][0] for columns in found.columns])[is_held]
+        groups = {
+            "complete": len(np.unique(leaders[leaders > 0])),
+            "incomplete": len(np.unique(numbers[leaders == 0])),
+            **{name: int(saved.counts[word]) for name, word in COUNTED.items()},
+        }
+    return _contents(name, train, slots[is_held, Slot.NUM_STEPS], groups=groups)

@@ -242,8 +242,8 @@ class GearOptions(GearModel):
     pipeline: PipelineConfig | None = None
     """What the first and the last stage of a pipeline read."""
     count_draws: Flag = False
-    """Count how often each item was drawn, for `statistics()` and `gear inspect`: 4 bytes an item and a few
-    microseconds a global batch."""
+    """Count how often each item was drawn, for `statistics()` and `gear inspect --living`: 4 bytes an item
+    and a few microseconds a global batch."""
     verify_every: Annotated[Int, Ge(0)] = 0
     """Compare ids and anchors inside each replica every so many global batches, and write a digest of the
     global batch to the log. 0: never."""

@@ -75,7 +75,5 @@ class StreamSpec:
 
     def describe(self) -> dict[str, Any]:
         """Return the description of the stream for readers of the store; JSON-able."""
-        most_bits = {} if self.priorities is None else {"most_bits": self.priorities.most_bits}
         kind = self.sampler.kind if self.count is None else f"mixture of {self.sampler.kind}"
-        sampler = {"kind": kind, "walks": self.sampler.walks}
-        return {**sampler, **self.rule.describe(), **most_bits}
+        return {"kind": kind, "walks": self.sampler.walks, **self.rule.describe()}

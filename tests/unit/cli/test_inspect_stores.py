@@ -23,12 +23,10 @@ from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import DeviceReplay, Replay
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.cli.inspect_distribution import Distribution, find_saves, of_living, of_saved
+from deepspeed_gear.cli.inspect_distribution import drawing, find_saves, of_living, of_saved
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError, show_bytes
-from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import COUNTED, GroupCount
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
-from deepspeed_gear.store.row_allocator import rows_of
 
 LENGTHS = (1, 2, 5, 9, 14, 3)
 SAMPLERS: dict[str, dict[str, Any]] = {
@@ -65,24 +63,16 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def living(store: LiveStore) -> Distribution:
-    found = of_living(store)
-    assert found is not None
-    return found
-
-
 def store_of(replay: Replay) -> LiveStore:
     (found,) = (store for store in living_stores(os.getpid()) if store.run.id == replay.run)
     return found
 
 
-def check(found: Distribution, known: dict[str, Any]) -> None:
+def check(found: dict[str, Any], masses: np.ndarray, priorities: np.ndarray | None, draws: Any) -> None:
     """Compare with what the process itself knows."""
-    assert found.masses.tolist() == known["masses"]
-    if "priorities" in known:
-        assert found.priorities is not None
-        assert found.priorities.tolist() == known["priorities"]
-    assert found.summary()["draws"] == pytest.approx(known["draws"])
+    wanted = drawing(masses[masses > 0].astype(np.float64), priorities, None)
+    assert {name: found[name] for name in wanted} == {**wanted, "draws": pytest.approx(draws)}
+    assert (found["drawable"], found["waiting"]) == ((masses > 0).sum(), 0)
 
 
 def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,13 +87,13 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     (store,) = living_stores(process.pid)
     assert shared_files(prefix()) == []  # it has no name any more
     assert all(not view.flags.writeable for view in store.views.values())
-    found = living(store)
-    assert (found.table, found.num_trajectories, found.num_steps) == ("main", 6, sum(LENGTHS))
-    assert found.summary()["draws"] == pytest.approx(known)
+    found = of_living(store)
+    assert (found["table"], found["trajectories"], found["steps"]) == ("main", 6, sum(LENGTHS))
+    assert found["draws"] == pytest.approx(known)
     print(file=process.stdin, flush=True)
     known = json.loads(process.stdout.readline())
-    summary = living(store).summary()
-    assert summary["draws"] == pytest.approx(known)
+    found = of_living(store)
+    assert found["draws"] == pytest.approx(known)
     assert shown(capsys, "--living", str(process.pid)).splitlines()[:5] == [
         f"table main of process {process.pid}: {show_bytes(store.layout.total_bytes)}",
         f"  run           {store.run}",
@@ -113,17 +103,17 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     (entry,) = json.loads(shown(capsys, "--living", str(process.pid), "--json"))["stores"]
     assert (entry["processes"], entry["run"]["name"]) == ([process.pid], "steps")
-    assert entry["distribution"] == summary
+    assert {name: entry[name] for name in found} == found
     process.kill()
     process.communicate(timeout=60)
-    assert living(store).summary() == summary  # a look outlives the run: it is a map of its own
+    assert of_living(store) == found  # a look outlives the run: it is a map of its own
     with pytest.raises(StoreError, match=rf"process {process.pid} must be a running process of user"):
         run("--living", str(process.pid))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Living, saved, in shards and damaged; what was evicted since the latest selection is not drawable."""
+    """Living, saved, in shards and damaged."""
     has_priorities = "alpha" in SAMPLERS[name]
     by_steps, gear = has_priorities and SAMPLERS[name].get("unit") == "step", tmp_path / "tag" / "gear"
     with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
@@ -135,33 +125,25 @@ def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.Captu
             if has_priorities:
                 replay.update_priorities(batch, 0.1 + 8 * torch.rand(16))
         masses = streams_of(replay)["train"].masses
-        known: dict[str, Any] = {"masses": masses.leaves[masses.leaves > 0].tolist()}
-        known["draws"] = replay.statistics()["drawn"]["main"]["draws"]
-        if has_priorities:
-            known["priorities"] = masses.values[masses.leaves > 0].tolist()  # type: ignore[attr-defined]
-        check(living(store_of(replay)), known)
+        leaves = masses.leaves.copy()
+        priorities = masses.values[leaves > 0] if has_priorities else None  # type: ignore[attr-defined]
+        draws = replay.statistics()["drawn"]["main"]["draws"]
+        living = of_living(store_of(replay))
+        check(living, leaves, priorities, draws)
         replay.save(gear)
-        replay.remove([int(batch.trajectory_id[0])])  # its rows stay in the store until the next selection
-        table = replay.tables["main"]
-        slots = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        left = masses.leaves[rows_of(table.slots[slots])[0] if by_steps else slots]
-        replay.save(tmp_path / "evicted")
     for folder in (tmp_path / "tag", gear, gear / "main"):
         assert find_saves(folder)[1] == [gear / "main"]
     found = of_saved(gear / "main")
-    assert (found.num_trajectories, found.num_steps) == (5, sum(LENGTHS) - 2)
-    check(found, known)
-    evicted = of_saved(tmp_path / "evicted" / "main")
-    assert (evicted.num_trajectories, evicted.summary()["drawable"]) == (4, (left > 0).sum())
-    assert evicted.masses.sum() == pytest.approx(left.sum())
+    assert (found["trajectories"], found["steps"]) == (5, sum(LENGTHS) - 2)
+    assert found == {name: living[name] for name in found}
     assert "  trajectories  5\n" in shown(capsys, str(tmp_path / "tag"))
-    assert json.loads(shown(capsys, str(tmp_path / "tag"), "--json"))["tables"] == [found.summary()]
+    assert json.loads(shown(capsys, str(tmp_path / "tag"), "--json"))["tables"] == [found]
     shards = tmp_path / "shards" / "gear" / "main"
     shutil.copytree(gear / "main", shards)
     into_shards(shards, 3, by_steps)
     for folder in (tmp_path / "shards", shards.parent, shards):
         assert find_saves(folder)[1] == [shards]
-    assert of_saved(shards).summary() == found.summary()
+    assert of_saved(shards) == found
     assert "  trajectories  5\n" in shown(capsys, str(tmp_path / "shards"))
     with (gear / "main" / "stream.train.draws.npy").open("r+b") as file:
         file.seek(130)
@@ -198,9 +180,11 @@ def test_steps_since_the_latest_selection_can_be_drawn(
                 ends = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
                 writer.step(**{**rows, **ends}, observation=np.ones((2, 3)), publish=True)
 
-        def seen() -> list[Distribution]:
-            replay.save(tmp_path / "gear")
-            return [living(store_of(replay)), of_saved(tmp_path / "gear" / "main")]
+        def seen() -> dict[str, Any]:
+            replay.save(tmp_path)
+            found, saved = of_living(store_of(replay)), of_saved(tmp_path / "main")
+            assert saved == {name: found[name] for name in saved}
+            return found
 
         writer.reset(observation=np.zeros((2, 3)), task=np.zeros(2))
         step(4)
@@ -211,12 +195,10 @@ def test_steps_since_the_latest_selection_can_be_drawn(
         replay.sample()
         last = seen()
     before = (0, drawable[0], drawable[2])
-    for looks, wanted, held, length in zip((first, then, last), drawable, before, (4, 7, 7), strict=True):
-        for one in looks:
-            summary = one.summary()
-            assert (summary["drawable"], summary["waiting"]) == (wanted, wanted - held)
-            assert not summary["excluded"]
-            assert (one.groups, summary["trajectories"], summary["length"]["min"]) == (None, 2, length)
+    for found, wanted, held, length in zip((first, then, last), drawable, before, (4, 7, 7), strict=True):
+        assert (found["drawable"], found["waiting"]) == (wanted, wanted - held)
+        assert (found["excluded"], found["groups"]) == ([], None)
+        assert (found["trajectories"], found["length"]["min"]) == (2, length)
 
 
 def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,6 +242,28 @@ def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureF
     position.write_text(position.read_text().replace('"eval": 2', '"eval": 3'))
     with pytest.raises(CheckpointError, match=r"position.json must be as it was saved"):
         run(str(gear))
+
+
+def test_priorities_of_a_data_set_and_a_table_that_is_not_sampled(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dataset(tmp_path / "data", [5, 9, 7])
+    section = config_of(
+        tmp_path / "data", sampler={**SAMPLERS["steps"], "table": "main"}, batch_size=4, fields={"code": {}}
+    )
+    section["tables"] = {
+        "main": {"data": section.pop("data")},
+        "other": {"capacity_steps": 50, "remove": "fifo"},
+    }
+    with Replay(section, schemas={"other": SCHEMA}) as replay:
+        replay.add(trajectory(0, 5), table="other")
+        replay.save(tmp_path / "gear")
+        (store,) = (one for one in living_stores(os.getpid()) if one.table == "other")
+        assert (of_living(store)["kind"], of_living(store)["steps"]) == (None, 5)
+    lines = shown(capsys, str(tmp_path / "gear")).splitlines()
+    at = lines.index(f"table main in {tmp_path / 'gear' / 'main'}")
+    assert lines[at + 1 : at + 3] == ["  sampler       prioritized, unit step", "  trajectories  3"]
+    assert lines[at + 4 : at + 6] == ["  sampler       none: it is not sampled", "  trajectories  1"]
 
 
 def test_a_checkpoint_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -327,15 +331,14 @@ def test_the_sampler_has_its_name_in_the_config(
             assert f"  sampler       {wanted}\n" in capsys.readouterr().out
 
 
-def test_summary() -> None:
+def test_the_numbers_of_a_drawing() -> None:
     masses = np.array([1.0] * 90 + [11.0] * 10)
-    found = Distribution("t", "uniform", "step", 3, 100, masses, None, np.array([0, 0, 1, 5], np.int32))
-    summary = found.summary()
-    assert summary["share_of_top"] == {"0.01": 0.055, "0.1": 0.55}
-    assert summary["effective"] == pytest.approx(200**2 / (90 + 1210) / 100)
-    assert summary["draws"] == {"mean": 1.5, "max": 5, "never": 0.5}
-    empty = Distribution("t", "", "", 0, None, masses[:0], masses[:0], None)
-    assert json.dumps(empty.summary(), allow_nan=False)
+    found = drawing(masses, masses[:4].astype(np.float32), np.array([0, 0, 1, 5], np.int32))
+    assert found["share_of_top"] == {"0.01": 0.055, "0.1": 0.55}
+    assert found["effective"] == pytest.approx(200**2 / (90 + 1210) / 100)
+    assert found["priorities"] == {"min": 1, "median": 1, "max": 1, "mean": 1}
+    assert found["draws"] == {"mean": 1.5, "max": 5, "never": 0.5}
+    assert json.dumps(drawing(masses[:0], masses[:0], masses[:0]), allow_nan=False)
 
 
 def test_what_is_refused_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -372,34 +375,30 @@ def test_groups_that_no_selection_has_seen(
         groups = train(replay).table.groups
         assert groups is not None
         before = groups.words.copy(), groups.counts.copy()
-        found = living(store_of(replay))
+        found = of_living(store_of(replay))
         assert (groups.words == before[0]).all()
         assert (groups.counts == before[1]).all()
         assert groups.counts[GroupCount.HELD] == 0  # the process itself has formed none
-        assert found.groups == numbers(3, 1)
-        assert (found.summary()["drawable"], found.waiting) == (3, 3)
-        assert found.excluded is not None
-        assert [(one.trajectories, one.reason) for one in found.excluded] == [(1, "of incomplete groups")]
-        replay.save(tmp_path / "first")
-        saved = of_saved(tmp_path / "first" / "main")
-        assert {**saved.summary(), "excluded": None} == {**found.summary(), "excluded": None}
-        text = shown(capsys, str(tmp_path / "first"))
+        assert found["groups"] == numbers(3, 1)
+        assert (found["drawable"], found["waiting"]) == (3, 3)
+        (one,) = found["excluded"]
+        assert (one["trajectories"], one["reason"]) == (1, "of incomplete groups")
+        replay.save(tmp_path)
+        saved = of_saved(tmp_path / "main")
+        assert saved == {name: found[name] for name in saved}
+        text = shown(capsys, str(tmp_path))
         for line in (
             "  lengths       min 5, 10% 5, 50% 5, 90% 5, max 12, mean 5.7",
             "  groups        3 complete, 1 incomplete",
             "  left out      0 groups rejected, 0 too large, 0 evicted unsampled",
             "  trajectories  0 late, 0 of groups that had left, 0 unfilled, 0 surplus",
-            "  drawable      3 (3 added since the latest selection)",
         ):
             assert line in text.splitlines()
         add_groups(replay, [3])
         replay.rollout()  # of 4 groups
         add_groups(replay, [4, 5])
-        found = living(store_of(replay))
-        assert (len(found.masses), found.waiting, found.summary()["drawable"]) == (4, 2, 6)
-        replay.save(tmp_path / "second")
-        saved = of_saved(tmp_path / "second" / "main")
-        assert (len(saved.masses), saved.waiting, saved.groups) == (4, 2, numbers(6, 1))
+        found = of_living(store_of(replay))
+        assert (found["groups"], found["drawable"], found["waiting"]) == (numbers(6, 1), 6, 2)
         check_groups(replay)
 
 
@@ -414,19 +413,17 @@ def test_rejected_oversized_and_late(tmp_path: Path, capsys: pytest.CaptureFixtu
                     replay.fill(number, reward=float(member) if prompt else 1.0)  # prompt 0: all are equal
         late = add(replay, 1, 3)
         replay.fill(late, reward=0.0)
-        found = living(store_of(replay))
-        assert found.groups == numbers(2, 1, rejected=1, surplus=1)
-        assert sorted(found.lengths.tolist()) == [3, 3, 3, 4, 4, 4, 5, 5, 5]  # type: ignore[union-attr]
-        assert found.groups == replay.statistics()["groups"]["main"]  # which forms them
-        assert living(store_of(replay)).groups == found.groups
+        found = of_living(store_of(replay))
+        assert found["groups"] == numbers(2, 1, rejected=1, surplus=1)
+        assert (found["length"]["min"], found["length"]["0.5"], found["length"]["max"]) == (3, 4, 5)
+        assert found["groups"] == replay.statistics()["groups"]["main"]  # which forms them
+        assert of_living(store_of(replay)) == found
         replay.save(tmp_path)
-        assert of_saved(tmp_path / "main").groups == found.groups
         (table,) = json.loads(shown(capsys, str(tmp_path), "--json"))["tables"]
-        assert table["groups"] == found.groups
-        assert (table["length"]["min"], table["length"]["0.5"], table["length"]["max"]) == (3, 4, 5)
+        assert table == {name: found[name] for name in table}
         stores = json.loads(shown(capsys, "--living", str(os.getpid()), "--json"))["stores"]
         (store,) = (one for one in stores if one["run"]["id"] == replay.run)
-        assert store["distribution"]["groups"] == found.groups
+        assert store["groups"] == found["groups"]
         text = shown(capsys, "--living", str(os.getpid()))
         assert "  left out      1 groups rejected, 0 too large, 0 evicted unsampled\n" in text
         assert "  trajectories  0 late, 0 of groups that had left, 0 unfilled, 1 surplus\n" in text
@@ -437,20 +434,5 @@ def test_a_group_that_time_completes() -> None:
     with Replay(section(group=group)) as replay:
         add_groups(replay, [0], size=2)
         time.sleep(0.06)
-        found = living(store_of(replay))
-        assert (found.groups, found.waiting) == (numbers(1, 0), 1)
-
-
-def test_a_save_of_an_earlier_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its manifest does not name the column of groups."""
-    with Replay(section()) as replay:
-        add_groups(replay, range(2))
-        add(replay, 9)
-        replay.save(tmp_path)
-    file = tmp_path / "main" / "manifest.json"
-    manifest: dict[str, Any] = json.loads(file.read_text())
-    del manifest["group"]
-    file.write_text(json.dumps(manifest))
-    found = of_saved(tmp_path / "main")
-    assert found.groups == {**numbers(2, 0), "incomplete": None}
-    assert "  groups        2 complete, not known incomplete\n" in shown(capsys, str(tmp_path / "main"))
+        found = of_living(store_of(replay))
+        assert (found["groups"], found["waiting"]) == (numbers(1, 0), 1)

@@ -235,8 +235,8 @@ def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) 
         with pytest.raises(NotReadyError, match=text):
             found.sample()
         living = [of_living(store) for store in living_stores(os.getpid())]
-        seen = [[str(one) for one in store.excluded or []] for store in living if store is not None]
-        assert ["10 trajectories (30 steps) without the late column late"] in seen
+        seen = [(one["trajectories"], one["reason"]) for store in living for one in store["excluded"]]
+        assert (10, "without the late column late") in seen
         del living
         found.fill(ids[3], late=np.arange(3))
         assert set(found.sample().trajectory_id.tolist()) == {ids[3]}
