@@ -414,7 +414,7 @@ class PriorityMasses(ItemMasses):
         self._bases[slots], self.queued[slots] = content["bases"], content["queued"]
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
         if self._steps is not None:
-            self._steps[slots] = content.get("steps", self.table.slots[slots, Slot.NUM_STEPS])
+            self._steps[slots] = content["steps"]
         self.counts[:], self.words[TreeChanges.ALPHA] = content["counts"], int(content["alpha"][0])
         log = content["log"].copy()
         if self.spec.num_shards == 1:

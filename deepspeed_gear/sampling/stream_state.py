@@ -324,7 +324,7 @@ class StreamState:
         if self.counts is not None:
             self.counts.restore(slots, content)
         if self.walked is not None:
-            self.walked[slots] = content.get("walked", self.table.slots[slots, Slot.GENERATION])
+            self.walked[slots] = content["walked"]
         self.position[Position.AHEAD] = NOTHING
         if self.numbers is not None:
             self.numbers[-1] = content["newest_numbers"]

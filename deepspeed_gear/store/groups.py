@@ -433,7 +433,7 @@ class TableGroups:
         """Restore what `export`, `counts` and `consumed` were; the table's first slots are already restored.
 
         Args:
-            saved: Of the first n slots. [n, SAVED_WORDS], int64; of an earlier version [n, 2].
+            saved: Of the first n slots. [n, SAVED_WORDS], int64.
             counts: The words of `GroupCount`. [16], int64.
             consumed: Numbers of the groups that have left the table, the oldest first. [m], int64.
         """
@@ -445,7 +445,7 @@ class TableGroups:
             order = np.lexsort((ids, self._members_of(slots), groups))
             leaders = self._link(slots[order], groups[order])
             self.words[leaders, SlotGroup.NUMBER] = saved[leaders, 1]
-            self.words[leaders, SlotGroup.DRAWN] = saved[leaders, 2] if saved.shape[1] > 2 else 1
+            self.words[leaders, SlotGroup.DRAWN] = saved[leaders, 2]
         self.counts[:] = counts
         self.forget()
         self._remember(consumed)
