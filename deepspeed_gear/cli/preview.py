@@ -40,7 +40,6 @@ OPTIONS: Options = {
     "--nodes N": ("nodes, with equally many ranks", {"type": _count, "default": 1}),
     "--batches N": ("global batches to draw", {"type": _count, "default": 3}),
     "--lengths FILE": "plan the packs of trajectories of these lengths instead: one a line, or .npy",
-    "--full": "add a line for each rank and each two nodes",
     "--json": "print JSON, of each rank and each two nodes",
 }
 
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
     micro, accumulation = batch_sizes(config, sizes, worlds["data"])
     found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
-    print(json.dumps(as_json(found), indent=1) if args.json else format_table(found, args.full))
+    print(json.dumps(as_json(found), indent=1) if args.json else format_table(found))
     return 0
 
 
@@ -89,20 +88,9 @@ def as_json(found: Preview) -> dict[str, Any]:
     }
 
 
-def format_table(found: Preview, full: bool = False) -> str:
-    """Return the text that `gear preview` prints; `full`: with a line for each rank, and each two nodes."""
+def format_table(found: Preview) -> str:
+    """Return the text that `gear preview` prints."""
     lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
-    if full:
-        heads = ["rank", "node", "place", "fields of a micro batch", "first ids", "size", "padding"]
-        rows = []
-        for rank in found.ranks:
-            ids = " ".join(map(str, rank.ids)) or "-"
-            numbers = [show_bytes(rank.num_bytes), f"{rank.padding:.1%}"]
-            rows.append([str(rank.rank), str(rank.node), str(rank.place), _fields(rank), ids, *numbers])
-        lines += [*grid_of(heads, rows, num_left=5), ""]
-        pairs = np.argwhere(found.traffic).tolist()
-        lines += [f"node {a} -> node {b}  {show_bytes(found.traffic[a, b])}" for a, b in pairs]
-        lines += [""] if pairs else []
     lines += [
         f"global batch {number}: digest {digest % (1 << 64):016x}"
         for number, digest in enumerate(found.digests)
