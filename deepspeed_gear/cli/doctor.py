@@ -163,7 +163,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "native_error": native_error,
         "native_sources": CpuOp().source_digest()[:16],
         "not_registered": not_registered,  # why CUDA cannot read shared memory in place; "": it can
-        "stale_locks": [error_to_json(stale_locks.as_error(lock)) for lock in stale_locks.find()],
+        "stale_locks": [*map(error_to_json, stale_locks.remove())],
     }
     if data:
         try:

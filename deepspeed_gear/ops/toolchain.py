@@ -73,19 +73,18 @@ def ninja_on_path() -> Iterator[None]:
             os.environ["PATH"] = before
 
 
-def _output(command: list[str]) -> list[str]:
-    """Run a command that prints its version; return the lines, none where it cannot run."""
+def output(command: list[str]) -> list[str]:
+    """Run a command; return the lines that it prints, none where it cannot run."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False
-        ).stdout.splitlines()
+        run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return run.stdout.splitlines()
     except (OSError, subprocess.TimeoutExpired):
         return []
 
 
 def compiler_version() -> str:
     """Return the C++ compiler and its version, or "" where there is none."""
-    return next(iter(_output([*compiler(), "--version"])), "")
+    return next(iter(output([*compiler(), "--version"])), "")
 
 
 def installed_version(package: str) -> str:
@@ -98,7 +97,7 @@ def installed_version(package: str) -> str:
 
 def nvcc_version(home: Path | None) -> str:
     """Return the CUDA compiler's release, or "" where there is no toolkit."""
-    lines = _output([str(home / "bin" / "nvcc"), "--version"]) if home else []
+    lines = output([str(home / "bin" / "nvcc"), "--version"]) if home else []
     return next((line for line in lines if "release" in line), "")
 
 
