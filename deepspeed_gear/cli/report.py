@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
 
 import deepspeed
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
                 load()
             rows[builder.NAME] = state(builder)
         except GearError as error:
-            status = status or int(isinstance(builder, GearBuilder))
+            status = status or int(options.load and isinstance(builder, GearBuilder))
             rows[builder.NAME] = f"{env_report.FAIL} {error}"
     for name, value in rows.items():
         print(name, "." * (_WIDTH - len(name)), value)
@@ -72,15 +71,9 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
     prebuilt, why = builder.prebuilt()
     if prebuilt is not None:
         return f"{env_report.OKAY} prebuilt, {prebuilt}"
-    missing, is_finished = builder.missing(), False
-    with suppress(GearError):
-        is_finished = builder.finished() is not None
+    missing, is_finished = builder.missing(), builder.finished() is not None
     if missing and not is_finished:
         no = f"{env_report.YELLOW}[NO]{env_report.END}"
         return f"{no} {why}; {', '.join(missing)}: {' and '.join(missing.values())}"
-    try:
-        name = builder.jit_name()
-    except GearError as error:
-        return f"{env_report.FAIL} {error}"
-    when = "built just in time," if jit.is_built(name) else "is built on first use, in"
-    return f"{env_report.OKAY} {why}; {when} {jit.build_folder(name)}"
+    when = "built just in time," if is_finished else "is built on first use, in"
+    return f"{env_report.OKAY} {why}; {when} {jit.build_folder(builder.jit_name())}"

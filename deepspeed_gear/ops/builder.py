@@ -57,21 +57,17 @@ class _DeepSpeedOp(NativeOp):
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
         """Compile and import through DeepSpeed, under the name that holds the key; BuildError otherwise."""
-        name = self.jit_name()
-        self.name = name
-        try:
-            with toolchain.ninja_on_path():
+        what, folder = f"the native op {self.NAME}", jit.build_folder(self.jit_name())
+        self.name = folder.name
+        rule, remedy = f"was built in {folder} but cannot be loaded", "remove that folder and try again"
+        with toolchain.ninja_on_path(), BuildError.on(what, rule, ImportError, remedy=remedy):
+            try:
                 module: ModuleType = super().jit_load(verbose)  # type: ignore[misc]
-                return module
-        except ImportError as error:
-            rule = f"was built in {jit.build_folder(name)} but cannot be loaded"
-            remedy = "remove that folder and try again"
-            raise BuildError(f"the native op {self.NAME}", rule, str(error), remedy) from error
-        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-            what = f"the native op {self.NAME}"
-            raise jit.compile_error(what, str(error), jit.build_folder(name)) from error
-        finally:
-            self.name = self.NAME
+            except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                raise jit.compile_error(what, str(error), folder) from error
+            finally:
+                self.name = self.NAME
+        return module
 
     def cxx_args(self) -> list[str]:
         """Flags for this machine in a JIT build, portable ones in a wheel; DeepSpeed's would add -g."""

@@ -63,7 +63,6 @@ def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
     The lock file stays, and holds the name of the last holder. BuildError where another process still builds
     after `timeout_s`, or the file cannot be locked.
     """
-    fd = -1
 
     def try_lock() -> bool:
         try:
@@ -73,10 +72,11 @@ def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
             return False
         return True
 
+    remedy = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write"
+    with BuildError.on(str(path), "cannot be locked for a build", OSError, remedy=remedy):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
-        remedy = "set TORCH_EXTENSIONS_DIR to a folder on a local disk that this user can write"
         with BuildError.on(str(path), "cannot be locked for a build", OSError, remedy=remedy):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             is_held = wait_until(try_lock, timeout_s, _POLL_S)
         if not is_held:
             holder = os.pread(fd, 200, 0).decode(errors="replace").strip() or "an unknown process"
@@ -87,8 +87,7 @@ def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
         os.pwrite(fd, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
     finally:
-        if fd >= 0:
-            os.close(fd)
+        os.close(fd)
 
 
 def build_folder(name: str) -> Path:
@@ -118,10 +117,8 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
         build: Compiles into torch's folder of that name and imports the result.
         timeout_s: How long to wait for another process that builds it.
     """
-    check_folders(build_folder(name))
-    if (module := import_built(name)) is not None:
-        return module
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
+    check_folders(folder)
     asked_at = time.time_ns()
     with build_lock(folder.with_suffix(".lock"), timeout_s):
         if (module := import_built(name)) is not None:

@@ -36,6 +36,7 @@ class NativeOp(ABC):
 
     NAME: ClassVar[str]
     INSTEAD: ClassVar[str] = "install a wheel that has the op"  # of building it
+    OTHER_HEADERS: ClassVar[tuple[str, ...]] = ()  # ends of stems: a change of these makes no other build
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # of a DeepSpeed op builder, where it is one
@@ -55,17 +56,13 @@ class NativeOp(ABC):
 
     def source_digest(self) -> str:
         """Hash names and bytes of the files that the compiler reads from `csrc`, wherever that lies."""
-        headers = (h for h in self.csrc.rglob("*.h") if self.reads(h))
+        headers = (h for h in self.csrc.rglob("*.h") if not h.stem.endswith(self.OTHER_HEADERS))
         digest = hashlib.sha256()
         for file in sorted({*map(Path, self.sources()), *headers}):
             data = file.read_bytes()
             digest.update(f"{file.relative_to(self.csrc).as_posix()} {len(data)}\n".encode())
             digest.update(data)
         return digest.hexdigest()
-
-    def reads(self, header: Path) -> bool:
-        """Return whether a header of `csrc` may be included: a change of it then makes another build."""
-        return True
 
     def key_parts(self) -> dict[str, Any]:
         """Return everything that a JIT build depends on."""
@@ -101,8 +98,7 @@ class NativeOp(ABC):
         """
 
         def load() -> ModuleType:
-            module = self.load_finished()
-            if module is not None:
+            if (module := self.load_finished()) is not None:
                 return module
             compiler: Any = self if builder is None else builder()
             compiler.require_tools()
@@ -170,9 +166,7 @@ class CpuOp(NativeOp):
     """The CPU op: the store, selection and gather in C++."""
 
     NAME = "gear"
-
-    def reads(self, header: Path) -> bool:
-        return not header.stem.endswith("_cuda")
+    OTHER_HEADERS = ("_cuda",)
 
     def sources(self) -> list[str]:
         """List the bindings, and the C++ sources of every op and of the store."""
