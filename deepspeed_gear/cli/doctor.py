@@ -128,11 +128,11 @@ def examine(data: str | None = None) -> dict[str, Any]:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         address = ""
-    native_error = None
+    errors: list[GearError] = [*stale_locks.remove()]
     try:
         load_native()
     except GearError as error:
-        native_error = error_to_json(error)
+        errors.append(error)
     try:
         not_registered = why_impossible()
     except (GearError, RuntimeError) as error:
@@ -160,10 +160,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "driver": driver_version(read_file("/proc/driver/nvidia/version") or ""),  # of the host
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "no_device": no_device,  # why CUDA cannot be used; "": it can
-        "native_error": native_error,
         "native_sources": CpuOp().source_digest()[:16],
         "not_registered": not_registered,  # why CUDA cannot read shared memory in place; "": it can
-        "stale_locks": [*map(error_to_json, stale_locks.remove())],
     }
     if data:
         try:
@@ -174,8 +172,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
                 "num_steps": int(dataset.lengths.sum()),
             }
         except GearError as error:
-            facts["data"] = {"error": error_to_json(error)}
-    return facts
+            errors.append(error)
+    return facts | {"errors": [*map(error_to_json, errors)]}
 
 
 def driver_version(text: str) -> str:
@@ -220,8 +218,7 @@ def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = 
 
 
 def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[GearError]:
-    data_error = facts.get("data", {}).get("error")
-    for parts in filter(None, [facts["native_error"], *facts["stale_locks"], data_error]):
+    for parts in facts.get("errors", []):  # of stale locks, the op and the data set
         yield error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         yield StoreError(

@@ -18,7 +18,7 @@ from deepspeed_gear.cli import ssh_hosts
 from deepspeed_gear.cli.doctor import driver_version, examine, problems_of, read_answer, summary
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
-from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, error_to_json
+from deepspeed_gear.errors import BuildError, ConfigError, GearError, PeerError, error_to_json
 from deepspeed_gear.store.cuda_registration import why_impossible
 
 GOOD: dict[str, Any] = {
@@ -36,10 +36,9 @@ GOOD: dict[str, Any] = {
     "gpus": ["H200"] * 8,
     "no_device": "",
     "versions": {"python": "3.11.7", "torch": "2.13.0", "CUDA of torch": "13.0"},
-    "native_error": None,
     "native_sources": "abc",
     "not_registered": "",
-    "stale_locks": [],
+    "errors": [],
 }
 
 
@@ -60,8 +59,6 @@ def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = 
         ({"shm_free_bytes": 64 << 20}, "host node1: /dev/shm must have 1 GiB free, got '64 MiB of 32 GiB'"),
         ({"gpus": [], "no_device": "old"}, "must see a device where there is a driver (580.65.06)"),
         ({"open_files": 256}, "host node1: the limit of open files must be at least 1024, got 256"),
-        ({"stale_locks": [error_to_json(GearError("/x/lock", "must be held", None, "rm it"))]},
-         "host node1: /x/lock must be held; rm it"),
         ({"infiniband": ["mlx5_0"]}, "host node1: the limit of locked memory must be unlimited"),
         ({"address": "127.0.1.1"}, "host node1: its own name, node1, must not resolve to a loopback address"),
         ({"hostname": "node0"}, "hosts node0, node1 must be different machines"),
@@ -69,7 +66,7 @@ def messages(reports: dict[str, dict[str, Any]], slots: dict[str, int] | None = 
         ({"versions": GOOD["versions"] | {"torch": "2.4.0"}},
          "torch must be the same on all hosts, got '2.13.0 on node0, node2; 2.4.0 on node1'"),
         ({"versions": GOOD["versions"] | {"torch": "none"}}, "got '2.13.0 on node0, node2; none on node1'"),
-        ({"native_error": error_to_json(GearError("the op", "must compile", None, "install g++"))},
+        ({"errors": [error_to_json(GearError("the op", "must compile", None, "install g++"))]},
          "host node1: the op must compile; install g++"),
     ],
 )  # fmt: skip
@@ -127,10 +124,8 @@ def test_data_sets_are_compared() -> None:
         reports[host]["data"] = {"fingerprint": "a" * 64, "num_trajectories": 5, "num_steps": 50}
     assert messages(reports) == []
     reports["node2"]["data"]["fingerprint"] = "b" * 64
-    error = DataError("/d", "must be the folder of a data set", None, "make it")
-    reports["node1"]["data"] = {"error": error_to_json(error)}
-    missing, differing = messages(reports)
-    assert missing == "host node1: /d must be the folder of a data set; make it"
+    del reports["node1"]["data"]  # it cannot be opened there
+    (differing,) = messages(reports)
     assert f"{'a' * 16} on node0; {'b' * 16} on node2" in differing
 
 
@@ -185,15 +180,19 @@ def test_a_wrong_hostfile_is_refused(tmp_path: Path, text: str, message: str) ->
         fetch_hostfile(str(path))
 
 
-def test_a_missing_file_and_wrong_options_are_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_missing_file_wrong_options_and_stale_locks_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert main(["doctor", "--hostfile", str(tmp_path / "none")]) == 2
     assert "must be a readable hostfile" in capsys.readouterr().err
     assert main(["doctor", "--timeout", "0"]) == 2
     assert "--timeout must be positive, got 0" in capsys.readouterr().err
+    lock = BuildError("/x/lock", "must be held", None, "rm it")
+    monkeypatch.setattr("deepspeed_gear.ops.stale_locks.remove", lambda: [lock])
     assert main(["doctor", "--data", str(tmp_path / "none")]) == 1
-    assert "problem: host here: " in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "problem: host here: /x/lock must be held; rm it\n" in shown
+    assert f"problem: host here: {tmp_path / 'none'} must " in shown
 
 
 def test_deepspeed_reads_every_line_of_the_example_of_variables(checkout: Path) -> None:
@@ -215,7 +214,7 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     found = json.loads(to.read_text())
     facts = found["hosts"]["here"]
     assert status == bool(found["problems"])
-    assert facts["native_error"] is None
+    assert facts["errors"] == []
     assert [line.partition(": here: ")[0] for line in shown.splitlines()[:4]] == list(summary(facts))
     assert f"; torch {torch.__version__}\n" in shown
     assert facts["data"] == examine(str(data))["data"]
