@@ -95,6 +95,7 @@ class Wire:
 
     abandoned_on_error = contextlib.nullcontext  # no other node waits
 
+
 class Planner(RowExchange):
     """A row exchange that plans the rows and copies none."""
 
