@@ -55,7 +55,7 @@ from deepspeed_gear.store.table import Table
 T = TypeVar("T")
 FORMAT = 4
 _MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
-_LEAST_SEGMENT_BYTES = 16 << 20
+_LEAST_SEGMENT_BYTES = 4 << 20
 _SEGMENT = "rows-"
 _BLOCK_BYTES = 1 << 20
 

@@ -320,7 +320,7 @@ def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, 
 def refused_cases(name: str) -> list[dict[str, Any]]:
     """Return sections and folders of both ranks, the kind of error of each, and parts of both texts."""
     fine = section_of("data", name, batch_size=8)
-    divide = "gear.batch_size must be micro_batch_size * gradient_accumulation_steps * ranks"
+    divide = "gear.batch_size must be gear.micro_batch_size * gear.gradient_accumulation_steps * replicas"
     same = "must be the same on all ranks"
 
     def other(**options: Any) -> dict[str, Any]:
