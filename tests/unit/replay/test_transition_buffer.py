@@ -157,7 +157,7 @@ def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
 
 
 def test_many_environments_fill_a_buffer_before_it_evicts() -> None:
-    """Parts of equal lengths leave no rows near a writer's latest one; those behind the newest are free."""
+    """Parts of equal lengths leave no rows near a writer's latest one; those after the newest are free."""
     with buffer(20_000, n_envs=64, autoreset="same_step") as held:
         at, none = np.zeros((64, 3), np.float32), np.zeros(64, bool)
         for step in range(1, 1000):
