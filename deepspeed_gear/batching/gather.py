@@ -110,7 +110,8 @@ class FieldRows:
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
-            column, stored, shape, dtype = _bytes_for(stored or column, table), None, (1,), torch.uint8
+            column, stored = _bytes_for(stored or column, table), None
+            shape, dtype = (1,), torch.uint8
         shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
         pad = float(field.pad_value) if field.pad_kind == "value" else 0.0
         return cls(source, column, shape, dtype, shift, gain, pad, stored)
@@ -314,9 +315,20 @@ class Gatherer:
             if is_new:
                 self._mask_lengths.append(part)
             self._mask_of[field.name] = mask
-            own_mask, align, pad = mask if is_new else -1, ALIGNS[field.align], PADS[field.pad_kind]
-            window = rows.source, field.first, field.length or 1, align, int(field.follows), pad
-            self._specs.append(GatherSpec(*window, rows.elements, own_mask, field.part_first, part or 1))
+            self._specs.append(
+                GatherSpec(
+                    rows.source,
+                    offset=field.first,
+                    length=field.length or 1,
+                    align=ALIGNS[field.align],
+                    follows=int(field.follows),
+                    pad=PADS[field.pad_kind],
+                    elements=rows.elements,
+                    mask=mask if is_new else -1,
+                    part_first=field.part_first,
+                    part_count=part or 1,
+                )
+            )
             self._shapes.append(((*(() if part is None else (part,)), *rows.shape), rows.dtype))
             if field.hindsight is not None:
                 achieved = table.gather_source(field.hindsight.name)
