@@ -30,7 +30,7 @@ def generate(config: dict[str, Any], seed: int) -> None:
         while True:
             held += worker.lease(3, timeout_s=0.0 if held else 0.1)
             words.shuffle(held)
-            time.sleep(words.expovariate(1 / 0.003))
+            time.sleep(words.expovariate(1 / 0.02))  # longer than a batch trains: most die holding one
             if held:
                 lease = held.pop()
                 lease.commit(responses(lease))
@@ -83,6 +83,9 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
         workers = [worker() for _ in range(2)]
         kills, done = 0, 0  # since a batch was trained
         while len(lines(resume)) < (AFTER if resume else BEFORE):
+            for rank in ranks:
+                ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                assert ended is None or ended.si_status == 0
             kills, done = (kills + 1 if len(lines(resume)) == done else 0), len(lines(resume))
             time.sleep(words.random() * 0.1 * (1 + kills / 4))  # at last a worker lives long enough
             victim = workers.pop(0)

@@ -46,9 +46,9 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.ledger is not None
         assert table.groups is not None
         table.groups.update()
-        books = table.ledger.books()
+        books, complete = table.ledger.books(), table.groups.statistics["complete"]
     parts = [books[name] for name in ("trained", "training", "waiting", "leased", "returned")]
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0, books
-    assert books["waiting"] == table.groups.statistics["complete"], books
+    assert books["waiting"] == complete, books
     return books
