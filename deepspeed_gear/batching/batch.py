@@ -487,9 +487,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
 
 class OverwrittenBatch(Batch):
-    """Class of a batch whose lifetime has ended: every access raises.
-
-    Changing the class adds no cost to a living batch, and no guard to `torch.compile`.
+    """Class of a batch whose lifetime has ended: every access raises; a living batch and its graphs pay
+    nothing.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -516,10 +515,8 @@ def _refuse_overwritten() -> NoReturn:
 
 
 class BatchLifetime:
-    """Lifetime of a batch: as long as its ring entry holds its values.
-
-    It is ended by the gatherer that fills the entry again, or earlier by the loader that returned the batch.
-    The entry is known by the storages of its tensors.
+    """Lifetime of a batch: until the gatherer fills its ring entry again, or the loader that returned it ends
+    it earlier. The entry is known by the storages of its tensors.
     """
 
     def __init__(self, storages: frozenset[int]) -> None:
@@ -546,10 +543,8 @@ class BatchLifetime:
 
 
 class LentTensors:
-    """The latest batches of one stream, at most `keep`, which their user may still use.
-
-    Older ones end by number rather than when their memory is overwritten, since that time depends on the
-    progress of prefetching and of the device.
+    """The latest batches of one stream, at most `keep`, which their user may still use. Older ones end by
+    number, since the time of overwriting depends on the progress of prefetching and of the device.
     """
 
     def __init__(self, keep: int) -> None:

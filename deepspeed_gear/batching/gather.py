@@ -122,12 +122,8 @@ class FieldRows:
 
 
 class FieldGroup:
-    """Fields that one call of `gather_` gathers.
-
-    Args:
-        which: Their indices among all fields.
-        specs: Of all fields, or by index; in the group's own, masks are numbered within the group.
-        rows: Of these fields.
+    """Fields, `which` among all, that one call of `gather_` gathers; in its spec, masks have the group's
+    numbers.
     """
 
     def __init__(
@@ -155,10 +151,7 @@ class FieldGroup:
         threads: int,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Gather the fields into the tensors of all fields; the other arguments are those of `gather_`.
-
-        `order` of the samples affects only the time. [B], int64.
-        """
+        """Gather the fields into the tensors of all fields; the other arguments are those of `gather_`."""
         if not self.which:
             return
         outs = [buffers.outs[i] for i in self.which]
@@ -169,10 +162,8 @@ class FieldGroup:
 
 
 class CompressedFields:
-    """Fields of a compressed column: a batch's rows are decoded, each once, and gathered from there.
-
-    The op reads only the rows of windows, so a resolution with another first row makes it read the decoded
-    rows: padding, masks and conversion are those of any column. `num_samples` is the most of a batch.
+    """Fields of a compressed column: a batch's rows are decoded, each once, and gathered from there. The op
+    reads only the rows of windows, so a resolution with another first row makes it read the decoded rows.
     """
 
     def __init__(
@@ -195,10 +186,7 @@ class CompressedFields:
     def decode(
         self, records: torch.Tensor, steps: torch.Tensor | None
     ) -> list[tuple[FieldGroup, torch.Tensor]]:
-        """Decode the rows of a batch; return groups, and the records that they are gathered with.
-
-        `records` and `steps` are those of `gather_`. Cost: see `CompressedRows.decode`.
-        """
+        """Decode the rows of a batch; return groups, and the records that they are gathered with."""
         first, is_sample = records[:, Resolution.FIRST_ROW, None], ~is_no_sample(records)[:, None]
         windows, read, given = [], [], []
         for window, group in self._groups.items():
@@ -517,10 +505,7 @@ def affine(
     field: ResolvedField, statistics: Mapping[str, ColumnStatistics], shape: tuple[int, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float64 shift and gain of (x - shift) * gain, repeated along the window; empty: the identity.
-
-    Raises:
-        ConfigError: The field is normalised, and its column has no statistics, or float64 does not hold its
-            shift and gain.
+    ConfigError if the field is normalised without statistics, or float64 does not hold them.
     """
     if not field.is_converted:
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
@@ -625,13 +610,10 @@ class PackGatherer:
 
 
 def steps_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int, rows: str) -> np.ndarray:
-    """Return the values of the steps of trajectories, one trajectory after the other. [steps], float64.
+    """Return a column's values at the steps of trajectories, one trajectory after the other. [steps],
+    float64.
 
-    Args:
-        column: [rows].
-        records: Resolutions of the trajectories. [n, 8], int64, contiguous.
-        offset: A place holds the value of the row that is so much later, or 0.
-        rows: Of the column: "T" or "T+1".
+    A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or "T+1".
     """
     lengths = records[:, Resolution.NUM_STEPS]
     out = torch.zeros(int(lengths.sum()), dtype=torch.float64)

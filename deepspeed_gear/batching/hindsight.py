@@ -25,9 +25,8 @@ STRATEGIES = {
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight`; where it is None, does nothing. Thread safe.
-
-    `needed` are those of the fields that this rank gathers.
+    """Draws goals and computes rewards by `gear.hindsight` (None: nothing) for the `needed` fields. Thread
+    safe.
     """
 
     def __init__(
@@ -65,10 +64,8 @@ class HindsightRelabelling:
         return torch.cat(given) if given else None
 
     def reward(self, batch: Batch) -> None:
-        """Replace the rewards of a batch by those of the program's function.
-
-        Raises:
-            ShapeError: It returns no tensor of the field's shape.
+        """Replace a batch's rewards by those of the program's function; ShapeError unless it returns their
+        shape.
         """
         if self._reward is None:
             return

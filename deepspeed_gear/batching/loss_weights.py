@@ -24,14 +24,9 @@ from deepspeed_gear.errors import ConfigError
 def loss_weights(
     options: LossConfig, counts: np.ndarray, sequences: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """Return the weight of every token of the loss mask, by trajectory.
+    """Return the weight of each trajectory's loss tokens, [n], float64; 0 where it has none.
 
-    Args:
-        counts: Tokens of the loss mask of each trajectory. [n], int64.
-        sequences: The sequence that it belongs to, any integers. [n], int64.
-        groups: The group that it belongs to, any integers. [n], int64.
-    Returns:
-        [n], float64; 0 for a trajectory without such tokens.
+    `counts` are its loss tokens; `sequences` and `groups` what it belongs to, any integers. [n], int64.
     """
     if options.normalize == "token":
         total = int(counts.sum())
@@ -59,7 +54,7 @@ def group_advantages(
     members: np.ndarray,
     counted: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return the advantage of each trajectory against the other members of its group.
+    """Return the advantage of each trajectory against the other members of its group. [n], float64.
 
     With the rewards r of the N members of a group:
 
@@ -68,18 +63,8 @@ def group_advantages(
     - "rloo": r - mean of the others = (r - mean(r)) * N / (N - 1). Ahmadian et al. 2024, section 2.2.
 
     A member of several trajectories counts once, by its last trajectory's reward; all of them get its
-    advantage. A group of one member has the advantage 0, and so has a member that does not count.
-
-    Args:
-        rewards: Of each trajectory. [n].
-        groups: Its group, any integers. [n], int64.
-        members: Its member within the group, any integers. [n], int64.
-        counted: Whether it counts, such as those with loss tokens; a member does if one of its trajectories
-            does. None: all of them. [n], bool.
-    Returns:
-        [n], float64.
-    Raises:
-        ConfigError: There is no such estimator.
+    advantage. A group of one member has the advantage 0, and so has a member that does not count: one of
+    whose trajectories none is `counted` (None: all are). ConfigError if there is no such estimator.
     """
     if kind not in ESTIMATORS:
         raise ConfigError("the estimator of advantages", f"must be one of {', '.join(ESTIMATORS)}", kind)

@@ -68,12 +68,8 @@ class Pack(Protocol):
 
 
 class PackedModel:
-    """A causal language model of transformers, and how its layers keep trajectories apart.
-
-    Args:
-        model: It, or an engine, a DDP or FSDP module, a compiled or a peft model around it.
-    Raises:
-        ConfigError: It is no such model, or adds places of its own.
+    """A causal language model of transformers, or a wrapper of it, and how its layers keep trajectories
+    apart. ConfigError if it is none, or adds places of its own.
     """
 
     def __init__(self, model: Any) -> None:
@@ -96,10 +92,8 @@ class PackedModel:
         raise ConfigError(f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy)
 
     def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
-        """Return the arguments that keep the sequences of a pack, or of a sequence rank's slice, apart.
-
-        Raises:
-            ConfigError: The model is not known to keep them apart.
+        """Return the arguments that keep a pack's, or its slice's, sequences apart; ConfigError if none are
+        known to.
         """
         lengths, sequence = micro.lengths, micro.sequence
         given: dict[str, Any] = {}

@@ -13,10 +13,8 @@ from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST
 
 @dataclass(frozen=True)
 class PackBudget:
-    """What a pack may hold, and what a trajectory in it costs.
-
-    A trajectory of l tokens costs linear * l + quadratic * l * l, in any unit: with the hidden size h of a
-    transformer, 6 h and 1 are in proportion to the operations of its layers.
+    """What a pack may hold; a trajectory of l tokens costs linear * l + quadratic * l * l, in any unit: with
+    the hidden size h of a transformer, 6 h and 1 are in proportion to the operations of its layers.
     """
 
     tokens: int  #: N of a micro batch is at most this, padding included
@@ -54,9 +52,8 @@ class PackBudget:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Packs of whole trajectories: the same number for every rank.
-
-    Micro steps are ordered by cost, the costliest first.
+    """Packs of whole trajectories, as many for every rank; micro steps are ordered by cost, the costliest
+    first.
     """
 
     num_micro: int  #: K: micro batches of every rank
@@ -65,10 +62,7 @@ class PackingPlan:
     rank: torch.Tensor  #: rank of each trajectory, in [0, width). [n], int64
 
     def packs(self, rank: int) -> list[torch.Tensor]:
-        """Return the trajectories of each micro batch of a rank, ascending: K tensors, [n], int64.
-
-        A pack is empty only if there are fewer trajectories than packs.
-        """
+        """Return the trajectories of each micro batch of a rank, ascending: K tensors, [n], int64."""
         own = torch.nonzero(self.rank == rank)[:, 0]
         micro = self.micro[own]
         sizes = torch.bincount(micro, minlength=self.num_micro).tolist()
@@ -82,13 +76,11 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     unless the trajectories are too long to fill the packs. It is never more than where the longest trajectory
     first goes into the emptiest pack, nor where every pack gets one a round. What the costliest rank of each
     micro step costs, summed, is kept close to the mean over the ranks, and so are the costs of ranks over all
-    micro steps.
+    micro steps. No pack is empty if n >= K * width; K is 0 if n is 0.
 
     Args:
         lengths: Of the trajectories, in tokens. [n], int64.
         width: Ranks, in [1, 2^20].
-    Returns:
-        A plan of which no pack exceeds the budget. None is empty if n >= K * width. K is 0 if n is 0.
     Raises:
         ShapeError: `lengths` is not [n], int64, or `width` lies outside its range.
         DataError: A length is below 1 or above the budget, or all costs together are 2^62 or more.

@@ -12,9 +12,8 @@ _CHECK_S = 0.05
 
 
 class Prefetcher(Generic[T]):
-    """Calls `produce(0)`, `produce(1)`, ... in a daemon thread; at most `depth` results wait.
-
-    An error of `produce` is raised by the `get` that would have returned its result, and ends the thread.
+    """Calls `produce(0)`, `produce(1)`, ... in a daemon thread; at most `depth` results wait. An error of it
+    ends the thread, and is raised by the `get` that would have returned its result.
     """
 
     def __init__(self, produce: Callable[[int], T], depth: int) -> None:

@@ -13,12 +13,8 @@ from deepspeed_gear.errors import ShapeError
 def mask_of(
     batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, is_checked: bool = True
 ) -> torch.Tensor:
-    """Return which steps of [B, T] count: the given mask, else the steps that learn, else all.
-
-    Args:
-        is_checked: Compare the values of masks of this shape; else raise if there are two, without reading.
-    Raises:
-        ShapeError: The batch has different masks of this shape, or the given one has another.
+    """Return which steps of [B, T] count: the given mask, else the steps that learn, else all. ShapeError if
+    it has another shape, or masks differ (in value where `is_checked`; else there may not be two).
     """
     first, *others = _masks(batch, values, mask)
     # Comparing them waits for their device.
@@ -53,20 +49,12 @@ def refuse_empty(sample: int) -> NoReturn:
 def reduce_steps(
     values: torch.Tensor, mask: torch.Tensor, how: str, eta: float, is_checked: bool = True
 ) -> torch.Tensor:
-    """Reduce priorities over the steps that count.
+    """Reduce priorities, [B, T], over the steps that count to [B], of their dtype, at least float32.
 
-    Args:
-        values: [B, T].
-        mask: [B, T], bool.
-        how: "max", "mean" or "mix".
-        eta: Part of the maximum in "mix".
-        is_checked: Check the mask, which waits for its device; else a sample without steps gives NaN.
-    Returns:
-        [B], of the values' dtype, at least float32.
-    Raises:
-        ShapeError: A sample has no step that counts.
+    A sample without such steps is a ShapeError where it `is_checked`, which waits for the device; else NaN.
+
     Source: Kapturowski et al., "Recurrent Experience Replay in Distributed Reinforcement Learning", ICLR
-        2019, section 2.3: p = eta * max_i d_i + (1 - eta) * mean(d).
+        2019, section 2.3: "mix" is p = eta * max_i d_i + (1 - eta) * mean(d).
     """
     if values.dtype in (torch.float16, torch.bfloat16):
         values = values.float()  # their sum may overflow

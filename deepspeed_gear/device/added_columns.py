@@ -66,9 +66,8 @@ def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | Non
 
 
 def without_inner_ends(table: RingTable, columns: Columns, lengths: Tensor, steps: int) -> Tensor:
-    """Return the lengths of checked trajectories, -1 (refused) where an end flag precedes the last step.
-
-    In host memory such a flag is a DataError; a device is not waited for.
+    """Return the lengths of checked trajectories, -1 (refused; in host memory a DataError) where an end flag
+    precedes the last step.
     """
     flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
     if not flags or steps == 1:
@@ -142,10 +141,8 @@ def check_late(table: RingTable, ids: Tensor, columns: Columns) -> None:
 
 
 class AddFilter:
-    """Which trajectories may be drawn; the others are not stored. Waits for nothing.
-
-    All conditions of the sampler must hold. They read columns of a value per trajectory; values of a late one
-    would not be there when the trajectory is added.
+    """Which trajectories may be drawn, by all conditions of the sampler; the others are not stored. Waits for
+    nothing. Columns are of a value per trajectory, and not late: it would not be there yet.
     """
 
     def __init__(self, conditions: Sequence[Condition], schema: Schema, device: torch.device) -> None:

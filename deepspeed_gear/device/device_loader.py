@@ -28,10 +28,10 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor], None] | None:
     """Return the broadcast in place from this replica's reporting rank to its others; None: it is one rank.
+    Collective.
 
-    Collective. Between GPUs it is one of NCCL, queued on the current CUDA stream, in the same order on every
-    rank; the host does not wait for it, and it can be captured in a CUDA graph. Ranks that share a GPU, which
-    NCCL refuses, use gloo and host memory.
+    Between GPUs it is NCCL's, queued on the current CUDA stream: the host does not wait, and it can be
+    captured. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
     """
     topology, group = plan.topology, plan.group
     mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.place.data_rank]
@@ -57,10 +57,7 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
 
 
 class DeviceLoader:
-    """Fills batches of fixed tensors, and takes their priority updates. Waits for nothing.
-
-    Construction is collective over all ranks.
-    """
+    """Fills batches of fixed tensors, and takes their priority updates, without waiting. Made collectively."""
 
     def __init__(self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object) -> None:
         self._mixture, self._data_rank = mixture, plan.topology.place.data_rank
@@ -248,11 +245,8 @@ _RING = 2  # batches of a pass whose tensors are used in turn
 
 
 class DeviceEvaluation:
-    """The passes of a DeviceReplay, in stored order and the same on all ranks.
-
-    Resolutions of the items do not change: they are computed once, on the host, and kept on the device.
-
-    Cost: 64 bytes an item of each split that is used.
+    """The passes of a DeviceReplay, in stored order and the same on all ranks. Resolutions are computed once,
+    on the host, and kept on the device: 64 bytes an item of each split that is used.
     """
 
     def __init__(

@@ -33,9 +33,8 @@ _PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
 
 
 class WeightExponents:
-    """The schedule of beta, read on the device at the number of the global batch. Waits for nothing.
-
-    Cost: 8 bytes for each global batch of a linear schedule, until it is constant; nothing of a function.
+    """The schedule of beta, read on the device at the number of the global batch. Waits for nothing. Cost: 8
+    bytes for each global batch of a linear schedule, until it is constant; nothing of a function.
     """
 
     def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
@@ -66,10 +65,8 @@ class WeightExponents:
         self._values = torch.from_numpy(values).to(device)
 
     def next_(self, state: Tensor) -> Tensor:
-        """Return exponents for `ring_select_`, of which the last one stays in force. Q62. [n], int64.
-
-        Args:
-            state: Of the table; a value of a function outside of [0, 1] is clamped, and counted there.
+        """Return exponents for `ring_select_`, [n], Q62; a function's value outside of [0, 1] is clamped, and
+        counted in the table's `state`.
         """
         if self._function is None:
             return self._values
@@ -139,15 +136,10 @@ class DeviceTable:
 
 
 class TableMixture:
-    """The tables that a global batch is drawn from, one after the other, in fixed numbers of samples.
+    """The tables that a global batch is drawn from, in turn, in fixed shares (None: there is one table).
 
-    With one table it is that table. Every method mutates fixed tensors and waits for nothing.
-
-    Args:
-        tables: In the order of the shares.
-        mixture: Their shares; None: there is one table.
-        num_samples: Of a global batch that this rank draws.
-        num_parts: Micro batches that they are divided into: every num_parts-th sample belongs to one.
+    Every method mutates fixed tensors and waits for nothing. Of the `num_samples` that this rank draws for a
+    global batch, every num_parts-th one belongs to the same micro batch.
     """
 
     def __init__(

@@ -28,20 +28,13 @@ _COUNTED = (
 def deal(
     table: RingTable, saved: Sequence[Content], replica: int, replicas: int
 ) -> tuple[dict[str, Tensor], int]:
-    """Return the trajectories of saved tables that one replica holds from then on.
+    """Return one replica's content from saved tables of all, by name, in host memory, and how many are left
+    out.
 
     Trajectories are dealt in turn, in the order of the global batch at which they were added, then of their
     ids, then of the saved replicas; those with environments to the environments. They get other ids, above
     all earlier ones. Open trajectories end. Where a table is too small, its oldest ones are left out, as if
-    all had been added again.
-
-    Args:
-        table: Of this replica; it does not change.
-        saved: Of each replica of the save.
-    Returns:
-        The content of its table, by name, in host memory; and how many of its trajectories are left out.
-    Raises:
-        CheckpointError: A saved table has other columns, or other state of its items.
+    all had been added again. CheckpointError if a saved table has other columns or item states.
     """
     for number, content in enumerate(saved):
         _check(table, content, f"shard-{number}")

@@ -84,13 +84,10 @@ class RingTableSpec:
 
 
 class HostRows:
-    """Columns in host memory, all of it registered with CUDA, unless the device is a CPU. Begins with zeros.
+    """Columns in host memory, zeros at first, of these shapes and dtypes; registered with CUDA unless on a
+    CPU.
 
-    `sizes` are shapes and dtypes of the columns by name, `at` is the table's name in the config.
-
-    Raises:
-        ConfigError: The device cannot use all of the memory in place; nothing stays allocated.
-        StoreFullError: The host has too little memory.
+    ConfigError if the device cannot use all of the memory in place, StoreFullError if there is too little.
     """
 
     def __init__(

@@ -290,10 +290,8 @@ def _carry_state(engine: Any, replay: ReplayBase) -> None:
 
 
 def _report_steps(engine: Any, replay: ReplayBase) -> None:
-    """After each optimizer step, write metrics to DeepSpeed's monitor, where one is enabled.
-
-    On the first rank, log the progress after every `steps_per_print` ones, where that is given; the first
-    period begins after the first step.
+    """After each optimizer step, write metrics to DeepSpeed's monitor, where one is enabled; on the first
+    rank, log the progress after every `steps_per_print` ones, from the first step on.
     """
     writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
     every = engine.steps_per_print() if replay._topology.rank == 0 else None

@@ -34,13 +34,8 @@ def save(replay: ReplayBase, folder: Path) -> dict[str, Any]:
 
 
 def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> bool:
-    """Load the state that `save` has returned, and its tables. Collective.
-
-    Args:
-        folder: Of the tag; of one that `ds_to_universal` has made too.
-        saved: Of the client state; None: it holds no part of a replay.
-    Returns:
-        Whether there was something to load.
+    """Load the state that `save` has returned, and its tables; return whether there were any. Collective.
+    `folder` is the tag's, also one that `ds_to_universal` has made; `saved` of the client state.
     """
     with closing(ControlPlane()) as exchange:
         holds = exchange.gather(saved is not None)
@@ -85,9 +80,8 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
 
 
 def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
-    """Load the replay's part of the checkpoint that an engine has loaded already. Collective.
-
-    `checkpoint` is the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
+    """Load the replay's part of the checkpoint that an engine has loaded already. Collective. `checkpoint` is
+    the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     """
     with closing(ControlPlane()) as exchange:
         given = exchange.gather(str(checkpoint))

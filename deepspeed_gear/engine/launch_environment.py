@@ -21,12 +21,8 @@ _START = "start with deepspeed or torchrun (one rank: deepspeed --num_gpus 1 tra
 def be_single_rank_unless_launched() -> None:
     """Set the variables of ranks for a process without a launcher: a notebook, or plain python.
 
-    DeepSpeed would look for an MPI environment, for which it imports mpi4py. Where MPI or srun has started
-    several processes, the variables are left to DeepSpeed.
-
-    Raises:
-        ConfigError: Some of the variables are set and others are not, or DeepSpeed needs mpi4py, which is
-            not installed.
+    DeepSpeed would look for an MPI environment by mpi4py; where MPI or srun has started several processes,
+    that is left to it. ConfigError if some variables are missing, or mpi4py is needed and not installed.
     """
     if dist.is_initialized():
         return

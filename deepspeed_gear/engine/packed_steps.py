@@ -15,12 +15,8 @@ from deepspeed_gear.replay.rollout import TrainStep
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
-    """Check that an engine trains packed batches exactly.
-
-    Returns:
-        Its gradient divisor, and DeepSpeed's defaults that round or clip gradients, for the log.
-    Raises:
-        ConfigError: A setting of the engine does not suit packed batches.
+    """Raise ConfigError unless an engine trains packed batches exactly; return its gradient divisor, and
+    DeepSpeed's defaults that round or clip gradients, for the log.
     """
     settings = deepspeed_compat.gradient_settings(engine)
     return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
@@ -57,9 +53,8 @@ class PackedSteps:
         return original(*arguments, **options)
 
     def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Update the weights, and count what was trained.
-
-        Called inside the engine's `step`, before it reports `global_samples` to monitors.
+        """Update the weights and count what was trained, inside the engine's `step`, before it reports to
+        monitors.
         """
         before = self._engine.global_samples
         result = original(*arguments, **options)
@@ -73,9 +68,8 @@ class PackedSteps:
 
 
 def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
-    """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its steps.
-
-    If it `owns` the replay, which was made for it, its skipped steps are counted.
+    """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its steps; if it
+    `owns` the replay, which was made for it, its skipped steps are counted.
     """
     steps = PackedSteps(engine, partial(replay.metrics.trained_step, skipped=owns))
     deepspeed_compat.wrap(engine, "step", steps.step)

@@ -27,10 +27,8 @@ Part = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
 class PipelineIterator(Iterator[tuple[Part, Part]]):
-    """Iterator over the micro batches of a pipeline: the inputs and labels of `gear.pipeline`.
-
-    `next` gives (inputs, labels); the first stage has inputs, the last one labels, an inner stage neither.
-    It never ends: a pass over a split begins again, so any number of micro batches may be pulled.
+    """Iterator over micro batches as (inputs, labels) of `gear.pipeline`: the first stage has inputs, the
+    last one labels, an inner stage neither. It never ends: a pass over a split begins again.
     """
 
     def __init__(self, replay: Replay, stream: str) -> None:

@@ -69,10 +69,10 @@ class Ops:
     is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 
     def on_host(self) -> Ops:
-        """Return the same ops for tensors in host memory, as plain functions.
+        """Return the same ops for host memory as plain functions, which `torch.compile` cannot trace.
 
-        A call takes 0.3 us where one through torch's dispatcher takes 1.5, and 3 and more after a batch that
-        has emptied the caches. `torch.compile` cannot trace them.
+        A call takes 0.3 us; through torch's dispatcher 1.5, and more after a batch that has emptied the
+        caches.
         """
         direct = {op: getattr(self.native, op) for op in OP_NAMES if hasattr(self.native, op)}
         return replace(self, **direct, is_direct=True)
@@ -85,12 +85,9 @@ _fakes_lock, _fakes = threading.Lock(), set[str]()
 def load_backend(name: str = "auto") -> Ops:
     """Load the ops of a backend.
 
-    Args:
-        name: "cpu" (C++), "cuda" (the kernels for tensors on a GPU, the C++ ops for those in host memory), or
-            "auto" (as "cpu"; where there is a GPU, the kernels are built at the same time).
-    Raises:
-        ConfigError: There is no backend of this name.
-        BuildError: The native op cannot be built or loaded, or CUDA is asked for where there is none.
+    "cpu" is C++; "cuda" the kernels for tensors on a GPU, with the C++ ops for those in host memory; "auto"
+    is "cpu" that, where there is a GPU, has the kernels built at the same time. ConfigError: no such backend.
+    BuildError: it cannot be built or loaded, or CUDA is asked for where there is none.
     """
     if name in ("auto", "cpu"):
         from .load import load_native

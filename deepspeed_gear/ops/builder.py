@@ -203,9 +203,8 @@ def require_nvcc() -> Path:
 
 
 def nvcc_flags() -> list[str]:
-    """Return the builder's flags for the architectures of TORCH_CUDA_ARCH_LIST, else for all supported ones.
-
-    Sets TORCH_CUDA_ARCH_LIST to the architectures.
+    """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, which is set to all supported ones if
+    unset.
     """
     require_nvcc()
     builder = GearCudaBuilder()
@@ -214,9 +213,8 @@ def nvcc_flags() -> list[str]:
 
 
 def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
-    """Compile every kernel with `nvcc_flags` into a folder; objects that are there stay. Return the objects.
-
-    One folder belongs to one version of sources, flags and toolkit.
+    """Compile every kernel into the folder of this version of sources, flags and toolkit; return the objects.
+    Those that are there stay.
     """
     nvcc = require_nvcc() / "bin" / "nvcc"
     folder.mkdir(parents=True, exist_ok=True)

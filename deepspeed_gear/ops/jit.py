@@ -41,9 +41,8 @@ _threads = threading.RLock()
 
 
 def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op; torch aborts when its ops are registered twice.
-
-    Thread safe. A failure is not remembered, so that the next call tries again.
+    """Return the process's one copy of a native op; torch aborts when its ops are registered twice. Thread
+    safe; a failure is not remembered.
     """
     with _threads:
         if name not in _loaded:
@@ -59,9 +58,8 @@ def loaded(name: str) -> ModuleType | None:
 @contextmanager
 def build_lock(path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a build in a shared folder; the kernel releases it when this process ends in any way.
-
-    The lock file stays, and holds the name of the last holder. BuildError where another process still builds
-    after `timeout_s`, or the file cannot be locked.
+    BuildError where another process still builds after `timeout_s`, or the file (it holds the name of the
+    last holder) cannot be locked.
     """
 
     def try_lock() -> bool:
@@ -110,12 +108,10 @@ def is_built(name: str) -> bool:
 
 
 def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
-    """Import a finished build, or build it while other processes of the node wait.
+    """Import a finished build, or `build` it, into torch's folder of that name, while others of the node
+    wait.
 
-    Args:
-        name: The extension's name; it must hold a hash of everything that the build depends on.
-        build: Compiles into torch's folder of that name and imports the result.
-        timeout_s: How long to wait for another process that builds it.
+    `name` must hold a hash of everything that the build depends on.
     """
     folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
     check_folders(folder)
@@ -181,10 +177,8 @@ def _say(text: str) -> None:
 
 
 def check_library(path: Path) -> None:
-    """Check a library before it is loaded, and the folders from which it could be replaced.
-
-    It is that of a build, in its folder in torch's extensions folder; or the package's prebuilt one, beside
-    the package's own code.
+    """Check a library, and the folders from which it could be replaced, before it is loaded: it is the
+    package's prebuilt one, or that of a build in its folder in torch's extensions folder.
     """
     if path.resolve().parent == _PACKAGE:
         check_owner(path, {os.stat(__file__).st_uid})  # the owner of the package could have put code there

@@ -23,25 +23,17 @@ def load_native(timeout_s: float = BUILD_TIMEOUT_S, with_kernels: bool = False) 
     """Load the CPU op: prebuilt with the wheel where that fits this torch, else built just in time.
 
     Registers `torch.ops.gear.*` and returns the module with the plain C functions. The first call on a node
-    compiles (tens of seconds; the node's other processes wait for it), the next ones take milliseconds, a
-    second one in the same process nothing. Needs no process group; DeepSpeed is imported only to compile.
-    Thread safe.
-
-    Args:
-        timeout_s: How long to wait for another process that builds it.
-        with_kernels: The CUDA kernels will be loaded too: where this process builds the op, another one
-            builds them at the same time.
-    Raises:
-        BuildError: No compiler, a compile error, or a wait that was too long; names the remedy.
+    compiles (tens of seconds; the node's other processes wait for it, at most `timeout_s`; `with_kernels`,
+    another process builds the kernels at the same time), the next ones take milliseconds. Needs no process
+    group; DeepSpeed is imported only to compile. Thread safe. BuildError names the remedy.
     """
     beside = start_kernels if with_kernels else None
     return CpuOp().load(timeout_s=timeout_s, beside=beside, builder=lambda: _builder("GearBuilder"))
 
 
 def start_kernels() -> None:
-    """Start the build of the kernels in another process. It holds their lock, so `load_native_cuda` waits.
-
-    Its failure is no error here: `load_native_cuda` then builds them itself, and names what is wrong.
+    """Start the build of the kernels in another process, which holds their lock: `load_native_cuda` waits. If
+    it fails, `load_native_cuda` builds them itself, and names what is wrong.
     """
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     null = subprocess.DEVNULL
@@ -60,9 +52,8 @@ def build_kernels() -> None:
 
 
 def load_native_cuda(timeout_s: float = BUILD_TIMEOUT_S) -> ModuleType:
-    """Load the CUDA kernels, after the CPU op whose schemas they implement; as `load_native`.
-
-    Those of a wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
+    """Load the CUDA kernels, after the CPU op whose schemas they implement; as `load_native`. Those of a
+    wheel are loaded also where there is no driver; DeepSpeed is imported only for others.
     """
     op = CudaOp()
     is_prebuilt = op.fitting()[0] is not None

@@ -89,12 +89,10 @@ class NativeOp(ABC):
         beside: Callable[[], None] | None = None,
         builder: Callable[[], Any] | None = None,
     ) -> ModuleType:
-        """Load the op: the process's own copy, else the prebuilt one, else one built just in time.
+        """Load the op: the process's own copy, else the prebuilt one, else one that `builder` makes just in
+        time.
 
-        Args:
-            timeout_s: How long to wait for another process that builds it.
-            beside: Called in the one process that builds it, before it compiles.
-            builder: Makes the DeepSpeed op builder that compiles it, where this is none.
+        `beside` is called in the one process that builds it, before it compiles.
         """
 
         def load() -> ModuleType:
@@ -218,10 +216,8 @@ class CudaOp(NativeOp):
         return found, why
 
     def load_finished(self) -> ModuleType | None:
-        """Import the prebuilt kernels, else a finished build; None where there is neither.
-
-        The prebuilt ones load without a driver and with a torch that is built without CUDA, so that an image
-        can be checked where it is made.
+        """Import the prebuilt kernels, else a finished build; None where there is neither. The prebuilt ones
+        load without a driver and CUDA, so that an image can be checked where it is made.
         """
         # Functions resolve at their first call: a torch without CUDA lacks its CUDA stream.
         before = sys.getdlopenflags()

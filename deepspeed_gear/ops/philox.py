@@ -15,15 +15,7 @@ Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest fir
 def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
     """Make a random word of 128 bits for each number and purpose, as the reference does, but fast.
 
-    Args:
-        seed: The key, 64 bits.
-        numbers: [n], uint64.
-        stream: 32 bits.
-        purposes: [p, 1], uint64.
-    Returns:
-        Quarters of the words. [p, n] each.
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
+    `numbers` are [n], uint64, `purposes` [p, 1]; the words' quarters, the highest first, [p, n] each.
     """
     shape = np.broadcast_shapes(numbers.shape, purposes.shape)
     even, odd = np.empty((2, *shape), np.uint64), np.empty((2, *shape), np.uint64)  # words 0 and 2, 1 and 3
@@ -45,12 +37,7 @@ def _round_keys(seed: int) -> list[np.ndarray]:
 
 
 def below(words: Words, totals: np.ndarray) -> np.ndarray:
-    """Return floor(word * total / 2^128): uniform below each total up to 2^-96 relative. [n], int64.
-
-    Args:
-        words: Quarters of the words, the highest first. [n] each.
-        totals: In [0, 2^32). [n], int64.
-    """
+    """Return floor(word * total / 2^128), [n], int64: uniform below totals < 2^32 up to 2^-96 relative."""
     total, carry = totals.astype(np.uint64), np.zeros(len(totals), np.uint64)
     for quarter in reversed(words):
         carry = (quarter * total + carry) >> _SHIFT

@@ -30,11 +30,8 @@ class TransferTimings:
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return random resolutions in a table's memory; none if it is too small for a step. [count, 8], int64.
-
-    Args:
-        num_rows: Rows of its shortest column of steps that is gathered.
-        num_slots: Of its shortest column of one row per trajectory.
+    """Return random resolutions in a table's memory, [count, 8], int64; none if it is too small for a step.
+    The table has the rows and slots of its shortest columns that are gathered.
     """
     words = np.random.default_rng(0)
     final = int(table.spec.schema.has_final_row)
@@ -92,9 +89,8 @@ def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> Transfer
 
 
 def fastest(figures: Mapping[str, TransferTimings]) -> str:
-    """Return the fastest method on a busy device among those that hardly slow its work; of equals the first.
-
-    If all slow it by more than `MOST_SLOWED`, return the one that does so least.
+    """Return the fastest method, of equals the first, of those that slow a busy device by at most
+    `MOST_SLOWED`; if there is none, the one that slows it least.
     """
     gentle = [way for way, of_way in figures.items() if of_way.slowed <= MOST_SLOWED]
     if not gentle:

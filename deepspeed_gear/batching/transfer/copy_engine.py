@@ -58,12 +58,8 @@ def fetch(window: GatherSpec, records: torch.Tensor) -> Fetched:
 def pieces_of(
     found: Fetched, records: torch.Tensor, column: int, row_bytes: int, begin: int, bounds: np.ndarray
 ) -> np.ndarray:
-    """Return the pieces of one field: the words of `CopyPiece`. [n, 4], int64.
-
-    Args:
-        records: The original resolutions. [B, 8], int64.
-        begin: First byte of the field's scratch memory.
-        bounds: Offsets in the column that one copy must not cross, ascending. int64.
+    """Return the pieces of one field, of the words of `CopyPiece`, [n, 4]: into scratch memory from byte
+    `begin` on; no copy crosses `bounds`, ascending offsets in the column.
     """
     first = records[:, Resolution.FIRST_ROW].numpy()
     some = np.nonzero(found.num_rows > 0)[0]
@@ -117,10 +113,8 @@ def ways_of(
     is_reached: Callable[[ResolvedField], bool],
     least_copy_bytes: int = 0,
 ) -> list[str]:
-    """Return the transfer method of each field, one of `WAYS`.
-
-    Fields that the device cannot read are staged, and goals, as the host draws them; fields that do not suit
-    the copy engine, such as windows of less than `least_copy_bytes`, are read in place.
+    """Return each field's transfer method, of `WAYS`: goals (the host draws them) and fields that the device
+    cannot read are staged; in place are those of windows of less than `least_copy_bytes` and the like.
     """
     ways = []
     for field in fields:

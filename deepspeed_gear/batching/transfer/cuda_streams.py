@@ -180,10 +180,8 @@ Release = Callable[[int], None]
 
 
 class DeferredRelease:
-    """Selections that wait for release, in the order of their gathers. Thread safe.
-
-    A selection pins the rows that it has drawn, and its ring entry. So the process releases it only when its
-    device has read the rows: `settle` checks, without waiting, whenever the process samples or adds.
+    """Selections that wait for release, in the order of their gathers. Thread safe. A selection pins its rows
+    and ring entry until its device has read them: `settle` checks, without waiting, at each sample and add.
     """
 
     def __init__(self) -> None:

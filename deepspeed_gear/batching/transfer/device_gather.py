@@ -87,9 +87,8 @@ class _Pinned:
 
 
 class DeviceGatherer(Gatherer):
-    """Gathers batches of fixed fields and size on a device. One thread gathers, another may take batches.
-
-    `transfer` is equal for all tables of a mixture; the ring has one entry more than are prefetched and kept.
+    """Gathers batches of fixed fields and size on a device; one thread gathers, another may take batches. The
+    tables of a mixture have equal `transfer`; the ring has one entry more than are prefetched and kept.
     """
 
     def __init__(self, transfer: FieldTransfer, reach: Reach, **options: Any) -> None:

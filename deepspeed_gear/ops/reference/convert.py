@@ -35,9 +35,8 @@ def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -
 def convert(
     x: Tensor, target: torch.dtype, shift: Tensor | None = None, gain: Tensor | None = None
 ) -> Tensor:
-    """Convert elements of a stored dtype, [..., elements], to one that `is_allowed` admits; else ShapeError.
-
-    Shift and gain are float64, [1 or elements], both or none.
+    """Convert elements, [..., elements], to a dtype that `is_allowed` admits; both of shift and gain, or
+    none.
     """
     if not is_allowed(x.dtype, target, gain is not None):
         raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)

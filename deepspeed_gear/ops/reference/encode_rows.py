@@ -41,10 +41,8 @@ def encode_rows_(
     heads: Tensor,
     slots: Tensor,
 ) -> None:
-    """Encode the rows of some samples into messages, each row once.
-
-    A message holds, after its head, the rows of one peer: column by column, of each those of its
-    trajectories by slot, in their order.
+    """Encode the rows of some samples into messages, each row once. A message holds, after its head, the rows
+    of one peer: column by column, of each those of its trajectories by slot, in their order.
 
     Args:
         message: Gets the rows of all messages, which lie one after the other, each from a word on; nothing
@@ -58,7 +56,6 @@ def encode_rows_(
             [W or more, needs], bool.
         columns: `RowColumn`: group of windows, or -1 and the row of members. [C, 3], int64.
         heads: Bytes in front of the rows in each peer's message. [S], int64.
-        slots: The slot table. [N, 8], int64.
     Raises:
         ShapeError: A row lies outside its column; nothing is copied.
     """
@@ -90,20 +87,18 @@ def decode_rows_(
     heads: Tensor,
     room: Sequence[int],
 ) -> None:
-    """Copy rows from messages of `encode_rows_` into the arrivals, which batches are gathered from.
-
-    A block of arrivals spans a sample's steps from the first to the last that any column reads, so that one
-    first row serves all columns.
+    """Copy rows from messages of `encode_rows_` into the arrivals, which batches are gathered from. A block
+    of arrivals spans a sample's steps from the first to the last that any column reads, so one first row
+    serves all columns.
 
     Args:
         arrivals: Get the rows, unless not all fit. Bytes of each column. [n] each, uint8.
         ring: Gets the slot and first row of each sample, at `which`: first row + number of a step is its row.
             [r, 8], int64.
-        sizes: Gets the bytes of rows in each peer's message. [S], int64.
         needed: Gets the rows and slots that arrive. [2], int64.
         messages: Of each peer; of any length where it sends no rows. [words] each, int64.
         which: Places of samples in the ring. [n], int64.
-        samples, windows, members, columns, heads: As of `encode_rows_`.
+        sizes, samples, windows, members, columns, heads: As of `encode_rows_`.
         room: First free row of the arrivals and how many are free, slots likewise; row and slot that the
             first of all arrivals has for the ring.
     Raises:
@@ -184,8 +179,7 @@ def _places(
 ) -> list[tuple[int, int, int, int, int]]:
     """Return each row's column, its first byte there, its peer, its first byte in the message, its size.
 
-    `rows` has the place of each row in its column, `slots` that of each trajectory in columns of one row per
-    trajectory; all must lie in `data`, the bytes of each column.
+    `rows` and `slots` have the places of rows, and of trajectories, in their columns; all must lie in `data`.
     """
     filled, places = heads.tolist(), []
     for c, (column, travelling) in enumerate(zip(columns.tolist(), plan.rows, strict=True)):

@@ -31,15 +31,9 @@ def is_no_sample(resolutions: Tensor) -> Tensor:
 
 
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
-    """Check that every resolution has an anchor and that the rows that are read lie in the columns.
-
-    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present may begin
-    before its column, at a negative row, and end after it. A record that is no sample reads nothing.
-
-    Args:
-        resolutions: [B, 8], int64.
-        reads: Those of every step column.
-        num_slots: Of the shortest per-trajectory column; None if there is none.
+    """Check that every resolution has an anchor, and that rows which are `reads` (those of a record that is
+    no sample read nothing) lie in the columns: step t of a trajectory is row first_row + t. One with only
+    some of its steps present may begin before its column, at a negative row, and end after it.
     """
     first, steps, anchor, slot = (
         resolutions[:, i]
@@ -71,11 +65,11 @@ class Span(NamedTuple):
 
 
 def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
-    """Clip windows to their trajectories.
+    """Clip windows to the rows [max(0, anchor + offset), min(rows, anchor + offset + length)) of their
+    trajectories.
 
-    The real rows are [max(0, anchor + offset), min(rows, anchor + offset + length)), or none. `place` is the
-    first one's place in the window; `before` and `after` are the rows that pad it on both sides where the pad
-    is "edge"; of a trajectory without rows both are 0.
+    `place` is the first real row's place in the window; `before` and `after` are the rows that an "edge" pads
+    it with on both sides, 0 of a trajectory without rows.
     """
     first = anchor + offset
     zero, rows_1 = torch.zeros_like(rows), (rows - 1).clamp(min=0)
@@ -113,10 +107,8 @@ def gather_(
     threads: int,
     order: Tensor | None = None,
 ) -> None:
-    """Gather all fields of a batch.
-
-    For a record that is no sample (`is_no_sample`) every row is padding: 0 where the edge pads, and a
-    position stays one.
+    """Gather all fields of a batch. Every row of a record that is no sample (`is_no_sample`) is padding: 0
+    where the edge pads; a position stays one.
 
     Args:
         outs: Every field's tensor, written whole: the rows [first, first + count) of its window.
@@ -125,12 +117,9 @@ def gather_(
             first of them writes. [B, count], bool.
         counters: Adds real rows, all rows and bytes written. [3], int64.
         columns: Every field's column; ignored for a timestep and a position. [rows, elements] in any shape.
-        shifts: Every field's shift, repeated any number of times; empty without. [k * elements] or [1].
-        gains: As shifts; both or none.
-        resolutions: [B, 8], int64.
+        shifts, gains: Every field's, repeated any number of times; both empty without. [k * elements] or [1].
         n_steps: What fields that follow n-step returns add to their offset; or where the fields follow goals,
             all of them, the step of each sample's goal, below 0 for none. [B], int64.
-        spec: Every field's GatherSpec, lowered.
         pad_values: Every field's padding, in units of its output.
         threads: Not used here. Threads of the host; on a GPU, above 1: the most blocks of a (short) launch.
         order: The order in which samples are gathered, each index once; affects only speed. [B], int64.
@@ -227,10 +216,7 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
 
 
 def rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the trajectory's row at every place of the part, and which are real. [B, count] each.
-
-    The row of a place that is not real is that of the nearest edge.
-    """
+    """Return the row at every place of the part (if it is not real, the nearest edge's), and which are."""
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:
         return resolutions[:, Resolution.SLOT, None], is_sample[:, None]
@@ -278,20 +264,15 @@ def pack_(
     first: int,
     rows: int,
 ) -> None:
-    """Write a part of a pack: the rows of whole trajectories, each at its place.
-
-    A trajectory of T steps takes T places. A place holds the field's row of the step that is `offset` later
-    in the same trajectory, or padding where there is none. Places of no trajectory are not written.
+    """Write a part of a pack: the rows of whole trajectories, each at its place, of as many places as it has
+    steps. A place holds the field's row of the step that is `offset` later in the same trajectory, or padding
+    where there is none. Places of no trajectory are not written.
 
     Args:
-        outs: Every field's tensor: places [first, first + rows) of the pack. [rows, elements] in any shape.
-        columns: Every field's column; ignored for a timestep. [rows, elements] in any shape.
-        shifts, gains: As of `gather_`.
+        outs: Of every per-step field: the pack's places [first, first + rows). [rows, elements] in any shape.
         resolutions: Of the trajectories; read are slot, first row and number of steps. [S, 8], int64.
         places: Where each begins in the pack. [S], int64.
-        spec: Every field's GatherSpec, lowered: single steps, padded by a value.
-        pad_values: Every field's padding, in units of its output.
-        first, rows: The first place that is written, and how many.
+        spec: Single steps, padded by a value; it and the other arguments are those of `gather_`.
     Raises:
         ShapeError: A row that is read lies outside its column, or there is no conversion between two dtypes.
     """
@@ -344,15 +325,9 @@ def _check_packed(field: GatherSpec, column: Tensor, resolutions: Tensor, places
 
 
 def copy_pieces_(out: Tensor, columns: Sequence[Tensor], pieces: Tensor) -> None:
-    """Copy pieces of columns, as the copy engines of a GPU do.
-
-    Args:
-        out: Gets the bytes; others stay as they are. [n], uint8.
-        columns: Of any shape and dtype, contiguous.
-        pieces: Column, first byte in it, first byte in `out` and bytes, at least 1; no two overlap in `out`.
-            In memory of the host also where the others are a device's. [k, 4], int64.
-    Raises:
-        ShapeError: A piece lies outside its column or `out`; nothing is copied.
+    """Copy pieces of columns into the bytes `out`, as the copy engines of a GPU do. `pieces` are column,
+    first byte in it, first byte in `out` and bytes, at least 1, [k, 4], int64, always in memory of the host;
+    no two overlap in `out`. ShapeError if one lies outside its column or `out`; nothing is copied.
     """
     stored = [column.reshape(-1).view(torch.uint8) for column in columns]
     words = pieces.tolist()

@@ -48,19 +48,14 @@ def plan_packs_(
     width: int,
     trajectories: int,
 ) -> None:
-    """Plan packs: whole trajectories, as many packs on every rank, none over the budget.
-
-    A trajectory of l tokens costs linear * l + quadratic * l * l. The number of packs of a rank is the least
-    that is found; what the costliest rank of each micro step costs, summed, is kept close to the mean over
-    the ranks. No pack is empty if there are as many trajectories as packs.
+    """Plan packs: whole trajectories, as many packs on every rank, none over the budget; see `PackBudget` and
+    `plan_packs`.
 
     Args:
         micro, rank: Get the micro step, the costliest first, and the rank of each trajectory. [n], int64.
         num_micro: Gets the number of packs of each rank. [1], int64.
         lengths: In [1, tokens]. [n], int64.
         tokens, trajectories: Of a pack at most.
-        linear, quadratic: Cost of a token, and of each pair of tokens of a trajectory.
-        width: Ranks.
     Raises:
         ShapeError: A length or an argument lies outside its range, or all costs together are 2^62 or more;
             nothing is written.
@@ -106,11 +101,8 @@ def _check(lengths: Tensor, tokens: int, linear: int, quadratic: int, width: int
 
 
 class _Packs:
-    """What lies in which pack.
-
-    Attributes:
-        pack: Of each trajectory, by falling length.
-        cost, room, places: Of each pack; what is free in tokens and trajectories.
+    """Packs by number: `cost`, free tokens (`room`) and `places`; `pack` of each trajectory, by falling
+    length.
     """
 
     def __init__(self, filling: _Filling, count: int) -> None:
@@ -125,12 +117,7 @@ class _Packs:
 
 
 class _Filling:
-    """Fills as few packs as possible.
-
-    Attributes:
-        index: The trajectories, by falling length.
-        length, cost: Of each of them, and 0 in place of none.
-    """
+    """Fills as few packs as possible; `length` and `cost` are by falling length, and 0 in place of none."""
 
     def __init__(
         self, lengths: np.ndarray, tokens: int, linear: int, quadratic: int, width: int, trajectories: int
@@ -187,12 +174,9 @@ class _Filling:
     def _put(
         self, packs: _Packs, first: int, score: Callable[[_Packs], np.ndarray], may_stop: bool = False
     ) -> int:
-        """Put each trajectory from `first` on into the pack of least score, of those with room for it.
-
-        As soon as only empty packs are left for the others, each goes into one; `may_stop`: or it ends there.
-
-        Returns:
-            The first one that has no pack.
+        """Put each trajectory from `first` on into the pack of least score, of those with room; return the
+        first one left. As soon as only empty packs are left for the others, each goes into one; `may_stop`:
+        or it ends there.
         """
         for i in range(first, len(self.index)):
             needs_empty = (packs.room == self.tokens).sum() >= len(self.index) - i
@@ -223,9 +207,8 @@ class _Filling:
         return np.repeat(targets, self.width)
 
     def _fill_in_rounds(self, count: int, evenly: bool) -> _Packs | None:
-        """Give every pack one trajectory a round, the longest to the one with the most room.
-
-        `evenly`: at first the longest to those packs that get one less than the others.
+        """Give every pack one trajectory a round, the longest to the one with the most room (`evenly`: first,
+        to those packs that get one less than the others).
         """
         packs, num_items = _Packs(self, count), len(self.index)
         most = -(-num_items // count)
@@ -318,12 +301,8 @@ class _Balancing:
     ) -> bool:
         """Make the exchange after which the costlier of two packs exceeds its target least, if it gains.
 
-        Args:
-            pack: Gives one.
-            gives: Its trajectories. [g]
-            takes: What it may get for each of them, `_NONE` for nothing. [g or 1, t]
-            others: The pack that each of these lies in, or all of them. [g, t]
-            cost_end: By less than this the cost of the pack may fall.
+        `pack` gives one of `gives`, [g], for one of `takes`, [g or 1, t] (`_NONE`: nothing), of the packs
+        `others`; its cost may fall by less than `cost_end`.
         """
         items, packs, excess = self._items, self._packs, self._excess
         give, take, other = np.broadcast_arrays(np.array(gives)[:, None], takes, others)

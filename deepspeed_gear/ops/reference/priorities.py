@@ -60,9 +60,8 @@ def is_priority(bits: Tensor) -> Tensor:
 
 
 def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
-    """Return masses, and where they are clamped: above 2^most_bits, or below 2^EXACT_MASS_BITS by rounding.
-
-    Bits of priorities are those of `order_of`, [n], int64; alpha is Q62.
+    """Return masses of `order_of`'s bits, and where they are clamped: above 2^most_bits, or below
+    2^EXACT_MASS_BITS by rounding. Alpha is Q62.
     """
     _check_exponent("alpha", alpha)
     if not 1 <= most_bits <= MOST_MASS_BITS:
@@ -99,9 +98,8 @@ def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int
 
 
 def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
-    """Set every node to the least non-zero of its 32 children, 0 if there is none.
-
-    `minima` has the levels >= 1 of the tree of sums; the children of its first level are the leaves there.
+    """Set every node to the least non-zero of its 32 children, 0 if there is none; level 1's are leaves of
+    `sums`.
     """
     children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
     for offset, width in minima_levels(num_items):
@@ -120,10 +118,7 @@ def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) 
 def resolve_rows_(
     resolutions: Tensor, sums: Tensor, slots: Tensor, row_slots: Tensor, coordinates: Tensor, first: int
 ) -> None:
-    """Set resolutions[i] to the record of coordinates[i] in a tree whose items are the rows of the store.
-
-    The slot is row_slots[row], the anchor is the row's distance from the slot's first row.
-    """
+    """Set resolutions[i] to the record of coordinates[i] in a tree of rows: their slots are `row_slots`."""
     check_coordinates(sums, len(row_slots), coordinates)
     row, _ = descend(sums, len(row_slots), coordinates)
     index = row_slots[row].long()

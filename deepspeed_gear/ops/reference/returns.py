@@ -16,12 +16,8 @@ from .integers import exp2, float_bits
 
 
 def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
-    """Set out[row] to the sum of the rewards from `row` to the end of its trajectory, added from the end.
-
-    Args:
-        out: Rows that belong to no extent keep their value. [rows], float32.
-        reward: Any stored dtype. [rows].
-        extents: First row and number of steps of each trajectory. [n, 2], int64.
+    """Set out[row] to the sum of the rewards from `row` to its trajectory's end, added from the end. `out`,
+    [rows], float32, keeps rows of no extent; `extents` are first row and number of steps, [n, 2], int64.
     """
     rewards, num_rows = widen(reward, torch.float64), len(out)
     first, length = extents.unbind(1)
@@ -48,23 +44,12 @@ def n_step_(
     resolutions: Tensor,
     n: int,
 ) -> None:
-    """Set the n-step return, discount and number of steps of each resolution.
+    """Set the n-step return, discount, [B], float32, and number of steps k, int64, of each resolution.
 
-    With r the rewards from the anchor on, and k the number of steps until n, a termination, a truncation or
-    the trajectory's end: returns = sum of gamma^i * r[i] over i < k; discount = gamma^k, 0 once terminated.
-    All are 0 of a record that is no sample.
-
-    Args:
-        returns, discount: [B], float32.
-        steps: [B], int64.
-        reward: Any stored dtype. [rows].
-        terminated: [rows], bool.
-        truncated: None: never. [rows], bool.
-        powers: gamma^0 .. gamma^n. [n + 1], float64.
-        resolutions: [B, 8], int64.
-        n: At least 1.
-    Raises:
-        ShapeError: A step of [anchor, min(anchor + n, num_steps)) lies outside the rows.
+    With r the rewards from the anchor on, and k the number of steps until n, a termination, a truncation
+    (None: never) or the trajectory's end: returns = sum of powers[i] * r[i] over i < k; discount = powers[k],
+    0 once terminated, with powers gamma^0 .. gamma^n in float64. All are 0 of a record that is no sample.
+    ShapeError if a step of [anchor, min(anchor + n, num_steps)) lies outside the rows.
     """
     num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
     anchor = resolutions[:, Resolution.ANCHOR]
@@ -106,19 +91,16 @@ def advantages_(
     """Estimate the advantages and value targets of windows: GAE, or with log-probabilities V-trace.
 
     From the last step of a window back: error = reward + gamma next_value - value, without next_value where
-    the step terminates; later = target - value of the step after, 0 after the last step, a termination and
-    a truncation; rho and c are exp(log_prob - behaviour_log_prob), at most rho_bar and c_bar.
+    the step terminates; later = target - value of the step after, 0 after the last step, a termination and a
+    truncation; rho and c are exp(log_prob - behaviour_log_prob), at most rho_bar and c_bar.
 
     - GAE: advantage = target - value = error + gamma lambda later. Schulman et al. 2016, equation 16.
     - V-trace: target - value = rho error + gamma lambda c later; advantage = rho (error + gamma later).
       Espeholt et al. 2018, "IMPALA", section 4.1 and remarks 1 and 2.
 
     Args:
-        advantage, target: 0 where padded. [B, T], float32.
+        advantage, target: 0 where `mask` is False. [B, T], float32.
         reward, value, next_value: next_value[t] is the value of the state after step t. [B, T], float64.
-        terminated: [B, T], bool.
-        truncated: None: never. [B, T], bool.
-        mask: False: padding. [B, T], bool.
         log_prob, behaviour_log_prob: Of the actions, under the policy that is trained and the one that has
             acted; both or none. [B, T], float64.
         factors: gamma, lambda, rho_bar and c_bar.

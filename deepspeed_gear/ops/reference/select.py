@@ -26,15 +26,9 @@ _FEISTEL_ROUNDS, _LEAST_BITS = 8, 8
 
 
 def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
-    """Make one random word of 128 bits for each sample number: Philox4x32-10.
+    """Make the upper and the lower 64 bits of a random word for each sample number, [...]: Philox4x32-10.
 
-    Args:
-        seed: The key, 64 bits.
-        numbers: Sample numbers, the lower half of the counter. [...], int64.
-        stream: 32 bits of the counter.
-        purpose: The last 32 bits: the purpose of the word.
-    Returns:
-        The upper and the lower 64 bits, as the bits of int64. [...] each.
+    The counter is the number, 32 bits of `stream` and 32 of `purpose`; the key is `seed`.
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
     """
@@ -150,11 +144,7 @@ def check_items(items: Tensor, num_items: int) -> None:
 
 
 def descend(sums: Tensor, num_items: int, coordinates: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the item whose share of [0, total) holds each coordinate.
-
-    Returns:
-        The item, and the rest of the coordinate inside it, in [0, mass of the item). [B], int64 each.
-    """
+    """Find the item whose share of [0, total) holds each coordinate, and the rest inside it. [B] each."""
     node, rest = torch.zeros_like(coordinates), coordinates.clone()
     for offset, _ in reversed(tree_levels(num_items)):
         children = sums[offset + node[:, None] * FAN_OUT + torch.arange(FAN_OUT)]
@@ -210,10 +200,8 @@ def num_anchors(rule: Sequence[int], num_steps: Tensor) -> Tensor:
 
 
 def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
-    """Return the masses of trajectories without priorities. [B], int64.
-
-    One unit for each anchor (unit step), or one unit or one for each step (unit trajectory, by length) if
-    there is an anchor at all.
+    """Return the masses of trajectories without priorities, [B]: one unit for each anchor (unit step), or one
+    unit or one for each step (unit trajectory, by length) if there is an anchor at all.
     """
     anchors = num_anchors(rule, num_steps)
     if unit == MassUnit.STEP:
@@ -237,14 +225,10 @@ def draw_goals_(
     fraction: int,
     final_row: int,
 ) -> None:
-    """Set the row of the achieved goal that each sample gets; -1 for its own goal.
+    """Set the row of the achieved goal that each sample gets, [B], int64; -1 for its own goal.
 
-    Args:
-        goal_step: Receives the rows. [B], int64.
-        resolutions: [B, 8], int64.
-        strategy: `GoalStrategy`: a row after the anchor, the last one, or any.
-        fraction: Share of the samples that get such a goal, Q62.
-        final_row: 1 where trajectories have T+1 goals, 0 where they have T.
+    `strategy` is a `GoalStrategy`: a row after the anchor, the last one, or any; `fraction` the share of the
+    samples that get one, Q62; `final_row` 1 where trajectories have T+1 goals, else 0.
 
     Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
     """

@@ -24,18 +24,11 @@ _UNKNOWN_BY_ID, _KNOWN_BY_ID = _MOST_NUMBER, _MOST_NUMBER - 1  # stand for LogEn
 def assign_draws_(
     owner: Tensor, own: Tensor, points: Tensor, found: Tensor, coordinates: Tensor, totals: Tensor, index: int
 ) -> None:
-    """Find the shard that each coordinate hits.
+    """Find the shard that each coordinate in [0, sum(totals)) hits: `owner`, [B]; one outside is a
+    ShapeError.
 
-    Args:
-        owner: Gets the shards. [B], int64.
-        own: Gets which ones hit the shard `index`, ascending. [B], int64.
-        points: Gets their coordinates within it. [B], int64.
-        found: Gets how many these are. [1], int64.
-        coordinates: In [0, sum(totals)). [B], int64.
-        totals: Total mass of each shard. [S], int64.
-        index: One of the shards.
-    Raises:
-        ShapeError: A coordinate lies outside.
+    The first `found` of `own` and `points` get which ones hit the shard `index`, ascending, and their
+    coordinates within it.
     """
     ends = totals.cumsum(0)
     if len(coordinates) and not 0 <= int(coordinates.min()) <= int(coordinates.max()) < int(ends[-1]):
@@ -67,15 +60,13 @@ def encode_draws_(
         samples: Gets the samples, as `encode_rows_` takes them. [n * most or more, 7], int64.
         encoded: Gets their encoded resolutions. [n * most or more, 4, or 5 with steps], int64.
         ends: Gets the samples up to and with those of each node. [S], int64.
-        records: Resolutions of this node's draws. [n, 8], int64.
-        own: Their indices in the selection, ascending. [n], int64.
+        records, own: Resolutions of this node's draws, [n, 8], and their indices in the selection, ascending.
         steps: Steps of their n-step returns, where windows follow them. [n], int64.
         goals: Their rows of achieved goals, -1 for none, where some are drawn. [n], int64.
         readers: Nodes that read a replica's samples, then -1. [replicas, most], int64.
         need_of: What is read at each node of each replica's samples, -1 for nothing. [S, replicas], int16.
         offset: Of the selection's first sample among those of all tables: replicas take turns.
-        index: This node.
-        takes_own: Whether it copies rows for itself as well.
+        index: This node; `takes_own`: it copies rows for itself as well.
     """
     replicas = [(sample + offset) % len(readers) for sample in own.tolist()]
     at = 0
@@ -114,15 +105,12 @@ def decode_draws_(
     Args:
         ring: Gets the resolutions; `UNKNOWN` as id where there is none. [B, 8], int64.
         origins: Gets shard << 32 | slot of each. [B], int64.
-        samples: Gets the samples whose rows are needed, as of `decode_rows_`. [n + a or more, 7], int64.
-        which: Gets their indices in the selection. [n + a or more], int64.
-        found: Gets how many these are. [1], int64.
+        samples, which: Get the `found` samples whose rows are needed, as of `decode_rows_`, and their indices
+            in the selection. [n + a or more, 7] and [n + a or more], int64.
         received: Encoded resolutions from each node, one after the other, and more. [words] each.
-        records, own, steps: As of `encode_draws_`.
-        owner: Node that holds each sample that was asked for. [a], int64.
-        asked: Their indices in the selection, ascending. [a], int64.
+        owner, asked: Node of each sample that was asked for; its index in the selection. [a], int64.
         first: Sample number of the selection's first sample.
-        need_of, offset, index, takes_own: As of `encode_draws_`.
+        records, own, steps, need_of, offset, index, takes_own: As of `encode_draws_`.
     """
     ring.zero_()
     ring[:, Resolution.ID] = UNKNOWN
@@ -181,16 +169,11 @@ def _decode(words: Tensor, number: int) -> Tensor:
 
 
 def encode_reports_(encoded: Tensor, ends: Tensor, reports: Tensor, latest: int) -> None:
-    """Encode reports by shard.
+    """Encode reports by shard: `encoded`, [n, 3], and `ends`, how many those up to and with each shard's are.
 
-    A report by id carries the id where only another store can look up the slot: `ANY_SLOT`. Batches more than
-    65,534 before `latest` are not distinguished.
-
-    Args:
-        encoded: Gets the reports of each shard, as they stand. [n, 3], int64.
-        ends: Gets how many those up to and with each shard's are. [S], int64.
-        reports: As in a log, the shard in the upper half of their slots. [n, 6], int64.
-        latest: The newest global batch of the reports, or a later one.
+    A report, as in a log, has the shard in the upper half of its slot. One by id carries the id where only
+    another store can look up the slot: `ANY_SLOT`. Batches more than 65,534 before `latest`, the newest
+    global batch of the reports or a later one, are not distinguished.
     """
     shard = reports[:, PriorityUpdate.SLOT] >> SHARD_BITS
     ordered = reports[torch.argsort(shard, stable=True)]
@@ -207,13 +190,8 @@ def encode_reports_(encoded: Tensor, ends: Tensor, reports: Tensor, latest: int)
 
 
 def decode_reports_(reports: Tensor, encoded: Tensor, latest: int) -> None:
-    """Decode reports.
-
-    Args:
-        reports: Gets the arguments of `encode_reports_`, with the slots of the store; -1 for an unknown slot,
-            and the id in place of the generation. [n, 6], int64.
-        encoded: [n, 3], int64.
-        latest: As `encode_reports_`.
+    """Decode reports to the arguments of `encode_reports_`, with the slots of the store, -1 for an unknown
+    one, and the id in place of the generation. [n, 6], int64.
     """
     number = encoded[:, 2] & _MOST_NUMBER
     is_unknown = number == _UNKNOWN_BY_ID
