@@ -69,9 +69,7 @@ def restore(plan: Resolved, tables: Tables, content: Any) -> None:
 
 def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
     """Write each replica's tables into a folder; return the position, which names the save. Collective.
-
-    Args:
-        kept: State of the save that this replay has loaded or made last in this folder; None: there is none.
+    `kept` is the state of the save that this replay has loaded or made last there, None if none.
     """
 
     def write(save_id: str) -> dict[str, dict[str, str]]:
@@ -90,11 +88,10 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
 
 
 def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
-    """Continue where `save` was called, on any number of replicas; return the state of that save. Collective.
+    """Continue where `save` was called, on any number of replicas; return that save's state. Collective.
 
-    On another number the trajectories are dealt anew (`reshard_rings`); of a data set's priorities, replica r
-    gets those of saved replica r modulo their number. The oldest trajectories that do not fit are left out,
-    which rank 0 logs.
+    On another number the trajectories are dealt anew (`deal`; rank 0 logs what does not fit); of a data set's
+    priorities, replica r gets those of saved replica r modulo their number.
     """
     exchange, what = plan.exchange, "loading the table on the device"
     replica, replicas = plan.topology.place.data_rank, plan.info.data_world

@@ -57,7 +57,7 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
 
 
 class DeviceLoader:
-    """Fills batches of fixed tensors, and takes their priority updates, without waiting. Made collectively."""
+    """Fills batches of fixed tensors and takes priority updates, without waiting. Made collectively."""
 
     def __init__(self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object) -> None:
         self._mixture, self._data_rank = mixture, plan.topology.place.data_rank

@@ -85,14 +85,11 @@ class BatchAssembler:
         pass_size: int | None = None,
         shares: Sequence[float] | None = None,
     ) -> Batch:
-        """Gather samples of selections into one batch, table by table.
+        """Gather samples of selections into one batch, table by table; DataError if a mapped file has
+        changed.
 
-        Args:
-            taken: Streams, and the part of each one's selection: one, or the training streams of a mixture.
-            pass_size: Items of an evaluation pass, after which samples are fillers; None: no pass.
-            shares: Of a mixture, the share of each table in the global batch.
-        Raises:
-            DataError: A mapped file has changed.
+        `taken` are streams with the part of each one's selection: one, or of a mixture the training streams,
+        with the tables' `shares`. In a pass, samples after its `pass_size` items are fillers.
         """
         for files in self._mapped:
             files.check_at_times()

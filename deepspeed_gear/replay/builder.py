@@ -1,7 +1,5 @@
-"""Builds a replay: creates or attaches the stores, then the parts that read them. Collective on all ranks.
-
-The order of the parts: stores, failure detector, batch barrier, channels to other nodes, batch streams, batch
-assembler. Each part gets the earlier ones as arguments.
+"""Builds a replay: stores, failure detector, batch barrier, channels to other nodes, streams, assembler.
+Collective.
 """
 
 from __future__ import annotations
@@ -44,10 +42,8 @@ NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahe
 
 
 class ReplayParts:
-    """The stores that this rank is attached to, and the parts that read them, until `release`. Collective.
-
-    `turns` is when ranks wait for each other, None for never. An error is raised on every rank, after all
-    resources are released.
+    """The stores that this rank is attached to, and the parts that read them, until `release`. Collective. An
+    error is raised on every rank, after all resources are released. `turns`: when ranks wait, None for never.
     """
 
     assembler: BatchAssembler  # the last part; absent where the building of one before it has failed
@@ -165,10 +161,9 @@ class ReplayParts:
 
 
 def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
-    """Create the node's stores on one rank and attach the others. Collective.
-
-    The names are removed as soon as all ranks are attached: no failure after that leaves a file. A table that
-    admits writers keeps its name, and has a reaper to remove it.
+    """Create the node's stores on one rank and attach the others. Collective. Names are removed as soon as
+    all ranks are attached: no failure after that leaves a file. If it admits writers, a reaper removes its
+    name.
     """
     config, topology, ops = plan.config, plan.topology, plan.ops
     memory, timeout_s = config.shared_memory, config.timeout_s

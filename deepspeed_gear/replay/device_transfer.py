@@ -48,11 +48,8 @@ def is_wanted(options: TransferConfig, device: torch.device) -> bool:
 
 
 class DeviceTransfer:
-    """Transfers batches to a device. One thread per stream gathers batches, the main thread uses them.
-
-    Args:
-        keep: Latest batches that their user may use.
-        options: What `Gatherer` takes besides a table and the depth of its ring.
+    """Transfers batches, the latest `keep` of which are in use. One thread per stream gathers, the main one
+    uses.
     """
 
     def __init__(

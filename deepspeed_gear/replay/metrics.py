@@ -68,10 +68,8 @@ class Metrics:
         return {**means, "train_steps": steps, "skipped_steps": now["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
-        """Return means per micro batch since the last call.
-
-        Args:
-            counters: Real rows, all rows and bytes gathered so far. [3], int64.
+        """Return means per micro batch since the last call; `counters`: real rows, all rows, bytes so far.
+        [3].
         """
         sums = [*counters.tolist(), self._sample_s, self.num_made, self.wait_s, self.num_batches]
         now = np.array(sums, np.float64)
@@ -203,10 +201,7 @@ def of_last_batch(streams: Sequence[BatchStream]) -> dict[str, float]:
 
 
 def policy_lag(streams: Sequence[BatchStream]) -> float | None:
-    """Return the mean policy lag of the newest global batch's samples that this node stores.
-
-    A trajectory has the version of its oldest step. None: no table has versions, or there is no such sample.
-    """
+    """Return the mean lag of the newest global batch's samples on this node; None: no versions or samples."""
     if all(stream.table.spec.retention.version_column is None for stream in streams):
         return None
     return next((_lag(batch) for batch in _batches(streams, 1)), None)
@@ -215,12 +210,10 @@ def policy_lag(streams: Sequence[BatchStream]) -> float | None:
 def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     """Return statistics of the training stream's draws, over the selections in its ring.
 
-    Returns:
-        `effective_samples`: (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global batch;
-        `duplicates`: fraction of samples whose item is already in the same global batch; both as means over
-        the latest global batches, None before the first one. And by table, under `drawn`, the ages of drawn
-        trajectories, the histogram of priorities and how often items were drawn.
-    Cost: one pass over the priorities and counters.
+    `effective_samples` is (sum w)^2 / sum w^2 of the PER weights, as a fraction of the global batch,
+    `duplicates` the fraction of samples whose item is already in the same global batch: means over the latest
+    global batches, None before the first one. `drawn` has, by table, the ages of drawn trajectories, the
+    histogram of priorities and how often items were drawn. Cost: one pass over the priorities and counters.
     """
     batches = _batches(streams, max(stream.spec.depth for stream in streams))
     drawn = {}

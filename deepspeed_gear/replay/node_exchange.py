@@ -41,9 +41,8 @@ class SpreadTrajectories:
 
 
 class NodeExchange:
-    """The exchanges of this rank with other nodes; empty with one node, and on ranks that exchange nothing.
-
-    The transport of its device exchanges rows if the config selects it.
+    """The exchanges of this rank with other nodes, by its device's transport if the config selects it; empty
+    with one node, and on ranks that exchange nothing.
     """
 
     def __init__(self, plan: Resolved, device: torch.device) -> None:
@@ -58,10 +57,8 @@ class NodeExchange:
     def selectors(
         self, states: States, goals: Goals, detector: FailureDetector | None
     ) -> dict[StreamState, SelectionAgreement]:
-        """Open the channels and return the selectors of streams that nodes select together. Collective.
-
-        The leaders of nodes that hold such tables have selectors; elsewhere there are none. `goals` draws the
-        achieved goals of samples.
+        """Open the channels and return the selectors of streams that nodes select together, on the leaders of
+        nodes that hold such tables. Collective. `goals` draws the achieved goals of samples.
         """
         plan, config = self._plan, self._plan.config
         every = [state for of_table in states.values() for state in of_table.values()]
@@ -109,8 +106,7 @@ class NodeExchange:
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of the training selections' exchanges since the last call; empty elsewhere.
-
+        """Return the mean of training selections' exchanges since the last call; empty elsewhere.
         `late_ms.<node>` is how long the first node to be ready waited for it.
         """
         if not self._training:

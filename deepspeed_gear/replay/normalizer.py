@@ -32,10 +32,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, eq=False)
 class FieldConversion:
-    """The conversion of one field between its column's units and those of a batch.
-
-    A value x of the column is (x - shift) * gain in the batch, with one rounding an operation, as in the
-    gather op. Without shift and gain only the dtype changes.
+    """A field's conversion from its column's units to a batch's, (x - shift) * gain with one rounding an
+    operation, as in the gather op, and back. Without shift and gain only the dtype changes.
     """
 
     stored: torch.dtype  # of the column

@@ -176,11 +176,7 @@ class PackPreview:
 
 
 def read_lengths(path: Path) -> np.ndarray:
-    """Read lengths: an .npy file of integers, or a text file with one number per line. [n], int64.
-
-    Raises:
-        DataError: It cannot be read, or holds something else.
-    """
+    """Read lengths from an .npy file of integers, or a text file of one a line; else DataError."""
     with DataError.on(f"lengths {path}", "must be a file of whole numbers", OSError, ValueError):
         if path.suffix == ".npy":
             found: np.ndarray = np.lib.format.open_memmap(path, mode="r")

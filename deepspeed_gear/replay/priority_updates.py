@@ -139,11 +139,8 @@ def report_by_id(
     reports: bool,
     shard_of: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> int:
-    """Report priorities of items by id; see `Replay.set_priorities`.
-
-    Args:
-        reports: Whether this rank reports priorities.
-        shard_of: Ids -> shard of each, -1 for none; None: this store has all. [n] -> [n], int64.
+    """Report priorities of items by id, if this rank `reports`; see `Replay.set_priorities`. `shard_of` maps
+    ids to the shard of each, -1 for none, [n] -> [n], int64; None: this store has all.
     """
     numbers, anchors = _items(masses, ids, steps)
     given = arguments.tensor("priorities", priorities)
@@ -235,9 +232,8 @@ class PinnedBlocks:
 
 
 class AsyncPriorityUpdates:
-    """Appends priority updates to the logs when their device has computed them. Called by one thread.
-
-    Errors in them are raised by the next call of `check` or `drain`; such updates are dropped.
+    """Appends priority updates to the logs when their device has computed them. Called by one thread. Errors
+    in them are raised by the next `check` or `drain`; such updates are dropped.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -247,14 +243,11 @@ class AsyncPriorityUpdates:
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
     def take(self, parts: Sequence[UpdatePart], values: Tensor, faults: Tensor) -> None:
-        """Enqueue an update, which is appended to the logs when its values are computed.
+        """Enqueue an update of a batch; `values`, [B], are appended to the logs when the device has computed
+        them.
 
-        Args:
-            values: Priorities of the whole batch, on their device. [B], float32.
-            faults: Errors found while computing them, on their device: whether masks differ, and the sample
-                without a step that counts, from 1. [2], float32.
-        Raises:
-            StoreError: A log cannot hold so many updates; nothing has changed.
+        `faults`, [2], float32, on the device: whether masks differ; the sample without a step that counts,
+        from 1. StoreError if a log cannot hold so many updates; nothing has changed.
         """
         for part in parts:
             part.reports.check_room(len(part.records))
@@ -278,9 +271,8 @@ class AsyncPriorityUpdates:
         self.check()
 
     def close(self) -> None:
-        """End the thread when all updates are appended; safe to call twice.
-
-        After `timeout_s`, updates that the device has not computed are dropped.
+        """End the thread when all updates are appended, or dropped as not computed in `timeout_s`. Safe to
+        call twice.
         """
         if self._thread is not None:
             self._jobs.put(None)

@@ -488,9 +488,8 @@ class Replay(ReplayBase):
         return missing
 
     def _take_turn(self, action: Callable[[], None]) -> None:
-        """Run an action and pass the batch barrier of the ranks: an error of one rank is raised on all.
-
-        The next turn calls the action again if this one fails.
+        """Run an action and pass the batch barrier: an error of one rank is raised on all. If it fails, it is
+        called again by the next turn.
         """
         self._check_open()
         barrier, windows = self._parts.barrier, self._windows

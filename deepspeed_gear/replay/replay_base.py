@@ -289,10 +289,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @abstractmethod
     def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
-        """Continue at a state; load the tables of a save's folder, or leave them as they are (None).
-
-        Returns:
-            The state of the save, which the next one into this folder keeps; None for a position alone.
+        """Continue at a state; load the tables of a save's folder, or leave them as they are (None: returns
+        None). Returns the save's state, which the next one into this folder keeps.
         """
 
     @property

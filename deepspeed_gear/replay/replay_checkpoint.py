@@ -31,11 +31,8 @@ class ReplayCheckpoint:
         self._latest: tuple[Path, State] | None = None  # the save made last, in any folder
 
     def state(self, save: State | None = None, columns: dict[str, str] | None = None) -> dict[str, Any]:
-        """Return the position, equal on all ranks; see `Replay.state_dict`.
-
-        Args:
-            save: Id and manifests of the save of this position.
-            columns: File of the columns of the rollout batch whose training is under way.
+        """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and manifests,
+        and the file of the `columns` of the rollout batch whose training is under way.
         """
         plan, at, passes = self._parts.plan, self._loader.position, self._passes.begun
         where, rollout = at.at, at.rollout
@@ -47,11 +44,10 @@ class ReplayCheckpoint:
         return position.state_of(plan, passes, where, save, rollout)
 
     def save(self, folder: Path, kept: State | None) -> dict[str, Any]:
-        """Write the tables whose content is not a data set's, then the position, which is returned.
-
-        One node writes replicated tables, and each node its shard of the others. A table's folder is renamed
-        to its name when all files are complete on the disk, and the position is written after all tables.
-        `kept` is the state of the latest save in this folder that this Replay has loaded or made.
+        """Write the tables whose content is not a data set's, then the position, which is returned. One node
+        writes replicated tables, each node its shard of the others. A table's folder is renamed to its name
+        when all files are complete on the disk. `kept`: of the latest save here that this Replay has loaded
+        or made.
         """
         parts, loader = self._parts, self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
@@ -91,10 +87,8 @@ class ReplayCheckpoint:
         return made
 
     def load(self, state: State, folder: Path | None) -> None:
-        """Continue at a state; an error is raised before anything has changed.
-
-        Args:
-            folder: Of the save that the state names, whose tables replace those of this run; None: they stay.
+        """Continue at a state, with the tables of its save's folder (None: they stay); an error changes
+        nothing.
         """
         parts, loader = self._parts, self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
@@ -163,9 +157,8 @@ class ReplayCheckpoint:
         }
 
     def _pause(self) -> None:
-        """Stop the prefetch threads, on all nodes after the same selection.
-
-        A thread may wait for other nodes in the middle of a selection: their `leave` ends its wait.
+        """Stop the prefetch threads, on all nodes after the same selection. One may wait for other nodes in
+        the middle of a selection: their `leave` ends its wait.
         """
         self._parts.stop_prefetching()
         self._parts.exchange.leave()

@@ -120,9 +120,8 @@ class Records(NamedTuple):
 
 
 class TablePart:
-    """The trajectories of a rollout batch that come from one table.
-
-    Where nodes exchange its rows (`spread`), one rank of each gives the values that the node holds.
+    """The trajectories of a rollout batch from one table; where nodes exchange its rows, one rank of each
+    gives them.
     """
 
     def __init__(
@@ -474,11 +473,8 @@ class RolloutData:
 
 
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
-    """Return the number of each trajectory's item, from 0. [n], int64.
-
-    Args:
-        sample_numbers: Of trajectories; those of one item are equal and neighbours. [n].
-        tables: Which table each is of; None: of one. [n].
+    """Return the number of each trajectory's item, from 0. Trajectories of one item are neighbours, of equal
+    sample numbers and, where there are several, of one table. [n] -> [n], int64.
     """
     is_first = np.ones(len(sample_numbers), bool)
     is_first[1:] = sample_numbers[1:] != sample_numbers[:-1]
@@ -525,11 +521,8 @@ class PlannedPacks:
 
 
 class PackSequence:
-    """The packs of some trajectories of a rollout batch on this rank: the same number on every rank.
-
-    Args:
-        index: The trajectories, whose loss is one mean. [n], int64.
-        tokens: Of a pack; None: `gear.pack.tokens`.
+    """The packs of some trajectories, `index`, whose loss is one mean, on this rank; equally many on every
+    rank. `tokens` of a pack; None: `gear.pack.tokens`.
     """
 
     def __init__(self, data: RolloutData, index: np.ndarray, tokens: int | None = None) -> None:

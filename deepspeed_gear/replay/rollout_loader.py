@@ -32,9 +32,8 @@ from deepspeed_gear.store.records import Head
 
 
 class SelectedItems:
-    """The items of one selection. Those of several tables take turns, in proportion to their numbers.
-
-    It has a head and `parts`, its trajectories, in each table; those of one item are neighbours.
+    """The items of one selection, those of several tables in turn, in proportion to their numbers; its head;
+    and its trajectories in each table, `parts`, those of one item side by side.
     """
 
     def __init__(self, key: int, heads: list[list[int]], parts: list[Records]) -> None:
@@ -149,9 +148,8 @@ class RolloutLoader:
         return self.next().step(0)
 
     def _take(self) -> list[Records]:
-        """Return the trajectories of the next rollout batch, by table.
-
-        An item of more steps than a batch may have is a batch of its own. After an error nothing is taken.
+        """Return the trajectories of the next rollout batch, by table; of an error, take none. An item of
+        more steps than a batch may have is a batch of its own.
         """
         while not self._next_items()[1]:
             self._held.append(self._select())

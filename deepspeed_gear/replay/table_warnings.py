@@ -23,12 +23,9 @@ PAUSE_S = 600.0  # between two warnings of one kind
 
 
 class ClampWarning:
-    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds.
-
-    Args:
-        most_bits: log2 of the largest mass.
-        counts: Returns the numbers of updates that were ever applied, and ever clamped.
-        recent: Returns these numbers of the latest global batches; None: since the last `check`.
+    """Logs that many priority updates of a table were clamped, at most once in `PAUSE_S` seconds. `most_bits`
+    is log2 of the largest mass; `counts` and `recent` return the numbers of updates applied and clamped:
+    ever, and in the latest global batches (None: since the last `check`).
     """
 
     def __init__(

@@ -213,9 +213,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self._begins_anew = False
 
     def _note(self, num_gaps: int, num_resets: int) -> None:
-        """Log a warning, once, if steps after the ends of episodes do not begin at their last states.
-
-        And if transitions are added out of order: a gap stores an observation twice.
+        """Log a warning, once: steps after ends do not begin at their last states, or there are gaps, each of
+        which stores an observation twice.
         """
         gaps, resets, added = self._num_gaps, self._num_resets, self._writer.num_steps
         self._num_gaps, self._num_resets = gaps + num_gaps, resets + num_resets
@@ -299,13 +298,11 @@ def _section(
     options: dict[str, Any],
     most_steps: int | None,
 ) -> dict[str, Any]:
-    """Return the `gear` section of a buffer; `most_steps` of an episode, None where they are not known.
+    """Return a buffer's `gear` section; `most_steps` of an episode if known; ConfigError: an option is its
+    own.
 
     Rows for the longest trajectory of each environment are reserved while it grows. These come on top of
     `buffer_size`, and those that an eviction may free in excess.
-
-    Raises:
-        ConfigError: An option is the buffer's own.
     """
     for name in ("tables", "data"):
         if name in options:
