@@ -1,6 +1,5 @@
-"""Checks and conversions of arguments of public calls; an error names the argument.
-
-Called at the public boundary, never per sample. Arrays raise DataError, options raise ConfigError.
+"""Checks and conversions of arguments of public calls, never per sample; an error names the argument. Arrays
+raise DataError, options raise ConfigError.
 """
 
 from __future__ import annotations

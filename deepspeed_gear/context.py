@@ -20,9 +20,8 @@ class WaitLog:
         self._what, self._begin, self._next = what, time.monotonic(), LOG_EVERY_S
 
     def note(self, who: Callable[[], str]) -> float:
-        """Log the wait for those that `who` returns if that is due; return its duration so far, in seconds.
-
-        Nothing is logged where `who` returns "": another rank logs them.
+        """Log the wait for those that `who` returns if due ("": another rank does); return its duration, in
+        seconds.
         """
         waited = time.monotonic() - self._begin
         if waited >= self._next:

@@ -151,9 +151,8 @@ _RAISED = " [raised on "
 
 
 def relayed(kind: type[GearError], text: str, where: str) -> GearError:
-    """Return the error of another rank or node as it is raised here: the cause first, then its path.
-
-    `text` may have been relayed before; `where` is the rank or node that it comes from, and what it did.
+    """Return the error of another rank or node, which may have been relayed before, as it is raised here: the
+    cause first, then its path. `where` is the rank or node that it comes from, and what it did.
     """
     cause, found, way = text.rpartition(_RAISED)
     if found and way.endswith("]"):

@@ -1,9 +1,8 @@
 """Descriptors whose open file marks this process as alive; a forked child closes its copies.
 
-The kernel releases a lock of an open file, and ends a pipe, when the last descriptor of it is closed. A child
-that is forked without exec (os.fork, multiprocessing, the workers of a DataLoader) has copies of all, so a
-parent that is killed would count as alive until its children end. Children that C code forks run no hook of
-Python and keep their copies until they end or exec.
+The kernel releases a lock of an open file, and ends a pipe, with its last descriptor. Children forked without
+exec (os.fork, multiprocessing) have copies of all: a killed parent would count as alive until they end, as
+with those that C code forks, which run no hook of Python.
 """
 
 from __future__ import annotations

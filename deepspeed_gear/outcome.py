@@ -14,10 +14,7 @@ _HEAD_WORDS = 2  # kind, bytes of the text
 
 @dataclass(frozen=True)
 class Outcome:
-    """A failure of another rank's or node's part of something that all do.
-
-    As words: the kind, the bytes of the text, the text; what does not fit of it is left out.
-    """
+    """A failure of another rank's or node's part of something that all do."""
 
     kind: int  # place in `_KINDS` of the first type that fits
     text: str  # with the name of the error's type where that is none of this package
@@ -29,7 +26,7 @@ class Outcome:
         return cls(next((code for code, kind in enumerate(_KINDS) if isinstance(error, kind)), 0), text)
 
     def words(self, count: int) -> np.ndarray:
-        """Return it as words. [count], int64."""
+        """Return the kind, the bytes of the text, and what fits of the text. [count], int64."""
         found = np.zeros(count, np.int64)
         text = self.text.encode()[: 8 * (count - _HEAD_WORDS)]
         found[:_HEAD_WORDS] = self.kind, len(text)
@@ -43,10 +40,9 @@ class Outcome:
         return cls(int(words[0]), text.decode(errors="replace"))
 
     def error(self, where: str, is_own: bool = False) -> GearError:
-        """Return the error to raise here, with `where`: the rank or node that has failed, and what it did.
-
-        A PeerError, or a NotReadyError where the same call may succeed later. The type stays where it has
-        failed in this rank's place too (`is_own`).
+        """Return the error to raise here, with `where`: the rank or node that has failed, and what it did. A
+        PeerError, or a NotReadyError where the same call may succeed later; its own type if it `is_own`: it
+        failed in this rank's place too.
         """
         kind = _KINDS[self.kind]
         if not is_own:

@@ -20,10 +20,9 @@ T = TypeVar("T")
 def wait_until(
     condition: Callable[[], T], timeout_s: float, pause_s: float, check: Callable[[], None] | None = None
 ) -> T:
-    """Call a condition until it returns neither None nor False; return what it has returned last.
-
-    It is called once at least, and once more after the timeout; `check` before each pause, which raises where
-    the wait cannot end.
+    """Call a condition until it returns neither None nor False; return what it has returned last. It is
+    called at least once, and once after the timeout; `check`, which raises where waiting is vain, before each
+    pause.
     """
     until = time.monotonic() + timeout_s
     while (found := condition()) is None or found is False:

@@ -1,8 +1,8 @@
 """What causal language models of transformers take to keep the trajectories of a pack apart.
 
-transformers derives masks from positions that restart, but not every model passes its positions on; recurrent
-layers take the sequences only where kernels of other packages run, and some factors depend on the place in
-the pack. So a model is accepted where its family is known to give the logits that each trajectory has alone.
+Masks follow from positions that restart, but not every model passes its positions on; recurrent layers take
+sequences only with other packages' kernels; some factors depend on the place. So a model is accepted where
+its family is known to give the logits that each trajectory has alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""A table in the memory of one device: columns, tree and state are tensors private to the process.
-
-Rows and slots are rings (common/ring.h): a trajectory never wraps, and the oldest ones are evicted. All state
-lies in tensors of fixed addresses, so that adding, drawing and updates can be captured in a CUDA graph.
+"""A table in the memory of one device, private to the process. Rows and slots are rings (common/ring.h): a
+trajectory never wraps, and the oldest are evicted. Tensors have fixed addresses, for CUDA graphs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Pipeline engines: micro batches of a schedule are fetched before it starts.
+"""Pipeline engines: micro batches of a schedule are fetched before it starts, on all ranks together.
 
-DeepSpeed's first and last stage each pull their micro batches in the middle of a schedule of sends and
-receives; a stage that waited there for another rank would never continue. So all micro batches of a schedule
-are fetched first, on all ranks together; an error is raised before the schedule begins.
+Stages pull theirs in the middle of a schedule of sends and receives; one that waited there for another rank
+would never continue. An error is raised before the schedule begins.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """GEAR's op builders: `GearBuilder` for the CPU op, `GearCudaBuilder` for the kernels.
 
-Two, because a machine with a GPU and no CUDA toolkit must not lose the CPU op with the kernels. Both are
-DeepSpeed op builders; `NativeOp` adds a name that holds a hash of everything the build depends on, a build
-lock that is released when its process ends, and errors with a remedy.
+Two, because a machine with a GPU and no CUDA toolkit must not lose the CPU op with the kernels.
 """
 
 from __future__ import annotations
@@ -86,9 +84,8 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_GEAR_CUDA"
 
     def missing(self) -> dict[str, str]:
-        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major version.
-
-        Minor versions of one major version are compatible; torch's own check only warns of them.
+        """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major version:
+        minor ones are compatible; torch's own check only warns of them.
         """
         missing, cuda = super().missing(), torch.version.cuda
         if cuda is None:
@@ -138,9 +135,8 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
 
     def builder(self) -> Any:
         """Describe the bindings to setuptools; the kernels, which only nvcc compiles, are linked with them.
-
-        torch may be built without CUDA: the bindings use its headers of the host alone. The runtime is
-        static, with hidden names, so that it is not mixed with the one that torch has loaded.
+        torch may have no CUDA, so they use its host headers alone. The runtime is static, with hidden names,
+        so that it is not mixed with torch's.
         """
         from torch.utils.cpp_extension import CppExtension
 
@@ -161,10 +157,9 @@ BUILDERS = {builder.__name__: builder for builder in (GearBuilder, GearCudaBuild
 
 
 def register() -> None:
-    """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`.
-
-    DeepSpeed has no entry point for external ops, so the accelerator's two lookups are wrapped. Idempotent;
-    call it again after `set_accelerator`.
+    """Register the builders with the live accelerator, `deepspeed.ops.op_builder` and `ALL_OPS`. Idempotent;
+    call it again after `set_accelerator`. DeepSpeed has no entry point for external ops: two lookups are
+    wrapped.
     """
     import deepspeed.ops.op_builder as op_builder
     from deepspeed.accelerator import get_accelerator

@@ -15,10 +15,8 @@ MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
 
 
 def most_mass_bits(num_items: int) -> int:
-    """Return log2 of the largest mass of an item, so that any masses of a table sum to less than 2^62.
-
-    With N items at most, all nodes together, below 2^b, 2N items (N is rounded up on each node) of mass
-    2^(61 - b) sum to less than 2^62.
+    """Return log2 of the largest mass of an item, so that a table's masses sum to less than 2^62: N items at
+    most, all nodes together, below 2^b, are 2N as N is rounded up on each node, of mass 2^(61 - b).
     """
     return max(1, min(MOST_MASS_BITS, MOST_TOTAL_BITS - 1 - num_items.bit_length()))
 
@@ -35,10 +33,9 @@ FAN_OUT = 32
 
 
 def tree_levels(num_items: int) -> list[tuple[int, int]]:
-    """Return offset and width of every level of the tree of `num_items` masses, in words.
-
-    Level 0 holds the masses, a node of level l + 1 is the sum of a group of `FAN_OUT` nodes of level l, the
-    last level is one group. Every level is padded with zeros to whole groups.
+    """Return offset and width, in words, of every level of the tree of `num_items` masses: level 0 the
+    masses, then sums of groups of `FAN_OUT` nodes, to one group. Levels are padded with zeros to whole
+    groups.
     """
     levels: list[tuple[int, int]] = []
     nodes, offset = max(num_items, 1), 0

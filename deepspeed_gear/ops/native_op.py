@@ -1,9 +1,5 @@
-"""The native ops without DeepSpeed: dependencies of a build, the build that fits this process, its import.
-
-`CpuOp` is the store, selection and gather in C++, `CudaOp` the kernels.
-
-`builder` adds the DeepSpeed op builders that compile them. A process that finds a build that fits need not
-import DeepSpeed, which warns where it finds no GPU.
+"""The native ops without DeepSpeed, which `builder` needs to compile them and which warns without a GPU:
+dependencies of a build, the build that fits this process, its import.
 """
 
 from __future__ import annotations
@@ -200,10 +196,8 @@ class CudaOp(NativeOp):
         return existing(sorted(self.csrc.glob("*/*.cu")))
 
     def fitting(self) -> tuple[Path | None, str]:
-        """Find the kernels that were built with the wheel, if they are compiled for the devices here.
-
-        Not part of `prebuilt`, because it initialises CUDA: a process that has done so must not fork, and
-        `register` asks for what is prebuilt where DeepSpeed is imported.
+        """Find the kernels that were built with the wheel, if they are compiled for the devices here. It
+        initialises CUDA, after which a process must not fork; `register` asks only for `prebuilt`.
         """
         found, why = self.prebuilt()
         if found is None:

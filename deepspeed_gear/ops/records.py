@@ -1,7 +1,5 @@
-"""Records and codes that Python and C++ share, one class of words each.
-
-A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a row. A test
-compares classes and headers.
+"""Records and codes that Python and C++ share, a class of words each; a test compares them with the headers.
+A record is a row of an int64 array: `slots[slot, Slot.ID]`. `NUM_WORDS` is the length of a row.
 """
 
 from __future__ import annotations

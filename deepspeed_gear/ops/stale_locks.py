@@ -1,10 +1,9 @@
 """Locks that killed builds of torch extensions leave.
 
-torch creates the file `lock` in the folder of an extension before it compiles and removes it afterwards
-(`torch.utils.file_baton`). The file outlives a process that is killed while it compiles, such as a launch
-that compiles DeepSpeed's own communication op, and from then on every process that loads the extension waits
-for ever, without a message. The holder keeps the file open as long as it compiles, so a lock that no process
-has open is stale.
+torch creates `lock` in an extension's folder before it compiles and removes it afterwards (`file_baton`). It
+outlives a process that is killed meanwhile, such as a launch that compiles DeepSpeed's communication op, and
+every later load of the extension waits for ever, without a message. The holder keeps the file open as long as
+it compiles, so a lock that no process has open is stale.
 """
 
 from __future__ import annotations
@@ -29,10 +28,8 @@ _LOCAL = {"btrfs", "ext2/ext3", "f2fs", "overlayfs", "ramfs", "tmpfs", "xfs", "z
 
 
 def remove() -> list[BuildError]:
-    """Remove locks whose holders are dead; return the errors of old ones whose holders may be. Log both.
-
-    Safe while other processes do the same or build: one process of a machine looks and removes at a time.
-    Cost: lists one folder; half a second for each stale lock.
+    """Remove locks whose holders are dead; return the errors of old ones whose holders may be. Log both. One
+    process of a machine looks at a time, in half a second for each stale lock; others may build.
     """
     try:
         root = build_folder("any").parent
@@ -75,10 +72,9 @@ def _remove(lock: Path) -> BuildError | None:
 
 
 def _is_open(lock: Path) -> bool:
-    """Return whether a process of this machine, in any container, has a file of this user open.
-
-    The kernel grants a write lease to the only open descriptor of a file. A process that opens the file
-    before the lease ends sends a signal, SIGURG here, which is ignored by default.
+    """Return whether a process of this machine, in any container, has a file of this user open: the kernel
+    grants a write lease to its only descriptor. Who opens it before the lease ends causes SIGURG here:
+    ignored.
     """
     fd = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:

@@ -149,10 +149,9 @@ def abi() -> dict[str, str]:
 
 
 def release(version: str) -> str:
-    """Return the release of torch that a version is a build of.
-
-    PyTorch builds "2.13.0+cpu" and "2.13.0+cu130" from one source with one compiler, so an op that is built
-    with one of them fits the other. Labels of others say nothing of the kind, and stay.
+    """Return the release of torch that a version is a build of: "2.13.0+cpu" and "2.13.0+cu130" have one
+    source and one compiler, so an op that fits one fits the other. Other labels say nothing of the kind, and
+    stay.
     """
     return re.sub(r"^([\d.]+)\+(cpu|cu\d+)$", r"\1", version)
 

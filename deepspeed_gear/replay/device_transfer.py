@@ -1,8 +1,7 @@
 """Device transfer of this rank's batches: what CUDA reads in place, the transfer method, and what waits.
 
-Batches are gathered on a transfer stream; on a GPU it is a CUDA stream besides that of the training step. A
-batch is handed over in the thread that uses it, whose stream then waits for it. The transfer stream reuses a
-ring entry after the work that was on the user's stream when `keep` newer batches had been handed over.
+A batch's transfer stream (a CUDA stream on a GPU) is waited for by the stream of the thread that uses it. It
+reuses a ring entry after that stream's work when `keep` newer batches had been handed over.
 """
 
 from __future__ import annotations

@@ -133,15 +133,13 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         arguments.one_of("stream", stream, str, "a name")
         if stream == TRAIN:
             return (self.sample() for _ in count())
-        return self._while_open(self._passes.batches(stream))
+        batches = self._passes.batches(stream)
 
-    def _while_open(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        while True:
+        def next_one() -> Batch | None:
             self._check_open()
-            batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch
+            return next(batches, None)
+
+        return iter(next_one, None)
 
     def num_batches(self, stream: str) -> int:
         """Return the number of batches of each rank in one pass over a split.

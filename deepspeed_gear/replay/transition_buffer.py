@@ -225,7 +225,6 @@ class TransitionBuffer(ProcessBound, PublicNames):
                 f"its last next_obs, in the step that resets it, got another one after {self._num_resets} "
                 "episodes: give the environment as n_envs, or its own autoreset mode"
             )
-
         if gaps < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
             LOG.warning(
                 "gear: TransitionBuffer: obs should be the next_obs of the environment's transition before "

@@ -1,9 +1,5 @@
-"""Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during steps.
-
-`DeferredRelease` releases selections after the event that follows the last kernel that reads them.
-
-Nothing here waits for a device, except `Event.synchronize`, which is called before memory of the host is
-overwritten.
+"""Transfer streams: a CUDA stream, or the calling thread, on which batches are gathered during steps. Nothing
+here waits for a device, except `Event.synchronize`, before memory of the host is overwritten.
 """
 
 from __future__ import annotations
@@ -132,9 +128,8 @@ class CudaStream(HostStream):
 
 
 def allow_captures_elsewhere() -> None:
-    """Allow this thread to allocate and query events while another thread captures a CUDA graph.
-
-    A capture of the default mode fails if any thread does so, unless that thread is in relaxed mode.
+    """Allow this thread to allocate and query events while another captures a CUDA graph in the default mode,
+    which fails unless this thread is in relaxed mode.
     """
     if not torch.cuda.is_available():
         return
@@ -164,10 +159,8 @@ class Packing:
         self.num_bytes = at
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors in an allocation. [num_bytes], uint8.
-
-        Each has its own version counter, as separate tensors have: autograd names the tensor that was changed
-        in place.
+        """Return the tensors in an allocation. [num_bytes], uint8. Each has its own version counter, as
+        separate tensors have: autograd names the tensor that was changed in place.
         """
         found = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):

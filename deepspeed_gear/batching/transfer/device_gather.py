@@ -17,16 +17,8 @@ import numpy as np
 import torch
 
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, Buffers, FieldGroup, Gatherer, NStepReturns
-from deepspeed_gear.batching.transfer.copy_engine import (
-    COPIES,
-    DIRECT,
-    STAGED,
-    column_name,
-    fetch,
-    is_computed,
-    pieces_of,
-    ways_of,
-)
+from deepspeed_gear.batching.transfer import copy_engine
+from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.ops import Ops
@@ -121,10 +113,10 @@ class DeviceGatherer(Gatherer):
 
     def _divide(self, num_samples: int) -> None:
         transfer = self._transfer
-        self._ways = ways_of(
+        self._ways = copy_engine.ways_of(
             self._fields,
             transfer.way,
-            lambda field: transfer.is_reached(column_name(field)),
+            lambda field: transfer.is_reached(copy_engine.column_name(field)),
             transfer.least_copy_bytes,
         )
         inputs = [i for i, field in enumerate(self._fields) if field.is_input]
@@ -157,9 +149,9 @@ class DeviceGatherer(Gatherer):
     def _there(self, index: int) -> torch.Tensor:
         """Return a field's column on the device; an empty tensor where it is not read there."""
         field = self._fields[index]
-        if self._ways[index] == STAGED or is_computed(field):
+        if self._ways[index] == STAGED or copy_engine.is_computed(field):
             return torch.empty(0, dtype=torch.int64, device=self._lane.device)
-        return self._reach.columns[column_name(field)]
+        return self._reach.columns[copy_engine.column_name(field)]
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
         """Return a group of fields that reads their rows in `columns`, of which each field has one."""
@@ -295,13 +287,14 @@ class DeviceGatherer(Gatherer):
         """Copy windows with the copy engine; kernels then read the copies as they would the columns."""
         pieces, moved = [], []
         for window, group in self._fetched.items():
-            found = fetch(window, records)
+            found = copy_engine.fetch(window, records)
             moved.append(found.records)
             for i in group.which:
                 number = self._number[i]
                 row_bytes = self._specs[i].elements * self._sources[number].element_size()
-                bounds = self._reach.bounds.get(column_name(self._fields[i]), _NO_BOUNDS)
-                pieces.append(pieces_of(found, records, number, row_bytes, self._scratch_at[i], bounds))
+                at, name = self._scratch_at[i], copy_engine.column_name(self._fields[i])
+                bounds = self._reach.bounds.get(name, _NO_BOUNDS)
+                pieces.append(copy_engine.pieces_of(found, records, number, row_bytes, at, bounds))
         every = torch.from_numpy(np.concatenate(pieces))
         self._transfer.ops.copy_pieces_(self._scratch, self._sources, every)
         there = self._lane.bring(moved)

@@ -1,7 +1,6 @@
-"""Conversion of elements while they are gathered: (x - shift) * gain in float64, one rounding an operation.
-
-A value that is only copied keeps its bits. A NaN that a conversion yields is the one quiet NaN of its type,
-because processors differ in its payload.
+"""Conversion of elements while they are gathered: (x - shift) * gain in float64, one rounding an operation. A
+copied value keeps its bits; a NaN of a conversion is the one quiet NaN of its type, because processors differ
+in its payload.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Reference ops on messages of rows: the rows of trajectories to send, each once, and their places.
-
-Sender and receiver compute the same plan from the samples' resolutions, so a message needs no description of
-its contents. Windows of samples that overlap, or whose item was drawn twice, are merged: a row is sent once.
+"""Reference ops on messages of rows: the rows of trajectories to send, each once where windows or draws
+overlap. Sender and receiver compute the same plan from the samples' resolutions: nothing else is sent.
 """
 
 from __future__ import annotations

@@ -128,20 +128,17 @@ class _Filling:
         self.tokens, self.width, self.trajectories = tokens, width, trajectories
 
     def run(self) -> _Packs:
-        num_micro = -(-self._count_at_least() // self.width)
+        # No plan has fewer packs: of trajectories longer than a k-th of it, a pack holds less than k.
+        bounds = [-(-int(self.length.sum()) // self.tokens), -(-len(self.index) // self.trajectories)]
+        for k in range(2, _SHARES + 1):
+            bounds.append(-(-int((self.length > self.tokens // k).sum()) // (k - 1)))
+        num_micro = -(-max(bounds) // self.width)
         packs = self._fill(num_micro, by_cost=True)
         num_best_fit = 0 if packs else self._count_best_fit()
         while packs is None:
             num_micro += 1
             packs = self._fill(num_micro, by_cost=num_micro * self.width >= num_best_fit)
         return packs
-
-    def _count_at_least(self) -> int:
-        """No plan has fewer packs: of trajectories longer than a k-th of it, a pack holds less than k."""
-        bounds = [-(-int(self.length.sum()) // self.tokens), -(-len(self.index) // self.trajectories)]
-        for k in range(2, _SHARES + 1):
-            bounds.append(-(-int((self.length > self.tokens // k).sum()) // (k - 1)))
-        return max(bounds)
 
     def _count_best_fit(self) -> int:
         """Return the packs that best fit needs if any number may be opened."""
@@ -254,17 +251,14 @@ class _Balancing:
 
     def run(self) -> None:
         for _ in range(_PASSES):
-            self._set_targets()
+            steps = self._packs.by_cost().reshape(-1, self._items.width)
+            costs = self._packs.cost[steps]
+            targets = costs.sum(axis=1, keepdims=True) // self._items.width
+            self._excess[steps], self._tolerance[steps] = costs - targets, targets >> _TOLERANCE_BITS
+            self._lowest = np.argsort(self._excess, kind="stable").tolist()
             changed = [self._lower(pack) for pack in range(len(self._members))]
             if not any(changed):
                 return
-
-    def _set_targets(self) -> None:
-        steps = self._packs.by_cost().reshape(-1, self._items.width)
-        costs = self._packs.cost[steps]
-        targets = costs.sum(axis=1, keepdims=True) // self._items.width
-        self._excess[steps], self._tolerance[steps] = costs - targets, targets >> _TOLERANCE_BITS
-        self._lowest = np.argsort(self._excess, kind="stable").tolist()
 
     def _lower(self, pack: int) -> bool:
         """Lower the cost of a pack to its target; return whether anything was changed."""

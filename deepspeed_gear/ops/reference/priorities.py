@@ -19,16 +19,8 @@ from deepspeed_gear.ops.records import (
 
 from ...errors import ShapeError
 from ..constants import EXACT_MASS_BITS, FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE_Q62, minima_levels
+from . import select
 from .integers import LOW_32, exp2, float_bits, log2, power_of_priority, scale
-from .select import (
-    check_coordinates,
-    check_items,
-    descend,
-    entries_of,
-    masses_by_rule,
-    num_anchors,
-    tree_update_,
-)
 
 _INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
 _NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
@@ -111,7 +103,7 @@ def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
 
 def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) -> None:
     """Repair the minima above leaves that have changed; items may repeat."""
-    check_items(items, num_items)
+    select.check_items(items, num_items)
     minima_build_(minima, sums, num_items)
 
 
@@ -119,8 +111,8 @@ def resolve_rows_(
     resolutions: Tensor, sums: Tensor, slots: Tensor, row_slots: Tensor, coordinates: Tensor, first: int
 ) -> None:
     """Set resolutions[i] to the record of coordinates[i] in a tree of rows: their slots are `row_slots`."""
-    check_coordinates(sums, len(row_slots), coordinates)
-    row, _ = descend(sums, len(row_slots), coordinates)
+    select.check_coordinates(sums, len(row_slots), coordinates)
+    row, _ = select.descend(sums, len(row_slots), coordinates)
     index = row_slots[row].long()
     is_slot = (index >= 0) & (index < len(slots))
     slot = slots[torch.where(is_slot, index, 0)] if len(slots) else slots.new_zeros(len(row), slots.shape[1])
@@ -192,11 +184,11 @@ def prioritize_(
     item, bits = updates[current, PriorityUpdate.SLOT], bits[current]
     if unit == MassUnit.STEP:
         item = slots[item, Slot.FIRST_ROW] + updates[current, PriorityUpdate.ANCHOR]
-    check_items(item, len(priorities))
+    select.check_items(item, len(priorities))
     counts[UpdateCount.HIGHEST_PRIORITY] = highest
     changed = torch.unique(item)
     num_before = (sums[changed] > 0).sum()
-    tree_update_(sums, len(priorities), item, masses[current])
+    select.tree_update_(sums, len(priorities), item, masses[current])
     if len(minima):
         minima_update_(minima, sums, len(priorities), item)
     for i, value in zip(item.tolist(), bits.to(torch.int32).view(torch.float32), strict=True):
@@ -234,7 +226,7 @@ def slot_priorities_(
     the rule, its trajectory, and its steps with a priority; rows of free slots are left alone. Empty `steps`
     and `row_slots`: items are trajectories. Of `counts` only `DRAWABLE` changes.
     """
-    changed = entries_of(log, first, last, len(slots))
+    changed = select.entries_of(log, first, last, len(slots))
     masses = mass_of(order_of(torch.tensor([initial])), alpha, most_bits)[0]
     value = torch.tensor([initial], dtype=torch.int32).view(torch.float32)
     for slot in changed.tolist():
@@ -243,12 +235,12 @@ def slot_priorities_(
         if by_step and state not in (SlotState.COMMITTED, SlotState.EVICTED):
             bases[slot] = 0
             continue
-        own = int(masses_by_rule(rule, unit, torch.tensor(num_steps)))
+        own = int(select.masses_by_rule(rule, unit, torch.tensor(num_steps)))
         base = own if state == SlotState.COMMITTED else 0
         differs = bool(generations[slot] != record[Slot.GENERATION] or (bases[slot] > 0) != (base > 0))
         if by_step:
             row, every = record[Slot.FIRST_ROW], torch.arange(record[Slot.NUM_ROWS])
-            check_items(every + row, len(priorities))
+            select.check_items(every + row, len(priorities))
             has_mass = anchors_among(rule, every, num_steps) & (base > 0)
             if differs:
                 row_slots[every + row] = slot
@@ -263,7 +255,7 @@ def slot_priorities_(
             has_mass = torch.full((len(items),), base > 0)
         counts[UpdateCount.DRAWABLE] -= (sums[items] > 0).sum()
         priorities[items] = torch.where(has_mass, value, 0.0)
-        tree_update_(sums, len(priorities), items, torch.where(has_mass, masses, 0))
+        select.tree_update_(sums, len(priorities), items, torch.where(has_mass, masses, 0))
         if len(minima):
             minima_update_(minima, sums, len(priorities), items)
         counts[UpdateCount.DRAWABLE] += (sums[items] > 0).sum()
@@ -277,7 +269,7 @@ def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -
     first, _, stride, _, from_end = rule
     distance = (num_steps - 1 - steps if from_end else steps) - first
     inside = (steps < num_steps) & (distance >= 0) & (distance % stride == 0)
-    are: Tensor = inside & (distance // stride < num_anchors(rule, torch.as_tensor(num_steps)))
+    are: Tensor = inside & (distance // stride < select.num_anchors(rule, torch.as_tensor(num_steps)))
     return are
 
 

@@ -27,25 +27,9 @@ from deepspeed_gear.ops.records import (
     Source,
     UpdateCount,
 )
+from deepspeed_gear.ops.reference import priorities as priority_ops
+from deepspeed_gear.ops.reference import select
 from deepspeed_gear.ops.reference.integers import LOW_32
-from deepspeed_gear.ops.reference.priorities import (
-    importance_,
-    is_priority,
-    mass_of,
-    minima_build_,
-    prioritize_,
-    resolve_rows_,
-    updates_of,
-)
-from deepspeed_gear.ops.reference.select import (
-    anchor_at,
-    coordinate,
-    masses_by_rule,
-    num_anchors,
-    philox,
-    resolve_,
-    tree_build_,
-)
 
 _NO_STEP = [-1, 0, 0, -1, 0, 0]
 
@@ -76,16 +60,17 @@ class _Items:
 
     def repair(self) -> None:
         """Set the nodes above the masses that have changed, and count those that can be drawn."""
-        tree_build_(self.sums, len(self.masses))
+        select.tree_build_(self.sums, len(self.masses))
         if len(self.minima):
-            minima_build_(self.minima, self.sums, len(self.masses))
+            priority_ops.minima_build_(self.minima, self.sums, len(self.masses))
         change = int((self.masses > 0).sum()) - self.num_drawable
         self.state[RingState.COUNTS + UpdateCount.DRAWABLE] += change
 
     def first_priority(self, initial: int, alpha: int, most_bits: int) -> tuple[int, int]:
         """Return the float32 bits of the priority of new items, and their mass; 0 without priorities."""
         bits = initial if initial >= 0 else int(self.state[RingState.INITIAL])
-        return bits, int(mass_of(torch.tensor([bits]), alpha, most_bits)[0]) if len(self.priorities) else 0
+        mass, _ = priority_ops.mass_of(torch.tensor([bits]), alpha, most_bits)
+        return bits, int(mass) if len(self.priorities) else 0
 
 
 def ring_add_(
@@ -148,7 +133,7 @@ def ring_add_(
             for step in range(steps):
                 items.set(first + step, mass * (step in admitted), bits * (step in admitted))
         else:
-            own = int(masses_by_rule(rule, unit, torch.tensor(steps)))
+            own = int(select.masses_by_rule(rule, unit, torch.tensor(steps)))
             items.set(slot, mass if own and len(priorities) else own, bits if own else 0)
     items.repair()
     state[RingState.HEAD], state[RingState.NEXT], state[RingState.TAIL] = head, following, tail
@@ -156,7 +141,7 @@ def ring_add_(
 
 def _anchors(rule: Sequence[int], num_steps: int) -> set[int]:
     steps = torch.tensor(num_steps)
-    return set(anchor_at(rule, steps, torch.arange(int(num_anchors(rule, steps)))).tolist())
+    return set(select.anchor_at(rule, steps, torch.arange(int(select.num_anchors(rule, steps)))).tolist())
 
 
 def ring_extend_(
@@ -257,7 +242,7 @@ def ring_extend_(
         owners[row + final_row] = slot
         slots[slot, Slot.NUM_STEPS], slots[slot, Slot.NUM_ROWS] = steps, steps + final_row
         state[RingState.STEPS] += 1
-        before, after = (int(masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps))
+        before, after = (int(select.masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps))
         if items.are_rows:
             old, new = _anchors(rule, step), _anchors(rule, steps)
             for anchor in sorted(old ^ new):
@@ -330,7 +315,7 @@ def ring_select_(
     if total == 0:
         _no_samples(state, resolutions, weights, numbers)
         return
-    points = coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total)
+    points = select.coordinate(*select.philox(seed, numbers, stream, RandomPurpose.COORDINATE), total)
     if stratified:
         whole, rest = divmod(total, count)
         j = torch.arange(count)
@@ -338,9 +323,9 @@ def ring_select_(
     for i, number in enumerate(numbers.tolist()):
         one, point = resolutions[i : i + 1], points[i : i + 1]
         if len(row_slots):
-            resolve_rows_(one, sums, slots, row_slots, point, number)
+            priority_ops.resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
-            resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
+            select.resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
     _weigh(state, resolutions, weights, sums, minima, betas, draw, total)
     _advance(state, total, count)
 
@@ -378,8 +363,8 @@ def ring_select_limited_(
         return
     for i, number in enumerate(numbers.tolist()):
         one, total = resolutions[i : i + 1], int(sums[-32:].sum())
-        words = philox(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
-        resolve_(one, sums, slots, coordinate(*words, total), rule, unit, seed, stream, number)
+        words = select.philox(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
+        select.resolve_(one, sums, slots, select.coordinate(*words, total), rule, unit, seed, stream, number)
         slot = int(one[0, Resolution.SLOT])
         slots[slot, Slot.TIMES_SAMPLED] += 1
         if slots[slot, Slot.TIMES_SAMPLED] >= most and i + 1 < count:
@@ -424,9 +409,9 @@ def ring_top_k_(
     for i, (item, number) in enumerate(zip(items.tolist(), numbers.tolist(), strict=True)):
         one, point = resolutions[i : i + 1], sums[:item].sum().reshape(1)
         if len(row_slots):
-            resolve_rows_(one, sums, slots, row_slots, point, number)
+            priority_ops.resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
-            resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
+            select.resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
     if counts:
         slots[resolutions[:, Resolution.SLOT], Slot.TIMES_SAMPLED] += 1
     weights.fill_(1)
@@ -477,7 +462,7 @@ def _weigh(
     elif normalize == Normalize.TABLE:
         top = minima[-32:] if len(minima) else sums[:32]  # of a tree of one level: its leaves
         numerator, divisor = int(top[top > 0].min()), 1
-    importance_(weights, resolutions, numerator, divisor, beta)
+    priority_ops.importance_(weights, resolutions, numerator, divisor, beta)
 
 
 def ring_update_(
@@ -501,12 +486,13 @@ def ring_update_(
     priority alone.
     """
     bits = values.view(torch.int32).long() & LOW_32
-    valid = is_priority(bits)
+    valid = priority_ops.is_priority(bits)
     state[RingState.REFUSED] += (~valid).sum()
-    updates = updates_of(resolutions, torch.where(resolutions[:, Resolution.SLOT] < 0, 0, bits))[valid]
+    known = torch.where(resolutions[:, Resolution.SLOT] < 0, 0, bits)
+    updates = priority_ops.updates_of(resolutions, known)[valid]
     counts = state[RingState.COUNTS : RingState.COUNTS + UpdateCount.NUM_WORDS]
     item = MassUnit.STEP if unit == MassUnit.STEP else MassUnit.TRAJECTORY
-    prioritize_(sums, minima, priorities, counts, slots, updates, rule, alpha, item, most_bits)
+    priority_ops.prioritize_(sums, minima, priorities, counts, slots, updates, rule, alpha, item, most_bits)
 
 
 def scatter_(

@@ -72,26 +72,21 @@ def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int
         raise ShapeError("first", f"must keep {len(coordinates)} indices in [0, {size})", first)
     bits = max(_LEAST_BITS, (size - 1).bit_length())
     right_bits = bits - bits // 2
-    words = [
+    left_mask, right_mask = (1 << bits // 2) - 1, (1 << right_bits) - 1
+    keys = [
         philox(seed, torch.tensor(epoch), stream, RandomPurpose.PERMUTATION + (pair << 8))
         for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
     ]
-    keys = [int(half) for word in words for half in word]
     index = torch.arange(len(coordinates)) + first
     outside = torch.ones_like(index, dtype=torch.bool)
     while outside.any():
-        index[outside] = _feistel(index[outside], bits // 2, right_bits, keys)
+        left, right = index[outside] >> right_bits, index[outside] & right_mask
+        for key_left, key_right in keys:
+            left = left ^ (_mix(right + int(key_left)) & left_mask)
+            right = right ^ (_mix(left + int(key_right)) & right_mask)
+        index[outside] = (left << right_bits) | right
         outside = index >= size
     coordinates.copy_(index)
-
-
-def _feistel(index: Tensor, left_bits: int, right_bits: int, keys: Sequence[int]) -> Tensor:
-    left_mask, right_mask = (1 << left_bits) - 1, (1 << right_bits) - 1
-    left, right = index >> right_bits, index & right_mask
-    for key_left, key_right in zip(keys[::2], keys[1::2], strict=True):
-        left = left ^ (_mix(right + key_left) & left_mask)
-        right = right ^ (_mix(left + key_right) & right_mask)
-    return (left << right_bits) | right
 
 
 def _mix(x: Tensor) -> Tensor:

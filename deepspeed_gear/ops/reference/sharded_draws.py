@@ -1,7 +1,5 @@
-"""Reference ops on draws and priority reports between nodes: owners, readers, and messages.
-
-Encoded, a resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24. Encoded
-slots, generations, step numbers and lengths have 32 bits.
+"""Reference ops on draws and priority reports between nodes: owners, readers, and messages, in words of 32
+bits. A resolution takes 32 bytes, and 8 more where windows follow n-step steps; a report 24.
 """
 
 from __future__ import annotations
