@@ -21,7 +21,6 @@ _INT64 = np.iinfo(np.int64)
 
 
 def mapping(name: str, value: object, remedy: str = "") -> Mapping[str, Any]:
-    """Return a mapping whose keys are strings."""
     if not isinstance(value, Mapping):
         raise DataError(name, "must be a mapping by name", type(value).__name__, remedy)
     odd = next((key for key in value if not isinstance(key, str)), None)
@@ -58,7 +57,6 @@ def array(name: str, value: object) -> np.ndarray:
 
 
 def integers(name: str, value: object) -> np.ndarray:
-    """Return integers that fit into int64, one or many. [n], int64."""
     found = array(name, value)
     if found.size and found.dtype.kind not in "iu":
         raise DataError(name, "must be integers", str(found.dtype))
@@ -78,7 +76,6 @@ def tensor(name: str, value: object) -> torch.Tensor:
 
 
 def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
-    """Return an integer of at least `least`."""
     try:
         number = None if isinstance(value, (bool, torch.Tensor)) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -90,28 +87,24 @@ def count(name: str, value: object, least: int = 1, remedy: str = "") -> int:
 
 
 def one_of(name: str, value: object, kind: type[T] | tuple[type[T], ...], what: str) -> T:
-    """Return a value of a type."""
     if not isinstance(value, kind):
         raise ConfigError(name, f"must be {what}", type(value).__name__)
     return value
 
 
 def tensors(name: str, value: object) -> Mapping[str, torch.Tensor]:
-    """Return a mapping of dense tensors by name, as they are."""
     for column, given in mapping(name, value).items():
         dense(f"{name}: column {column}", given)
     return value  # type: ignore[return-value]
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return a callable."""
     if not callable(value):
         raise ConfigError(name, "must be a function", type(value).__name__)
     return value
 
 
 def folder(name: str, value: object) -> Path:
-    """Return a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(name, "must be a path", type(value).__name__)
     if "\0" in os.fsdecode(value):
@@ -128,7 +121,6 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def device(name: str, value: object) -> torch.device:
-    """Return a device."""
     try:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
         return found

@@ -307,7 +307,6 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     # ---- parts -----------------------------------------------------------------------------------
 
     def _taken(self, key: Samples) -> Batch:
-        """Return a batch of some of the samples."""
         take = _taker(key, self.num_samples)
         index, batch = take(self.sample_index), self.map(take)
         samples, opaque = batch._samples, self._samples.opaque
@@ -552,14 +551,12 @@ class LentTensors:
         self._lifetimes: deque[BatchLifetime | None] = deque()  # the oldest first
 
     def make_room(self) -> None:
-        """End the oldest batches, before another is created."""
         while len(self._lifetimes) >= self._keep:
             lifetime = self._lifetimes.popleft()
             if lifetime is not None:
                 lifetime.end()
 
     def add(self, batch: Batch) -> None:
-        """Add a batch that is returned to its user."""
         self._lifetimes.append(batch.lifetime)
 
 

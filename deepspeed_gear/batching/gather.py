@@ -224,7 +224,6 @@ class Buffers:
         return frozenset(storage for tensor in self.all if (storage := storage_of(tensor)) is not None)
 
     def part(self, first: int, end: int) -> Buffers:
-        """Return the tensors of some samples of the batch."""
         outs, masks, n_step, estimates = (
             [tensor[first:end] for tensor in tensors]
             for tensors in (self.outs, self.masks, self.n_step, self.estimates)
@@ -404,7 +403,6 @@ class Gatherer:
         ]
 
     def _named(self, every: list[torch.Tensor]) -> Buffers:
-        """Return the buffers of tensors of these sizes."""
         first, end = len(self._shapes), len(self._shapes) + len(self._mask_lengths)
         last = end + (len(N_STEP_NAMES) if self._n_step else 0)
         outs, masks, n_step, estimates = every[:first], every[first:end], every[end:last], every[last:]
@@ -576,7 +574,6 @@ class PackGatherer:
         }
 
     def finish(self, outs: Mapping[str, torch.Tensor], end: int) -> None:
-        """Pad the places from `end` on."""
         for field, pad in zip(self.fields, self._group.pads, strict=True):
             outs[field.name][end:].fill_(pad)
 

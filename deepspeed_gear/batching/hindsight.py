@@ -59,7 +59,6 @@ class HindsightRelabelling:
 
     @staticmethod
     def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        """Concatenate the goals of samples of several tables."""
         given = [part for part in parts if part is not None]
         return torch.cat(given) if given else None
 

@@ -56,7 +56,6 @@ class Prefetcher(Generic[T]):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread has not ended."""
         return self._thread.is_alive()
 
     def ready(self) -> T | None:
@@ -68,7 +67,6 @@ class Prefetcher(Generic[T]):
         return self._results.get_nowait()[0]
 
     def stop(self) -> None:
-        """End the thread; drop waiting results."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -124,7 +124,6 @@ def check_step(
 
 
 def check_mask(table: RingTable, mask: object) -> None:
-    """Raise unless a mask is a bool of each environment, on the device."""
     of_step = table.state.device, [table.num_envs], _PER_ENVIRONMENT
     _check_values("mask", arguments.dense("mask", mask), Column("mask", "bool"), *of_step)
 

@@ -126,7 +126,6 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
 
 
 def _read(part: Path) -> dict[str, Tensor]:
-    """Return the saved content of a replica's table, mapped."""
     path = part / save_folders.MANIFEST
     files = save_folders.entry(save_folders.read_versioned(path, FORMAT), "files", dict, str(path))
     with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
@@ -135,6 +134,5 @@ def _read(part: Path) -> dict[str, Tensor]:
 
 
 def _leads(plan: Resolved) -> bool:
-    """Return whether this rank is the one that saves its replica's tables."""
     place = plan.topology.place
     return place.tensor_rank == place.sequence_rank == place.pipe_rank == 0

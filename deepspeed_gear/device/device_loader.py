@@ -79,7 +79,6 @@ class DeviceLoader:
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def new_batch(self) -> DeviceBatch:
-        """Return a batch of fixed tensors for `fill_`."""
         micro, mixture = self._info.micro, self._mixture
         records, weight = torch.zeros_like(self._all[:micro]), None
         if mixture.is_prioritized:
@@ -257,7 +256,6 @@ class DeviceEvaluation:
         self._begun: dict[str, int] = {}
 
     def num_batches(self, split: str) -> int:
-        """Return the batches of a rank in a pass."""
         return len(self._resolved(split)[0]) // self._splits[split].batch
 
     def batches(self, split: str) -> Iterator[DeviceBatch]:

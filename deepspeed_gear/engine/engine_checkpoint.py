@@ -99,7 +99,6 @@ def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
 
 
 def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
-    """Return the folder of the tag, and the replay's part of its client state."""
     folder, remedy = given, "give attach the folder that load_checkpoint got, or that of the tag"
     if not deepspeed_compat.model_states(given):  # then the tag that `load_checkpoint` takes by default
         name = given / ("latest_universal" if engine.load_universal_checkpoint() else "latest")

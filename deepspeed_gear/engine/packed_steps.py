@@ -83,6 +83,5 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
 
 
 def _refuse_sample() -> None:
-    """Stand-in for `gear_sample`."""
     remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
     raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)

@@ -90,7 +90,6 @@ def check_section(config: GearConfig) -> PipelineConfig:
 
 
 def _one_or_all(parts: tuple[torch.Tensor, ...]) -> Part:
-    """Return the only part, or all; None for none."""
     return parts[0] if len(parts) == 1 else parts or None
 
 

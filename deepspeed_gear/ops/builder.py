@@ -73,8 +73,6 @@ class _DeepSpeedOp(NativeOp):
 
 
 class GearBuilder(_DeepSpeedOp, CpuOp, CPUOpBuilder):
-    """Builds the CPU op: the store, selection and gather in C++."""
-
     BUILD_VAR = "DS_BUILD_GEAR"
 
 

@@ -48,7 +48,6 @@ def tree_levels(num_items: int) -> list[tuple[int, int]]:
 
 
 def tree_size(num_items: int) -> int:
-    """Return the words of a tree of `num_items` masses."""
     offset, width = tree_levels(num_items)[-1]
     return offset + width
 
@@ -60,7 +59,6 @@ def minima_levels(num_items: int) -> list[tuple[int, int]]:
 
 
 def minima_size(num_items: int) -> int:
-    """Return the words of the tree of minima over `num_items` masses."""
     return sum(width for _, width in minima_levels(num_items))
 
 

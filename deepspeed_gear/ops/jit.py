@@ -51,7 +51,6 @@ def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def loaded(name: str) -> ModuleType | None:
-    """Return the op if this process has loaded it."""
     return _loaded.get(name)
 
 
@@ -146,7 +145,6 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
 
 
 def import_built(name: str) -> ModuleType | None:
-    """Import a build of this name if there is a finished one."""
     return import_file(name, build_folder(name) / f"{name}.so") if is_built(name) else None
 
 
@@ -218,7 +216,6 @@ def check_owner(path: Path, owners: Collection[int] = ()) -> None:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """Return whether a group is the private one of a user."""
     try:
         owner, found = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:

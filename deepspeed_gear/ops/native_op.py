@@ -39,7 +39,6 @@ class NativeOp(ABC):
         self.csrc = toolchain.csrc_root()
 
     def absolute_name(self) -> str:
-        """Return the module name of a prebuilt op."""
         return f"deepspeed_gear.ops.{self.NAME}_op"
 
     @abstractmethod
@@ -61,7 +60,6 @@ class NativeOp(ABC):
         return digest.hexdigest()
 
     def key_parts(self) -> dict[str, Any]:
-        """Return everything that a JIT build depends on."""
         return {
             **toolchain.abi(),
             "sources": self.source_digest(),
@@ -121,7 +119,6 @@ class NativeOp(ABC):
         return name if jit.is_built(name) else None
 
     def require_tools(self) -> None:
-        """Raise BuildError where a build lacks something."""
         missing = self.missing()
         if missing:
             remedy = f"{' and '.join(missing.values())}, or {self.INSTEAD}"

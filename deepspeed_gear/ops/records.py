@@ -55,8 +55,6 @@ class MassUnit:
 
 
 class PriorityUpdate:
-    """The priority of an item."""
-
     SLOT: Final = 0
     GENERATION: Final = 1
     ANCHOR: Final = 2
@@ -218,8 +216,6 @@ class PlacedStep:
 
 
 class PlacedTrajectory:
-    """A trajectory that is added to a device's table."""
-
     SLOT: Final = 0
     FIRST_ROW: Final = 1
     NUM_STEPS: Final = 2

@@ -83,12 +83,10 @@ def output(command: list[str]) -> list[str]:
 
 
 def compiler_version() -> str:
-    """Return the C++ compiler and its version, or "" where there is none."""
     return next(iter(output([*compiler(), "--version"])), "")
 
 
 def installed_version(package: str) -> str:
-    """Return the version of an installed package without importing it, or "" where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

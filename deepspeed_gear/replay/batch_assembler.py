@@ -204,7 +204,6 @@ class BatchAssembler:
         return changed
 
     def _opaque(self, taken: Sequence[tuple[BatchStream, SelectionPart]]) -> dict[str, list[Any]]:
-        """Return the values of opaque fields, part after part."""
         found: dict[str, list[Any]] = {}
         for field in self._needs.opaque:
             assert field.column is not None

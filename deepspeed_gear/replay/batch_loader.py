@@ -196,13 +196,11 @@ class Evaluation:
         self.begun: dict[str, int] = {}  # by split; a checkpoint has them
 
     def batches(self, split: str) -> Iterator[Batch]:
-        """Begin a pass; return its batches."""
         found, number = self._streams(split), self.begun.get(split, 0)
         self.begun[split] = number + 1
         return chain.from_iterable(self._pass(stream, number) for stream in found)
 
     def num_batches(self, split: str) -> int:
-        """Return the number of a rank's batches in a pass."""
         return sum(-(-stream.num_items // stream.spec.batch) for stream in self._streams(split))
 
     def _streams(self, split: str) -> list[BatchStream]:

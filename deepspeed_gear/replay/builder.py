@@ -136,7 +136,6 @@ class ReplayParts:
                 stream.leave()
 
     def release(self) -> None:
-        """Stop threads and channels, and detach from the stores."""
         self.exchange.part()
         if self.detector is not None:
             self.detector.part()
@@ -244,7 +243,6 @@ def _advise(tables: Iterable[Table]) -> None:
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
-    """Start the failure detector if there are several nodes. Collective."""
     topology, timeout_s = plan.topology, plan.config.timeout_s
     if topology.num_nodes == 1:
         return None

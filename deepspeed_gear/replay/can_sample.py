@@ -90,7 +90,6 @@ class Readiness:
         return share + int(place.data_rank < rest)
 
     def _first(self, number: int, answer: Callable[[], int]) -> int:
-        """Return the answer to a call that the first rank of this node has given."""
         entry = self._answers[number % len(self._answers)]
         with self._table.lock:
             if entry[0] == number + 1:

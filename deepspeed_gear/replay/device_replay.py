@@ -265,7 +265,6 @@ class DeviceReplay(ReplayBase):
         into.table.end_steps_(mask)
 
     def _open_steps(self, name: str | None) -> DeviceTable:
-        """Return a table to which steps of environments are added."""
         into = self._changing(name)
         if not into.table.num_envs:
             rule = "must have num_envs, so that steps of environments can be added"

@@ -105,7 +105,6 @@ class DeviceTransfer:
 
     @property
     def _num_registered(self) -> int:
-        """Registered bytes of all tables."""
         return sum(registration.num_bytes for registration in self._registrations.values())
 
     def _kernels(self, backend: str) -> Ops | None:
@@ -202,7 +201,6 @@ class DeviceTransfer:
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
 
     def finish(self, batch: Batch, gatherer: DeviceGatherer) -> Batch:
-        """Record the event after which a batch is complete."""
         batch.arrives(_Arrival(self.lane.record(), gatherer, gatherer.made))
         return batch
 

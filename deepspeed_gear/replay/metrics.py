@@ -41,7 +41,6 @@ class Metrics:
         self._trained_before = dict(self.trained)
 
     def produced(self, seconds: float) -> None:
-        """Count a micro batch that was selected and gathered."""
         self._sample_s += seconds
         self.num_made += 1
 

@@ -58,7 +58,6 @@ class FieldConversion:
         return self._cast(name, values, self.dtype)
 
     def revert(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """Convert values in the field's units to the column's."""
         if self.shift is not None and self.gain is not None:
             values = widen(values, torch.float64) / self.gain + self.shift
         elif not self.dtype.is_floating_point:
@@ -67,7 +66,6 @@ class FieldConversion:
         return _rounded(values, self.stored if is_floating else arithmetic_dtype(self.stored, self.dtype))
 
     def _cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Change the dtype only."""
         if dtype.is_floating_point:  # by way of float32, or float64 where float32 would lose bits
             by_way = arithmetic_dtype(self.stored, self.dtype)
             return values if values.dtype == dtype else _rounded(widen(values, by_way), dtype)
@@ -88,7 +86,6 @@ class FieldConversion:
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> FieldConversion:
-        """Reverse `to_json`."""
         found = cls(DTYPES[entry["stored"]], DTYPES[entry["dtype"]], tuple(entry["shape"]))
         if entry["gain"] is None:
             return found
@@ -284,7 +281,6 @@ class Normalizer:
     # ---- the object ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out copies on devices."""
         return {"fields": self.fields, "_placed": {}}
 
     def __repr__(self) -> str:

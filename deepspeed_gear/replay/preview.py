@@ -30,8 +30,6 @@ FIRST_IDS = 4
 
 @dataclass(frozen=True)
 class RankPreview:
-    """The first micro batch of one rank."""
-
     rank: int
     node: int
     place: RankCoordinates

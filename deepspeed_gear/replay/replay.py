@@ -125,7 +125,6 @@ class Replay(ReplayBase):
         return [self.tables[name] for name in self.config.sampled_tables]
 
     def _streams(self, table: Table) -> list[BatchStream]:
-        """Return the streams that sample from a table."""
         return list(self._parts.streams[table.spec.name].values())
 
     def _inserter(self, table: str | None) -> Inserter:

@@ -333,7 +333,6 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             raise StoreError(f"the {type(self).__name__}", "must be open", None, "it was closed")
 
     def _check_reads(self) -> None:
-        """Raise if this rank reads no batches."""
         self._check_open()
 
     @abstractmethod

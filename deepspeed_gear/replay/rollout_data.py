@@ -110,8 +110,6 @@ class RolloutSession:
 
 
 class Records(NamedTuple):
-    """Selected trajectories of one table."""
-
     #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot and rows.
     resolutions: torch.Tensor  # [n, 8], int64, contiguous
     weights: torch.Tensor  # PER weights. [n], float32
@@ -388,7 +386,6 @@ class RolloutData:
             rows[moves.samples, Resolution.SLOT] = slot + room.first_slot + moves.slot
 
     def pack(self, packs: PackSequence, number: int, fill: Fill | None = None) -> MicroBatch:
-        """Gather this rank's part of one of its packs."""
         begin, settings, place = time.perf_counter(), self.settings, self.settings.place
         index, rows = packs.packs[number], packs.rows[number]
         part = rows // place.sequence_world

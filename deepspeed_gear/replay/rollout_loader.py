@@ -221,7 +221,6 @@ class RolloutLoader:
 
     @property
     def _under_way(self) -> Rollout | None:
-        """The rollout batch that is being trained."""
         current = self._current
         return current if current is not None and current.number == self._number else None
 

@@ -270,7 +270,6 @@ class TransitionBuffer(ProcessBound, PublicNames):
 
 
 def _column(role: str, space: Any, rows: Any) -> Column:
-    """Return the column of a space."""
     shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
     if shape is None or dtype is None:
         remedy = "give a Replay a column for each part, and write with its vector_writer"

@@ -22,8 +22,6 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 
 class CopyPiece:
-    """Words of one copy of the copy engine."""
-
     COLUMN: Final = 0
     SOURCE: Final = 1
     TARGET: Final = 2

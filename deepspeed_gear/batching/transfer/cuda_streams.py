@@ -144,7 +144,6 @@ def refuse_capture(name: str, rule: str, remedy: str = "") -> None:
 
 
 def lane_of(device: torch.device) -> HostStream:
-    """Return a transfer stream of a device."""
     return CudaStream(device) if device.type == "cuda" else HostStream()
 
 
@@ -190,7 +189,6 @@ class DeferredRelease:
             self._waiting.append((event, release, key))
 
     def settle(self) -> None:
-        """Release the selections whose events are done."""
         if not self._waiting:
             return
         with self._lock:

@@ -46,8 +46,6 @@ class Reach:
 
 @dataclass(frozen=True)
 class FieldTransfer:
-    """How batches are transferred to a device."""
-
     lane: HostStream
     ops: Ops  # ops for tensors of the device
     way: str  # the preferred transfer method; see `ways_of`
@@ -60,8 +58,6 @@ class FieldTransfer:
 
 @dataclass
 class _Slot:
-    """State of a ring entry besides its tensors."""
-
     front: torch.Tensor  # the staged fields
     free: Event | None = None  # its user's last use
     consumer: Any = None
@@ -71,8 +67,6 @@ class _Slot:
 
 @dataclass
 class _Pinned:
-    """Pinned memory in which a batch is staged."""
-
     flat: torch.Tensor
     buffers: Buffers
     copied: Event | None = None  # after the copy: it may be written again

@@ -240,8 +240,6 @@ class _Filling:
 
 
 class _Balancing:
-    """Exchanges trajectories, so that the packs of a micro step cost the same."""
-
     def __init__(self, items: _Filling, packs: _Packs) -> None:
         self._items, self._packs = items, packs
         self._members = [np.flatnonzero(packs.pack == pack).tolist() for pack in range(len(packs.cost))]

@@ -51,7 +51,6 @@ class _Items:
             self.priorities[item] = torch.tensor([bits]).to(torch.int32).view(torch.float32)[0]
 
     def clear(self, slots: Tensor, slot: int, num_steps: int) -> None:
-        """Remove the trajectory of a slot from the table."""
         first = int(slots[slot, Slot.FIRST_ROW])
         for item in range(first, first + num_steps) if self.are_rows else [slot]:
             self.set(item, 0, 0)
@@ -419,7 +418,6 @@ def ring_top_k_(
 
 
 def _numbers(state: Tensor, count: int, draw: Sequence[int]) -> Tensor:
-    """Return the sample numbers of the next global batch. [count], int64."""
     stride, offset = draw[2:4]
     return (int(state[RingState.SAMPLES]) + torch.arange(count)) * stride + offset
 

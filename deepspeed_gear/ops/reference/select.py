@@ -133,7 +133,6 @@ def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
 
 
 def check_items(items: Tensor, num_items: int) -> None:
-    """Raise ShapeError unless all items lie in [0, num_items)."""
     if len(items) and not 0 <= int(items.min()) <= int(items.max()) < num_items:
         raise ShapeError("items", f"must lie in [0, {num_items})", items.tolist())
 
@@ -205,7 +204,6 @@ def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
 
 
 def anchor_at(rule: Sequence[int], num_steps: Tensor, index: Tensor) -> Tensor:
-    """Return the index-th anchor of trajectories. [B], int64."""
     first, _, stride, _, from_end = rule
     distance = first + index * stride
     return num_steps - 1 - distance if from_end else distance
