@@ -20,9 +20,7 @@ class WaitLog:
         self._what, self._begin, self._next = what, time.monotonic(), LOG_EVERY_S
 
     def note(self, who: Callable[[], str]) -> float:
-        """Log the wait for those that `who` returns if due ("": another rank does); return its duration, in
-        seconds.
-        """
+        """Log the wait for `who()` if due ("": another rank does); return its duration, in seconds."""
         waited = time.monotonic() - self._begin
         if waited >= self._next:
             self._next += LOG_EVERY_S

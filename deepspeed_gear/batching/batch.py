@@ -486,9 +486,7 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
 
 class OverwrittenBatch(Batch):
-    """Class of a batch whose lifetime has ended: every access raises; a living batch and its graphs pay
-    nothing.
-    """
+    """Class of a batch whose lifetime has ended: every access raises; living ones and graphs pay nothing."""
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__"):  # of the language: `__class__`, `__dict__`

@@ -122,9 +122,7 @@ class FieldRows:
 
 
 class FieldGroup:
-    """Fields, `which` among all, that one call of `gather_` gathers; in its spec, masks have the group's
-    numbers.
-    """
+    """Fields that one call of `gather_` gathers, `which` among all; its spec numbers their masks anew."""
 
     def __init__(
         self,

@@ -25,9 +25,7 @@ STRATEGIES = {
 
 
 class HindsightRelabelling:
-    """Draws goals and computes rewards by `gear.hindsight` (None: nothing) for the `needed` fields. Thread
-    safe.
-    """
+    """Draws goals and computes rewards by `gear.hindsight` (None: none) for `needed` fields. Thread safe."""
 
     def __init__(
         self,
@@ -63,9 +61,7 @@ class HindsightRelabelling:
         return torch.cat(given) if given else None
 
     def reward(self, batch: Batch) -> None:
-        """Replace a batch's rewards by those of the program's function; ShapeError unless it returns their
-        shape.
-        """
+        """Replace rewards by those of the program's function; ShapeError unless it keeps their shape."""
         if self._reward is None:
             return
         found, field = self._reward(batch), batch[self._name]

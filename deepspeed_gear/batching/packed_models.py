@@ -92,9 +92,7 @@ class PackedModel:
         raise ConfigError(f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy)
 
     def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
-        """Return the arguments that keep a pack's, or its slice's, sequences apart; ConfigError if none are
-        known to.
-        """
+        """Return the arguments that keep a pack's (slice's) sequences apart; ConfigError if none do."""
         lengths, sequence = micro.lengths, micro.sequence
         given: dict[str, Any] = {}
         if len(lengths) <= 1 and not is_slice:  # padding after one trajectory suits every model

@@ -52,9 +52,7 @@ class PackBudget:
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Packs of whole trajectories, as many for every rank; micro steps are ordered by cost, the costliest
-    first.
-    """
+    """Packs of whole trajectories, as many for every rank; micro steps by falling cost."""
 
     num_micro: int  #: K: micro batches of every rank
     width: int  #: ranks that it was made for

@@ -66,9 +66,7 @@ def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | Non
 
 
 def without_inner_ends(table: RingTable, columns: Columns, lengths: Tensor, steps: int) -> Tensor:
-    """Return the lengths of checked trajectories, -1 (refused; in host memory a DataError) where an end flag
-    precedes the last step.
-    """
+    """Return checked lengths, -1 (in host memory: DataError) where an end flag precedes the last step."""
     flags = [columns[column.name][:, :-1].bool() for column in table.schema.end_columns]
     if not flags or steps == 1:
         return lengths

@@ -65,9 +65,7 @@ class WeightExponents:
         self._values = torch.from_numpy(values).to(device)
 
     def next_(self, state: Tensor) -> Tensor:
-        """Return exponents for `ring_select_`, [n], Q62; a function's value outside of [0, 1] is clamped, and
-        counted in the table's `state`.
-        """
+        """Return exponents for `ring_select_`, [n], Q62; `state` counts values clamped to [0, 1]."""
         if self._function is None:
             return self._values
         value = self._function(state[RingState.BATCH].double()).double()

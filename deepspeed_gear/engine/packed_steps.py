@@ -53,9 +53,7 @@ class PackedSteps:
         return original(*arguments, **options)
 
     def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Update the weights and count what was trained, inside the engine's `step`, before it reports to
-        monitors.
-        """
+        """Update the weights and count what was trained, inside `step`, before it reports to monitors."""
         before = self._engine.global_samples
         result = original(*arguments, **options)
         step, self._step = self._step, None

@@ -196,9 +196,7 @@ def require_nvcc() -> Path:
 
 
 def nvcc_flags() -> list[str]:
-    """Return flags for the architectures of TORCH_CUDA_ARCH_LIST, which is set to all supported ones if
-    unset.
-    """
+    """Return flags for TORCH_CUDA_ARCH_LIST's architectures; unset, it is set to all that are supported."""
     require_nvcc()
     builder = GearCudaBuilder()
     flags = [flag for flag in builder.nvcc_args() if not flag.startswith("--threads")]
@@ -206,9 +204,7 @@ def nvcc_flags() -> list[str]:
 
 
 def compile_kernels(folder: Path, flags: Sequence[str]) -> list[str]:
-    """Compile every kernel into the folder of this version of sources, flags and toolkit; return the objects.
-    Those that are there stay.
-    """
+    """Compile every kernel into a folder of this version, unless it is there; return the objects."""
     nvcc = require_nvcc() / "bin" / "nvcc"
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -41,9 +41,7 @@ _threads = threading.RLock()
 
 
 def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op; torch aborts when its ops are registered twice. Thread
-    safe; a failure is not remembered.
-    """
+    """Return the process's one copy of a native op (torch aborts at a second). Thread safe; retries."""
     with _threads:
         if name not in _loaded:
             _loaded[name] = load()
@@ -175,9 +173,7 @@ def _say(text: str) -> None:
 
 
 def check_library(path: Path) -> None:
-    """Check a library, and the folders from which it could be replaced, before it is loaded: it is the
-    package's prebuilt one, or that of a build in its folder in torch's extensions folder.
-    """
+    """Check owners and modes before loading: of the package's library, or of a build and its folders."""
     if path.resolve().parent == _PACKAGE:
         check_owner(path, {os.stat(__file__).st_uid})  # the owner of the package could have put code there
         return

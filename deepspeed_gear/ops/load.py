@@ -32,9 +32,7 @@ def load_native(timeout_s: float = BUILD_TIMEOUT_S, with_kernels: bool = False) 
 
 
 def start_kernels() -> None:
-    """Start the build of the kernels in another process, which holds their lock: `load_native_cuda` waits. If
-    it fails, `load_native_cuda` builds them itself, and names what is wrong.
-    """
+    """Start a process that builds the kernels; `load_native_cuda` waits for it, and names its errors."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     null = subprocess.DEVNULL
     with suppress(OSError):

@@ -47,9 +47,7 @@ def is_wanted(options: TransferConfig, device: torch.device) -> bool:
 
 
 class DeviceTransfer:
-    """Transfers batches, the latest `keep` of which are in use. One thread per stream gathers, the main one
-    uses.
-    """
+    """Transfers batches, the latest `keep` of which are in use. A thread per stream gathers."""
 
     def __init__(
         self,

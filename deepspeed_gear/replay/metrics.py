@@ -67,9 +67,7 @@ class Metrics:
         return {**means, "train_steps": steps, "skipped_steps": now["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
-        """Return means per micro batch since the last call; `counters`: real rows, all rows, bytes so far.
-        [3].
-        """
+        """Return means per micro batch since the last call. `counters`: real rows, all rows, bytes. [3]."""
         sums = [*counters.tolist(), self._sample_s, self.num_made, self.wait_s, self.num_batches]
         now = np.array(sums, np.float64)
         real, rows, size, sample_s, made, wait_s, batches = (now - self._taken).tolist()

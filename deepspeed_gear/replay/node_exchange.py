@@ -41,9 +41,7 @@ class SpreadTrajectories:
 
 
 class NodeExchange:
-    """The exchanges of this rank with other nodes, by its device's transport if the config selects it; empty
-    with one node, and on ranks that exchange nothing.
-    """
+    """The exchanges of this rank with other nodes; empty with one node, and on ranks without any."""
 
     def __init__(self, plan: Resolved, device: torch.device) -> None:
         self._plan, self._device = plan, device

@@ -270,9 +270,7 @@ class AsyncPriorityUpdates:
         self.check()
 
     def close(self) -> None:
-        """End the thread when all updates are appended, or dropped as not computed in `timeout_s`. Safe to
-        call twice.
-        """
+        """End the thread when all updates are appended, or `timeout_s` is over. Safe to call twice."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(self._timeout_s)

@@ -487,9 +487,7 @@ class Replay(ReplayBase):
         return missing
 
     def _take_turn(self, action: Callable[[], None]) -> None:
-        """Run an action and pass the batch barrier: an error of one rank is raised on all. If it fails, it is
-        called again by the next turn.
-        """
+        """Run an action, again by the next turn if it fails; a rank's error is raised on all."""
         self._check_open()
         barrier, windows = self._parts.barrier, self._windows
         if barrier is None or windows is None:  # pipelines take no packs

@@ -87,9 +87,7 @@ class ReplayCheckpoint:
         return made
 
     def load(self, state: State, folder: Path | None) -> None:
-        """Continue at a state, with the tables of its save's folder (None: they stay); an error changes
-        nothing.
-        """
+        """Continue at a state, with its save's tables (None: they stay); an error changes nothing."""
         parts, loader = self._parts, self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
         plan, exchange = parts.plan, parts.plan.exchange
@@ -157,9 +155,7 @@ class ReplayCheckpoint:
         }
 
     def _pause(self) -> None:
-        """Stop the prefetch threads, on all nodes after the same selection. One may wait for other nodes in
-        the middle of a selection: their `leave` ends its wait.
-        """
+        """Stop prefetching on all nodes after the same selection; `leave` ends waits for other nodes."""
         self._parts.stop_prefetching()
         self._parts.exchange.leave()
         self._parts.plan.exchange.barrier()

@@ -118,9 +118,7 @@ class Records(NamedTuple):
 
 
 class TablePart:
-    """The trajectories of a rollout batch from one table; where nodes exchange its rows, one rank of each
-    gives them.
-    """
+    """A rollout batch's trajectories of one table; of rows that nodes exchange, one rank of each gives."""
 
     def __init__(
         self,

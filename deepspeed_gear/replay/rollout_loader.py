@@ -148,9 +148,7 @@ class RolloutLoader:
         return self.next().step(0)
 
     def _take(self) -> list[Records]:
-        """Return the trajectories of the next rollout batch, by table; of an error, take none. An item of
-        more steps than a batch may have is a batch of its own.
-        """
+        """Return the next batch's trajectories by table; a too long item is a batch. Errors take none."""
         while not self._next_items()[1]:
             self._held.append(self._select())
         first, left = self._first_item, self._next_items()[0]

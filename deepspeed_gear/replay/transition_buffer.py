@@ -213,9 +213,7 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self._begins_anew = False
 
     def _note(self, num_gaps: int, num_resets: int) -> None:
-        """Log a warning, once: steps after ends do not begin at their last states, or there are gaps, each of
-        which stores an observation twice.
-        """
+        """Log, once, resets that do not begin at last states, and gaps: each stores an observation twice."""
         gaps, resets, added = self._num_gaps, self._num_resets, self._writer.num_steps
         self._num_gaps, self._num_resets = gaps + num_gaps, resets + num_resets
         are_most = self._num_resets > self._writer.num_trajectories / 2

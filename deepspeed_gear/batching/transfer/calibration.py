@@ -89,9 +89,7 @@ def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> Transfer
 
 
 def fastest(figures: Mapping[str, TransferTimings]) -> str:
-    """Return the fastest method, of equals the first, of those that slow a busy device by at most
-    `MOST_SLOWED`; if there is none, the one that slows it least.
-    """
+    """Return the fastest method that slows a busy device by at most `MOST_SLOWED`, else the gentlest."""
     gentle = [way for way, of_way in figures.items() if of_way.slowed <= MOST_SLOWED]
     if not gentle:
         return min(figures, key=lambda way: figures[way].slowed)

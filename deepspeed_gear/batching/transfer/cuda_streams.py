@@ -128,9 +128,7 @@ class CudaStream(HostStream):
 
 
 def allow_captures_elsewhere() -> None:
-    """Allow this thread to allocate and query events while another captures a CUDA graph in the default mode,
-    which fails unless this thread is in relaxed mode.
-    """
+    """Relax this thread's capture mode: else its allocations fail other threads' captures of graphs."""
     if not torch.cuda.is_available():
         return
     relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED

@@ -34,9 +34,7 @@ def is_allowed(source: torch.dtype, target: torch.dtype, scaled: bool = False) -
 def convert(
     x: Tensor, target: torch.dtype, shift: Tensor | None = None, gain: Tensor | None = None
 ) -> Tensor:
-    """Convert elements, [..., elements], to a dtype that `is_allowed` admits; both of shift and gain, or
-    none.
-    """
+    """Convert elements, [..., elements], to a dtype that `is_allowed` admits; shift and gain, or neither."""
     if not is_allowed(x.dtype, target, gain is not None):
         raise ShapeError("dtype", f"must be one that {x.dtype} can be converted to", target)
     if x.dtype == target and gain is None:

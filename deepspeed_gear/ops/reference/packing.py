@@ -101,9 +101,7 @@ def _check(lengths: Tensor, tokens: int, linear: int, quadratic: int, width: int
 
 
 class _Packs:
-    """Packs by number: `cost`, free tokens (`room`) and `places`; `pack` of each trajectory, by falling
-    length.
-    """
+    """Packs: `cost`, free tokens (`room`) and `places` of each; `pack` of trajectories, by falling length."""
 
     def __init__(self, filling: _Filling, count: int) -> None:
         self.pack = np.zeros(len(filling.index), np.int64)
@@ -204,9 +202,7 @@ class _Filling:
         return np.repeat(targets, self.width)
 
     def _fill_in_rounds(self, count: int, evenly: bool) -> _Packs | None:
-        """Give every pack one trajectory a round, the longest to the one with the most room (`evenly`: first,
-        to those packs that get one less than the others).
-        """
+        """Give every pack one a round, the longest to the most room (`evenly`: first to those of fewer)."""
         packs, num_items = _Packs(self, count), len(self.index)
         most = -(-num_items // count)
         fewer = most * count - num_items if evenly else 0

@@ -52,9 +52,7 @@ def is_priority(bits: Tensor) -> Tensor:
 
 
 def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
-    """Return masses of `order_of`'s bits, and where they are clamped: above 2^most_bits, or below
-    2^EXACT_MASS_BITS by rounding. Alpha is Q62.
-    """
+    """Return masses of `order_of`'s bits and which were clamped, or are below 2^EXACT_MASS_BITS."""
     _check_exponent("alpha", alpha)
     if not 1 <= most_bits <= MOST_MASS_BITS:
         raise ShapeError("most_bits", f"must be in [1, {MOST_MASS_BITS}]", most_bits)
@@ -90,9 +88,7 @@ def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int
 
 
 def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
-    """Set every node to the least non-zero of its 32 children, 0 if there is none; level 1's are leaves of
-    `sums`.
-    """
+    """Set every node to the least non-zero of its 32 children, else 0; level 1's are leaves of `sums`."""
     children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
     for offset, width in minima_levels(num_items):
         nodes, groups = minima[offset : offset + width], children.view(-1, FAN_OUT)

@@ -12,7 +12,7 @@ from ring_cases import SAMPLERS, online, step_of, stored_slots, trajectories
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
-from deepspeed_gear.device.reshard_rings import deal
+from deepspeed_gear.device.device_checkpoint import deal
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
