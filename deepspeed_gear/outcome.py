@@ -26,7 +26,7 @@ class Outcome:
         return cls(next((code for code, kind in enumerate(_KINDS) if isinstance(error, kind)), 0), text)
 
     def words(self, count: int) -> np.ndarray:
-        """Return the kind, the bytes of the text, and what fits of the text. [count], int64."""
+        """Return the kind, the text's number of bytes, and what fits of the text. [count], int64."""
         found = np.zeros(count, np.int64)
         text = self.text.encode()[: 8 * (count - _HEAD_WORDS)]
         found[:_HEAD_WORDS] = self.kind, len(text)

@@ -33,9 +33,7 @@ _PROBED = (0, 1, 1000, 10**9)  # global batches at which a function is checked
 
 
 class WeightExponents:
-    """The schedule of beta, read on the device at the number of the global batch. Waits for nothing. Cost: 8
-    bytes for each global batch of a linear schedule, until it is constant; nothing of a function.
-    """
+    """The schedule of beta, on the device: 8 bytes a global batch while linear, none of a function."""
 
     def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
         beta: Any = sampler.beta if isinstance(sampler, PrioritizedSampler) else None

@@ -357,6 +357,7 @@ class RingTable:
         return int((self.slots[:, Slot.STATE] == SlotState.COMMITTED).sum())
 
     def statistics(self) -> dict[str, int]:
+        """Return sizes, and counts of updates. Waits for the device."""
         state = self.state.tolist()
         counts = state[RingState.COUNTS :]
         found = {
@@ -390,6 +391,7 @@ class RingTable:
             self.host_rows.close()
 
     def clear(self) -> None:
+        """Remove all trajectories; ids continue."""
         for name, tensor in self.content.items():
             if name != "state" and not name.startswith("column/"):
                 tensor.zero_()

@@ -15,9 +15,7 @@ from deepspeed_gear.replay.rollout import TrainStep
 
 
 def check_engine(engine: Any, pack: PackConfig) -> tuple[float, list[str]]:
-    """Raise ConfigError unless an engine trains packed batches exactly; return its gradient divisor, and
-    DeepSpeed's defaults that round or clip gradients, for the log.
-    """
+    """Raise unless an engine trains packs exactly; return its divisor, and notes on what rounds or clips."""
     settings = deepspeed_compat.gradient_settings(engine)
     return engine_divisor(settings), check_accumulation(settings, pack.pad.to)
 

@@ -41,7 +41,7 @@ _threads = threading.RLock()
 
 
 def load_once(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the process's one copy of a native op (torch aborts at a second). Thread safe; retries."""
+    """Return the process's one copy of a native op; a second aborts. Thread safe; keeps no failure."""
     with _threads:
         if name not in _loaded:
             _loaded[name] = load()

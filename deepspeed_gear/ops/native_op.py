@@ -207,9 +207,7 @@ class CudaOp(NativeOp):
         return found, why
 
     def load_finished(self) -> ModuleType | None:
-        """Import the prebuilt kernels, else a finished build; None where there is neither. The prebuilt ones
-        load without a driver and CUDA, so that an image can be checked where it is made.
-        """
+        """Import the prebuilt kernels, which need no driver, else a finished build; None without either."""
         # Functions resolve at their first call: a torch without CUDA lacks its CUDA stream.
         before = sys.getdlopenflags()
         sys.setdlopenflags(os.RTLD_LAZY | os.RTLD_LOCAL)

@@ -87,6 +87,7 @@ def compiler_version() -> str:
 
 
 def installed_version(package: str) -> str:
+    """Return the version of an installed package without importing it, or "" where there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

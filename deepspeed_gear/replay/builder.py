@@ -243,6 +243,7 @@ def _advise(tables: Iterable[Table]) -> None:
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
+    """Start the failure detector if there are several nodes. Collective."""
     topology, timeout_s = plan.topology, plan.config.timeout_s
     if topology.num_nodes == 1:
         return None

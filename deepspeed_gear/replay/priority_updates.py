@@ -227,6 +227,7 @@ class PinnedBlocks:
         return host, event
 
     def give_back(self, host: Tensor) -> None:
+        """Return a block whose copy is done. Any thread."""
         self._free[len(host)].append(host)
 
 

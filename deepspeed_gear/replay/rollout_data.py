@@ -516,9 +516,7 @@ class PlannedPacks:
 
 
 class PackSequence:
-    """The packs of some trajectories, `index`, whose loss is one mean, on this rank; equally many on every
-    rank. `tokens` of a pack; None: `gear.pack.tokens`.
-    """
+    """The packs of trajectories, `index`, whose loss is one mean; equally many on every rank."""
 
     def __init__(self, data: RolloutData, index: np.ndarray, tokens: int | None = None) -> None:
         place, lengths = data.settings.place, data.lengths[index]

@@ -30,9 +30,7 @@ class TransferTimings:
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
-    """Return random resolutions in a table's memory, [count, 8], int64; none if it is too small for a step.
-    The table has the rows and slots of its shortest columns that are gathered.
-    """
+    """Return random resolutions within rows and slots of a table, [count, 8]; none if no step fits."""
     words = np.random.default_rng(0)
     final = int(table.spec.schema.has_final_row)
     steps = min(num_rows - final, MOST_STEPS)

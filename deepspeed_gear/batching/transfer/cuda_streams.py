@@ -156,9 +156,7 @@ class Packing:
         self.num_bytes = at
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors in an allocation. [num_bytes], uint8. Each has its own version counter, as
-        separate tensors have: autograd names the tensor that was changed in place.
-        """
+        """Return an allocation's tensors; in-place changes count for each alone, as autograd reports."""
         found = []
         for (shape, dtype), begin in zip(self._shapes, self._begins, strict=True):
             end = begin + torch.Size(shape).numel() * dtype.itemsize

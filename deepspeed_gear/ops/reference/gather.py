@@ -31,9 +31,11 @@ def is_no_sample(resolutions: Tensor) -> Tensor:
 
 
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
-    """Check that every resolution has an anchor, and that rows which are `reads` (those of a record that is
-    no sample read nothing) lie in the columns: step t of a trajectory is row first_row + t. One with only
-    some of its steps present may begin before its column, at a negative row, and end after it.
+    """Check that resolutions have anchors and that the rows of `reads` lie in their columns; a record that is
+    no sample reads nothing.
+
+    Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present may begin
+    before its column, at a negative row, and end after it.
     """
     first, steps, anchor, slot = (
         resolutions[:, i]

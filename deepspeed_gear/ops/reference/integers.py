@@ -45,10 +45,12 @@ def signed(value: int) -> int:
 
 
 def shift_right(x: Tensor, bits: int) -> Tensor:
+    """Shift unsigned integers right. [...], int64; 0 < bits < 64."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def less(a: Tensor, b: Tensor) -> Tensor:
+    """Compare as unsigned integers. [...], bool."""
     return (a ^ _SIGN) < (b ^ _SIGN)
 
 

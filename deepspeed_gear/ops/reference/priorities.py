@@ -98,6 +98,7 @@ def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
 
 
 def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) -> None:
+    """Repair the minima above leaves that have changed; items may repeat."""
     select.check_items(items, num_items)
     minima_build_(minima, sums, num_items)
 

@@ -161,9 +161,8 @@ def resolve_(
     first: int,
 ) -> None:
     """Set resolutions[i] to the record of the item that coordinates[i] hits; its sample number is first + i.
-
-    Where an item is a trajectory, the anchor is a second draw over the anchors that the rule admits; where it
-    is a step, the rest of the coordinate is the index of the anchor: one unit of mass each.
+    In a trajectory the anchor is a second draw over those that the rule admits; of a step, the coordinate's
+    rest.
     """
     check_coordinates(sums, len(slots), coordinates)
     item, rest = descend(sums, len(slots), coordinates)
