@@ -21,9 +21,8 @@ Op = Callable[..., None]
 class Ops:
     """The ops of one backend: they write into tensors of the caller and return nothing.
 
-    `reference` defines them under the same names; their schemas are in
-    ops/csrc/bindings/op_table.h. Calls are thread safe as long as their outputs differ. `native` is the
-    loaded module, with the store, the writers and the streams in C++.
+    `reference` defines them under the same names; ops/csrc/bindings/op_table.h has their schemas. Thread safe
+    as long as outputs differ. `native` is the loaded module, with store, writers and streams in C++.
     """
 
     name: str

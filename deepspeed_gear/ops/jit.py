@@ -1,11 +1,8 @@
 """Load a native op once per process, and build it once per node.
 
-Ranks that start together are serialised by a lock on a file beside the build folder. The kernel releases it
-when its process ends, so a killed build never blocks the next one; torch's own `lock` file, which would, is
-removed together with the folder of a build that never finished.
-
-Loading a library runs its code. A user who can write in its folder can therefore run code as this user: owner
-and mode of the library and its folders are checked before.
+Ranks are serialised by a lock on a file beside the build folder. The kernel releases it when its process
+ends: a killed build blocks no later one. torch's own `lock` file, which would, is removed with the folder of
+an unfinished build. Loading a library runs its code: owners and modes are checked before.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Span(NamedTuple):
 
 
 def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
-    """Clip windows to the rows [max(0, anchor + offset), min(rows, anchor + offset + length)) of their
-    trajectories.
+    """Clip windows to their trajectories: rows [max(0, anchor + offset), min(rows, anchor + offset +
+    length)).
 
     `place` is the first real row's place in the window; `before` and `after` are the rows that an "edge" pads
     it with on both sides, 0 of a trajectory without rows.
@@ -266,8 +266,8 @@ def pack_(
     first: int,
     rows: int,
 ) -> None:
-    """Write a part of a pack: the rows of whole trajectories, each at its place, of as many places as it has
-    steps. A place holds the field's row of the step that is `offset` later in the same trajectory, or padding
+    """Write a part of a pack: the rows of whole trajectories, each at its place, one place a
+    step. A place holds the field's row of the step that is `offset` later in the same trajectory, or padding
     where there is none. Places of no trajectory are not written.
 
     Args:
