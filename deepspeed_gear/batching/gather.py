@@ -605,8 +605,7 @@ class PackGatherer:
 
 
 def steps_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int, rows: str) -> np.ndarray:
-    """Return a column's values at the steps of trajectories, one trajectory after the other. [steps],
-    float64.
+    """Return a column's values at the steps of trajectories, one after the other. [steps], float64.
 
     A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or "T+1".
     """

@@ -102,8 +102,7 @@ def is_built(name: str) -> bool:
 
 
 def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float) -> ModuleType:
-    """Import a finished build, or `build` it, into torch's folder of that name, while others of the node
-    wait.
+    """Import a finished build, or `build` it in torch's folder of that name; others of the node wait.
 
     `name` must hold a hash of everything that the build depends on.
     """

@@ -83,8 +83,7 @@ class NativeOp(ABC):
         beside: Callable[[], None] | None = None,
         builder: Callable[[], Any] | None = None,
     ) -> ModuleType:
-        """Load the op: the process's own copy, else the prebuilt one, else one that `builder` makes just in
-        time.
+        """Load the op: the process's own copy, else the prebuilt one, else one that `builder` makes.
 
         `beside` is called in the one process that builds it, before it compiles.
         """

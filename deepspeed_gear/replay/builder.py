@@ -1,6 +1,4 @@
-"""Builds a replay: stores, failure detector, batch barrier, channels to other nodes, streams, assembler.
-Collective.
-"""
+"""Builds a replay: stores, failure detector, batch barrier, channels, streams, assembler. Collective."""
 
 from __future__ import annotations
 
@@ -161,8 +159,7 @@ class ReplayParts:
 
 def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
     """Create the node's stores on one rank and attach the others. Collective. Names are removed as soon as
-    all ranks are attached: no failure after that leaves a file. If it admits writers, a reaper removes its
-    name.
+    all are attached: no failure after that leaves a file; of a table with writers by a reaper, later.
     """
     config, topology, ops = plan.config, plan.topology, plan.ops
     memory, timeout_s = config.shared_memory, config.timeout_s

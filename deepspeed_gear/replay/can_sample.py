@@ -65,9 +65,8 @@ class Readiness:
         return found
 
     def missing(self, stream: BatchStream, key: int) -> int:
-        """Return how many items this rank should add for a global batch: its share. Collective. Items are
-        counted when all ranks of the node have called; the first ranks have one more where it does not
-        divide.
+        """Return how many items this rank should add for a global batch: its share, the first ranks one more.
+        Collective. Items are counted when all ranks of the node have called.
         """
         number, place = int(self._asked[self._peer]), self._parts.plan.topology.place
         self._wait_for_slowest(number)

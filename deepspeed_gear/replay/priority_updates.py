@@ -243,8 +243,7 @@ class AsyncPriorityUpdates:
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
     def take(self, parts: Sequence[UpdatePart], values: Tensor, faults: Tensor) -> None:
-        """Enqueue an update of a batch; `values`, [B], are appended to the logs when the device has computed
-        them.
+        """Enqueue an update of a batch: its `values`, [B], are appended once the device has them.
 
         `faults`, [2], float32, on the device: whether masks differ; the sample without a step that counts,
         from 1. StoreError if a log cannot hold so many updates; nothing has changed.

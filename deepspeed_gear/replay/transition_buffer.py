@@ -292,8 +292,7 @@ def _section(
     options: dict[str, Any],
     most_steps: int | None,
 ) -> dict[str, Any]:
-    """Return a buffer's `gear` section; `most_steps` of an episode if known; ConfigError: an option is its
-    own.
+    """Return a buffer's `gear` section; `most_steps` of an episode, None where they are not known.
 
     Rows for the longest trajectory of each environment are reserved while it grows. These come on top of
     `buffer_size`, and those that an eviction may free in excess.

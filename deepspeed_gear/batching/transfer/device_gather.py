@@ -286,9 +286,9 @@ class DeviceGatherer(Gatherer):
             for i in group.which:
                 number = self._number[i]
                 row_bytes = self._specs[i].elements * self._sources[number].element_size()
-                at, name = self._scratch_at[i], copy_engine.column_name(self._fields[i])
+                begin, name = self._scratch_at[i], copy_engine.column_name(self._fields[i])
                 bounds = self._reach.bounds.get(name, _NO_BOUNDS)
-                pieces.append(copy_engine.pieces_of(found, records, number, row_bytes, at, bounds))
+                pieces.append(copy_engine.pieces_of(found, records, number, row_bytes, begin, bounds))
         every = torch.from_numpy(np.concatenate(pieces))
         self._transfer.ops.copy_pieces_(self._scratch, self._sources, every)
         there = self._lane.bring(moved)

@@ -48,8 +48,7 @@ def plan_packs_(
     width: int,
     trajectories: int,
 ) -> None:
-    """Plan packs: whole trajectories, as many packs on every rank, none over the budget; see `PackBudget` and
-    `plan_packs`.
+    """Plan packs: as many on every rank, none over the budget; see `PackBudget` and `plan_packs`.
 
     Args:
         micro, rank: Get the micro step, the costliest first, and the rank of each trajectory. [n], int64.
