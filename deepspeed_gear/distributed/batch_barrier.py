@@ -1,11 +1,9 @@
 """The batch barrier: a failure, a death or an early end of a rank is raised on all ranks that train together.
 
-A rank that enters a collective which another one never enters hangs. So at each barrier every rank does its
-part, publishes the outcome in shared memory, and waits until all ranks have, before any continues to the
-model. A barrier at which one rank failed is over for all, with an error on each; the next one tries again.
-
-Over several nodes each node leader waits for its own ranks, exchanges the outcome with the other leaders, and
-then releases its ranks.
+A rank that enters a collective which another one never enters hangs. So at each barrier every rank publishes
+its outcome in shared memory and waits for all others before it continues to the model. A failed barrier is
+over for all; the next one tries again. Node leaders exchange the outcome of their nodes before they release
+their ranks.
 """
 
 from __future__ import annotations
@@ -60,10 +58,9 @@ class BarrierMessage:
 
 
 class BatchBarrier:
-    """The batch barriers of a node's ranks. Main thread only.
-
-    On a leader `channel` leads to the leaders of the other nodes. With `only_readers` inner stages of a
-    pipeline take no part; with `early` ranks may reach a barrier before they wait at it.
+    """The batch barriers of a node's ranks. Main thread only. A leader's `channel` leads to the other
+    leaders; with `only_readers` inner pipeline stages take no part; with `early` ranks may arrive before they
+    wait.
     """
 
     def __init__(
@@ -109,10 +106,8 @@ class BatchBarrier:
         ]
 
     def agree(self, action: Callable[[], T], digest: Callable[[], int] = lambda: NO_DIGEST) -> T:
-        """Run an action on every rank and pass a batch barrier; raise if the action failed on another rank.
-
-        If the barrier fails, the next one calls the action again. `digest` is called after it: it returns the
-        digest of this rank's samples, for `verify_every`.
+        """Run an action on every rank and pass a barrier; raise if it failed on another one. After a failure
+        the next barrier repeats it. Then `digest` gives the digest of this rank's samples (`verify_every`).
         """
         try:
             result = action()
@@ -172,12 +167,8 @@ class BatchBarrier:
         self._publish_passed()
 
     def wait(self) -> None:
-        """Wait until every rank has reached the barrier that this rank has reached.
-
-        Raises:
-            PeerError: One failed, has died or ended, does not come in time, or has other samples than its
-                replica.
-            NotReadyError: One is not ready: this barrier is over, and the next one may succeed.
+        """Wait until every rank has reached this rank's barrier. PeerError: one failed, ended, is late or has
+        other samples than its replica; NotReadyError: the next barrier may succeed.
         """
         if self._lagging():
             log = WaitLog(f"rank {self._topology.rank}")
@@ -243,11 +234,7 @@ class BatchBarrier:
         self._is_open = False
 
     def _exchange(self, channel: NodeChannel, failure: Outcome | None) -> None:
-        """Exchange status messages with the other leaders, and failures and digests where one has them.
-
-        Raises:
-            PeerError: The barrier failed on another node.
-        """
+        """Exchange status, and failures and digests if any, with the other leaders; raise their PeerError."""
         digests = self._digests()
         wait = self._pending or self._begin_status(channel, failure is not None)
         self._pending, received = None, wait()
@@ -274,11 +261,7 @@ class BatchBarrier:
         return [(self._ranks[p], self._replicas[p], digests[p]) for p in self._members if digests[p]]
 
     def check(self) -> None:
-        """Raise if another rank has failed at the barrier that this one prepares. Any thread.
-
-        Raises:
-            PeerError: One has: what this rank waits for may never come.
-        """
+        """Raise PeerError if another rank has failed at the next barrier. Any thread."""
         self._raise_failure(self._count + 1)
         if self._detector is not None:
             self._detector.check()

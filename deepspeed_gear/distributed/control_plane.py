@@ -29,13 +29,9 @@ LOST_S = 5.0  # and longest time until it is known which loss has broken a conne
 
 
 class ControlPlane:
-    """Collectives over a gloo group of its own, or over this process alone without torch.distributed.
+    """Collectives over a gloo group of its own (of `process_group`; None: all ranks), or this process alone.
 
-    Thread safety: main thread only. Every method is collective: all ranks call it, in the same order.
-
-    Args:
-        process_group: Whose ranks take part; None for all, and for a single process without
-            torch.distributed.
+    Main thread only. Every method is collective: all ranks call it, in the same order.
     """
 
     def __init__(self, process_group: Any = None) -> None:
@@ -62,11 +58,7 @@ class ControlPlane:
         self._lost = lost
 
     def run(self, start: Callable[[], Any]) -> None:
-        """Run a collective of gloo, which `start` begins; while it waits, look for lost ranks.
-
-        Raises:
-            PeerError: A rank is lost, which it names, or does not answer.
-        """
+        """Run the gloo collective that `start` begins; raise PeerError, with its name, if a rank is lost."""
         try:
             work = start()
         except RuntimeError as error:
@@ -127,16 +119,10 @@ class ControlPlane:
         self.gather(None)
 
     def agree(self, what: str, action: Callable[[], T]) -> T:
-        """Run an action on every rank; if it fails on one, raise on all.
+        """Run an action without collectives on every rank; if it fails on one, raise on all.
 
-        Args:
-            what: Names the action in the error of the other ranks.
-            action: Must contain no collective.
-        Returns:
-            The action's result on this rank.
         Raises:
-            Exception: What `action` raised here.
-            PeerError: It failed on another rank; the text begins with that rank's error.
+            PeerError: It failed on another rank, with that rank's error; `what` names the action.
             NotReadyError: That rank is not ready: the same call may succeed later.
         """
         result, error = None, None
@@ -178,13 +164,10 @@ def lane(
     backend: str = "gloo",
     parts: Sequence[tuple[int, ...]] = (),
 ) -> Any:
-    """Return the process group over some ranks for one purpose. Collective the first time, over these ranks.
+    """Return the process group over ranks for one purpose (purposes never wait for each other).
 
-    Args:
-        purpose: Groups of different purposes never wait for each other.
-        timeout_s: Of its operations, in seconds.
-        parts: Disjoint sets of ranks, with `ranks` among them, of which each makes its group; where they are
-            the whole world, together.
+    Collective the first time over these ranks, or where `parts`, disjoint sets with `ranks` among them, are
+    the whole world, over all of it. `timeout_s` is that of its operations.
     """
     parts = parts or (ranks,)
     known = ranks, tuple(parts), purpose, timeout_s, backend

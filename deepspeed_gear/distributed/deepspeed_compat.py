@@ -1,7 +1,5 @@
-"""All use of DeepSpeed's private names and of what differs between its versions.
-
-tests/unit/distributed/test_deepspeed_compat.py compares them with the installed version, so that a version in
-which a name is missing fails with that name.
+"""All use of DeepSpeed's private names and of what differs between its versions, tested against the installed
+one by tests/unit/distributed/test_deepspeed_compat.py.
 """
 
 from __future__ import annotations
@@ -58,13 +56,10 @@ def is_pipeline(engine: Any) -> bool:
 
 
 def place_of(engine: Any) -> RankCoordinates:
-    """Return the coordinates of this rank of an engine.
+    """Return the coordinates of this rank of an engine; ConfigError where its own number of replicas differs.
 
-    DeepSpeed keeps the mpu and the mesh that it was given last in a module's globals, for engines that were
-    given none: such an engine is the same whole model on all ranks of the other engine's replica.
-
-    Raises:
-        ConfigError: The engine's own number of replicas is another one.
+    An engine without mpu or mesh gets the last one from a module's globals: such an engine is the same whole
+    model on all ranks of the other engine's replica.
     """
     if is_pipeline(engine):
         grid = engine.grid
@@ -129,11 +124,7 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
 
 
 def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method of one engine; its class, whose name DeepSpeed tests, stays as it is.
-
-    Args:
-        around: Called with the original method and its arguments.
-    """
+    """Replace a method of one engine by `around(original, *args)`; DeepSpeed tests its class, which stays."""
     original = getattr(engine, name)
 
     @functools.wraps(original)
@@ -144,10 +135,7 @@ def wrap(engine: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
-    """Return which batches of an engine are followed by collectives: all, or the last of a global batch.
-
-    A pipeline engine has schedules of its own.
-    """
+    """Return which batches collectives follow: all, the last of a global batch, or a pipeline's schedule."""
     if is_pipeline(engine):
         return "schedule"
     place = place_of(engine)
@@ -156,10 +144,7 @@ def turns_of(engine: Any) -> Literal["micro", "global", "schedule"]:
 
 
 def accumulation_of(engine: Any) -> int:
-    """Return the number of micro batches of a rank in a global batch.
-
-    DeepSpeed derives a broken number from sizes that leave out a kind of parallelism, which is refused.
-    """
+    """Return a rank's micro batches per global batch; raise on a broken number (a parallelism left out)."""
     steps = engine.gradient_accumulation_steps()
     if steps != int(steps) or steps < 1:
         raise ConfigError(

@@ -1,10 +1,9 @@
 """The failure detector: finds ranks that died, stand still or cannot be reached while others wait for them.
 
-Each rank updates a heartbeat word in its node's shared memory; the ranks of a node check each other's words
-and locks, and their leader exchanges heartbeats with the other nodes through torch.distributed's rendezvous
-store. Every wait calls `check`, which raises once a rank is lost. A rank whose main thread stays inside one
-foreign call, such as the all-reduce of a training step that cannot end any more, is ended with the error in
-its log: there is no other way to leave such a call.
+Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and locks, and
+leaders exchange heartbeats through torch.distributed's rendezvous store. Every wait calls `check`. A rank
+whose main thread stays in one foreign call (an all-reduce that cannot end) is ended with the error in its
+log: there is no other way to leave such a call.
 """
 
 from __future__ import annotations
@@ -48,10 +47,8 @@ class RankWord:
 
 
 class FailureDetector:
-    """Detects the loss of ranks and nodes, in threads of its own. `check` may be called by any thread.
-
-    The locks of `memory` show which processes of the node are attached. Node leaders have a connection of
-    their own to the rendezvous `store`.
+    """Detects lost ranks and nodes, in threads of its own; `check` is for any thread. Locks of `memory` show
+    which processes are attached; node leaders have their own connection to the rendezvous `store`.
     """
 
     def __init__(
@@ -109,18 +106,11 @@ class FailureDetector:
             thread.start()
 
     def take(self, num_barriers: int) -> None:
-        """Publish how many batch barriers this rank has passed; not called on ranks that take no part.
-
-        If a rank ends after fewer barriers than others have passed, these may wait for it in a collective.
-        """
+        """Publish the number of batch barriers that this rank, which takes part in them, has passed."""
         self._words[self._peer, RankWord.BATCHES] = num_barriers + 1
 
     def check(self) -> None:
-        """Raise if a rank or a node is lost.
-
-        Raises:
-            LostNodeError: One is; every later call raises it too.
-        """
+        """Raise LostNodeError if a rank or a node is lost, in every later call too."""
         if self._failure is None and self._known_problem():
             self._set_failure(self._problem)
         if self._failure is not None:
@@ -129,11 +119,7 @@ class FailureDetector:
             raise self._failure
 
     def check_ended(self) -> None:
-        """Raise if a rank that has ended was lost; waits until its report must have arrived.
-
-        Raises:
-            LostNodeError: It was.
-        """
+        """Raise LostNodeError if an ended rank was lost; waits until its report must have arrived."""
         beat_s = self._beat_s
         wait_until(
             lambda: self._ends_itself or self._stop.is_set(), SPREAD_BEATS * beat_s, beat_s / 8, self.check
@@ -166,10 +152,7 @@ class FailureDetector:
             LOG.debug("gear: the rendezvous store has ended: %s", error)
 
     def explain(self, error: BaseException) -> None:
-        """Log the rank that is lost after an error that ends this one, such as a broken all-reduce.
-
-        If none is lost, this rank is the first that fails: its error is reported to the others.
-        """
+        """Log the lost rank after an error that ends this one; if none is lost, report this error."""
         if self._stop.is_set() or self._ends_itself:
             return
         patience = self._timeout_s + SPREAD_BEATS * self._beat_s if _is_of_transport(error) else 0.0
@@ -183,11 +166,7 @@ class FailureDetector:
             self._report(f"{self._describe(self._topology.rank)}, which has failed with {text},")
 
     def note(self, failure: LostNodeError) -> bool:
-        """Record a failure that an exchange has found, unless a more exact one (which rank) arrives first.
-
-        Returns:
-            False if nothing is lost: the node has ended, and ranks that do not need it may continue.
-        """
+        """Record an exchange's failure unless a more exact one comes first; False: none, a node has ended."""
         is_some = failure.name == SOME_NODE
         patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if is_some else 0)
         wait_until(lambda: self._has_failure() or self._stop.is_set(), patience, self._beat_s / 8)
@@ -225,10 +204,8 @@ class FailureDetector:
         return None if frame is None else (id(frame), frame.f_lasti)
 
     def _exchange_heartbeats(self) -> None:
-        """Exchange heartbeats until this node ends, and publish its end.
-
-        Once the node of rank 0 has ended, no more batch barriers follow: this node publishes its own end, so
-        that the others need not wait for it, and stops, since the store may end at any time.
+        """Exchange heartbeats until this node ends, and publish its end. After the end of rank 0's node it
+        ends too: no barriers follow, and the store may end at any time.
         """
         try:
             while _FIRST not in self._ended and not self._stop.wait(self._beat_s):
@@ -243,9 +220,7 @@ class FailureDetector:
                 LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
 
     def _send(self, ended: bool = False) -> None:
-        """Publish this node's heartbeat: its number, whether the node has ended, its problem, and the rank of
-        the node that has ended after the fewest batch barriers, with their number.
-        """
+        """Publish the heartbeat: count, end, problem, and which ended rank passed the fewest barriers."""
         words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
         ended_ranks = [
             (passed - 1, rank)

@@ -141,12 +141,10 @@ def _check_sequence(settings: GradientSettings) -> None:
 
 
 def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
-    """Check what a step of a variable number of micro batches needs; `pad` is `gear.pack.pad.to`.
+    """Check the settings for steps of variable numbers of micro batches; `pad` is `gear.pack.pad.to`.
 
-    Returns:
-        Defaults of DeepSpeed that change the result, for the log.
-    Raises:
-        ConfigError: A setting would change the loss, or lose gradients.
+    Returns defaults of DeepSpeed that change the result, for the log; raises ConfigError where a setting
+    would change the loss or lose gradients.
     """
     if settings.is_managed:
         rule = "must be false with gear.pack: the number of micro batches differs from step to step"

@@ -89,10 +89,7 @@ class NodeChannel:
         return self.begin_gather(words)()
 
     def begin_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin `gather`; return the function that waits for it, to be called before the next exchange.
-
-        A message may stay unanswered for any time, and does not block the end of the process.
-        """
+        """Begin `gather`; return its wait. An unanswered message does not block the end of the process."""
         wait = self.begin([message_of(words)] * self.count)
         return lambda: np.stack(wait())
 
@@ -103,10 +100,7 @@ class NodeChannel:
         return every, np.repeat(np.arange(self.count), [len(words) // rows.shape[1] for words in found])
 
     def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
-        """Return the error of the first node that has failed; None: none has. Collective if one has.
-
-        `failed` is the same on all nodes, [S]; `own` is the outcome of this one, if it has failed.
-        """
+        """Return the first failed node's error, if any; then collective. `failed`, [S], is equal on all."""
         if not failed.any():
             return None
         every = self.gather((own or Outcome(0, "")).words(OUTCOME_WORDS))
@@ -114,19 +108,13 @@ class NodeChannel:
         return Outcome.read(every[node]).error(self.name(node))
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to send each node a message; return the function that waits for the message of each.
+        """Begin to send each node a message; return the function that waits for those received. [1 + n_s],
+        int64.
 
-        A message holds its own length, so receivers need not know it. It arrives in a buffer that its
-        receiver has posted before, so no handshake is needed; what does not fit follows in a second part, and
-        the next buffer has as many words. Received words stay valid until the next exchange ends.
-
-        Args:
-            messages: Words for each node, whose first one is set here; not to be changed before the exchange
-                ends. The message for this node itself is returned to it. [1 + n_s] each, int64.
-        Returns:
-            Function that returns the words after the first one, of each node. [n_s] each.
-        Raises:
-            LostNodeError: A node does not answer in time, or its connection has ended.
+        A message's first word, set here, is its length. It arrives in a buffer posted before, without a
+        handshake; what does not fit follows in a second part, and the next buffer is larger. Sent words must
+        not change before the exchange ends; received ones (after the first) are valid until the next ends.
+        The wait raises LostNodeError where a node does not answer in time or its connection has ended.
         """
         if self._broken is not None:
             raise self._broken
@@ -176,10 +164,7 @@ class NodeChannel:
         return buffer[1:size]
 
     def _begin_receive(self, node: int, words: np.ndarray) -> Any:
-        """Begin to receive into words; return the work, or the error if the node has ended already.
-
-        All its messages may have arrived before: the error is raised by the wait for the next one.
-        """
+        """Begin to receive words; return the work, or the error (for the next wait) if the node has ended."""
         group = self._down if node > self.index else self._up
         try:
             return group.recv([torch.from_numpy(words)], self._members[node], self._tag)
@@ -217,10 +202,7 @@ class NodeChannel:
             self.timeout_s, self._detector = kept
 
     def part(self) -> None:
-        """Report no lost node from now on: this node ends, and the others need not answer any more.
-
-        Any thread; an exchange under way in another thread is not changed.
-        """
+        """Report no lost node from now on, as this node ends. Any thread; exchanges under way go on."""
         self._detector = None
 
     def note_left(self, left: bool = True) -> None:

@@ -1,7 +1,4 @@
-"""The plan of a replay: config, data and topology, read on every rank, compared, resolved in one place.
-
-What depends on a schema, a data set or the ranks is computed here, once; parts of a replay take it as values.
-"""
+"""The plan of a replay: what follows from config, data and topology, read, compared and resolved once."""
 
 from __future__ import annotations
 
@@ -129,12 +126,8 @@ def resolve_plan(
     *,
     on_device: bool = False,
 ) -> Resolved:
-    """Read config and data on every rank, compare and resolve. Collective; arguments are those of `Replay`.
-
-    Args:
-        on_device: Whether the tables must lie on devices.
-    Raises:
-        ConfigError, DataError, BuildError: On every rank.
+    """Read config and data on every rank, compare and resolve; arguments of `Replay`. Collective, as its
+    errors are. `on_device`: tables must lie on devices.
     """
     if schemas is not None:
         for name, schema in arguments.mapping("schemas", schemas, "table -> Schema").items():
@@ -263,13 +256,7 @@ def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig
 
 
 def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
-    """Open the data sets on every rank and compare them. Collective.
-
-    Ranks of several nodes may have different parts of one whole.
-
-    Raises:
-        DataError: One is missing, broken, or not of the same whole on all ranks.
-    """
+    """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective."""
     tables = config.resolved_tables.items()
     data = exchange.agree(
         "opening the data sets",
@@ -317,10 +304,7 @@ def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | 
 
 
 def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[str, ColumnStatistics]:
-    """Return the statistics of the training split that fields are normalised with; none without a data set.
-
-    Cost: of another split than the data set's own, one pass over the data.
-    """
+    """Return the training split's statistics, none without data. Another split than the data's: one pass."""
     table = _statistics_table(config, data)
     if table is None:
         return {}

@@ -14,13 +14,10 @@ from deepspeed_gear.errors import ConfigError
 
 
 def check_process_group(topology: Topology, group: Any) -> None:
-    """Raise on every rank if ranks of a part of the world could not make the groups of their sequences.
+    """Raise ConfigError on every rank for sequence ranks over several nodes in a part of the world.
 
-    torch names a process group that its members alone make by how many groups a member is in, and the leaders
-    of nodes are in more than other ranks: members of one sequence would wait for groups of different names.
-
-    Raises:
-        ConfigError: The group is smaller than the world, over several nodes, with sequence ranks.
+    torch names a process group that its members alone make by how many groups a member is in. Leaders are in
+    more than others: members of one sequence would wait for groups of different names.
     """
     if topology.place.sequence_world == 1 or topology.num_nodes == 1:
         return
@@ -38,10 +35,7 @@ def sequence_sum(
     topology: Topology, device: torch.device, timeout_s: float, group: Any, exchange: ControlPlane
 ) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
-
-    Args:
-        group: The process group whose ranks the topology counts; None for all.
-        exchange: Names the rank that is lost where the sum fails.
+    `group` are the ranks that the topology counts; `exchange` names a lost one where the sum fails.
     """
     place = topology.place
     if place.sequence_world == 1:

@@ -125,10 +125,7 @@ def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted:
 
 
 def non_empty(bounds: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the nearest bounds with at least one trajectory in every part, of at least as many trajectories.
-
-    First trajectory of each part, and their number: [count + 1], int64.
-    """
+    """Return the nearest bounds, [count + 1], with a trajectory (of at least as many) in every part."""
     ordinals = np.arange(len(bounds))
     spare = np.maximum.accumulate(np.asarray(bounds, np.int64) - ordinals)
     return np.asarray(np.minimum(spare, bounds[-1] - ordinals[-1]) + ordinals)
@@ -142,15 +139,10 @@ def shard_of_node(
     nodes: Sequence[str] = (),
     replicate: bool = False,
 ) -> list[Shard]:
-    """Return the shard that each node holds.
+    """Return the shard that each node holds; raises DataError where parts and whole data sets do not fit.
 
-    Nodes with whole data sets hold contiguous shards in node order, with these bounds: [S + 1], int64. Nodes
-    with parts hold these: shards are ordered by part, for any order of the nodes. If they `replicate`, every
-    node holds the whole, as one logical shard. The names are for error texts.
-
-    Raises:
-        DataError: Some nodes have parts and others the whole, parts are not of one whole or are not all of
-            them, or there are parts where every node must hold the whole.
+    Nodes with whole data sets hold contiguous shards in node order, with bounds [S + 1]. Nodes with parts
+    hold these, ordered by part. If they `replicate`, each holds the whole, as one logical shard.
     """
     parts, num_nodes = [part for part in dataset_parts if part is not None], len(dataset_parts)
     if not parts and replicate:

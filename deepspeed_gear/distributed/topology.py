@@ -18,11 +18,9 @@ AXES = ("pipe", "data", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """A rank's coordinates in the grid of parallelism. Pure.
-
-    The ranks of one `data_rank` are a replica: they train on the same samples. `tensor_rank` is the index
-    among those with slices of the same layers, `pipe_rank` the stage, and `sequence_rank` the part of the
-    time axis.
+    """A rank's coordinates in the grid of parallelism: ranks of one `data_rank` are a replica, `tensor_rank`
+    is the index among slices of the same layers, `pipe_rank` the stage, `sequence_rank` the part of the time
+    axis.
     """
 
     data_rank: int = 0
@@ -147,11 +145,7 @@ class Topology:
 
 
 def check_grid(places: tuple[RankCoordinates, ...]) -> None:
-    """Check that each place of one grid is taken by exactly one rank.
-
-    Raises:
-        ConfigError: Sizes differ, or a place is empty or taken twice; the text holds the table of all ranks.
-    """
+    """Raise ConfigError, with all ranks' table, unless sizes agree and each place is taken exactly once."""
     worlds = places[0].worlds
     is_whole = math.prod(worlds) == len(places) and all(place.worlds == worlds for place in places)
     if is_whole and set(itertools.product(*map(range, worlds))) == {place.coordinates for place in places}:

@@ -61,10 +61,7 @@ class ExchangePlan:
         return np.nonzero(self.need_of[self.index] >= 0)[0]
 
     def wanted(self, count: int, offset: int) -> np.ndarray:
-        """Return which samples of a selection this node needs, ascending. [n], int64.
-
-        Replicas alternate by sample, of all tables: the first one has the index `offset` among them.
-        """
+        """Return samples that this node needs, ascending, [n], int64; replicas alternate from `offset` on."""
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
         firsts = (self.replicas_here - offset) % self.data_world
@@ -162,14 +159,9 @@ class ReadNeeds:
 
 
 def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]) -> ReadNeeds:
-    """Return the fields that a rank with these coordinates needs.
-
-    A first stage needs the inputs, a last stage the labels, an inner one nothing, and none of them opaque
-    values; a sequence rank its part of every window; tensor ranks need the same.
-
-    Raises:
-        ConfigError: The config does not name what the ends of a pipeline read, or a window does not divide
-            by the sequence ranks.
+    """Return the fields that a rank needs: a first pipeline stage the inputs, a last one the labels, inner
+    ones none, and none opaque values; a sequence rank its part of every window. ConfigError: the ends are not
+    named, or a window does not divide by the sequence ranks.
     """
     wanted: set[str] | None = None  # all
     if place.pipe_world > 1:

@@ -38,10 +38,8 @@ class NodeSelection:
     records: list[torch.Tensor] = field(default_factory=list)  # their resolutions. [n, 8] each, int64
 
     def draw(self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int) -> None:
-        """Add draws to the selection, after the `done` ones in it.
-
-        The first one has the sample number `first`. This node holds the draws `own`, with these records; of
-        all draws `owner` is the node that holds it: [count], int64.
+        """Add draws after the `done` in the selection, from sample number `first`: this node's `own`, with
+        their records; `owner` is the node of each of all draws. [count], int64.
         """
         self.first = first - done
         self.own.append(own + done if done else own)
@@ -78,11 +76,7 @@ class ResolutionExchange:
         self.num_records = 0  # of the latest selection
 
     def fill(self, selection: NodeSelection) -> np.ndarray:
-        """Exchange a selection: write its resolutions to the ring, and its rows to the arrivals.
-
-        Returns:
-            The resolutions of the samples that this node holds. [n, 8], int64.
-        """
+        """Exchange a selection: resolutions to the ring, rows to the arrivals; return this node's. [n, 8]."""
         own, records = selection.drawn()
         ring = self._state.ring[selection.entry][: selection.count]
         assert self._state.origins is not None
@@ -139,9 +133,8 @@ class ResolutionExchange:
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
         """Return the samples that other nodes need, and the words of their resolutions for each node.
-
-        `drawn`: records of this node, ascending; the index of each in the selection; where windows follow
-        n-step returns, the steps of each; and the goal of each, where they have goals.
+        `drawn`: this node's records, ascending, the selection index, n-step length and goal of each (or
+        None).
         """
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
@@ -154,10 +147,7 @@ class ResolutionExchange:
 
 
 class RecordExchange:
-    """Sends the records of this node's trajectories to all other nodes; fills this node's ring.
-
-    One thread at a time. No rows are sent: `TrajectoryExchange` sends those of the packs of a step.
-    """
+    """Sends records of this node's trajectories to all nodes; fills its ring (rows: `TrajectoryExchange`)."""
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         self._state, self._channel = state, channel
@@ -165,12 +155,8 @@ class RecordExchange:
         self.num_records = 0  # of the latest selection
 
     def fill(self, selection: NodeSelection) -> np.ndarray:
-        """Exchange a selection: write the records of all its trajectories to the ring.
-
-        Args:
-            selection: Of groups it has the leaders' resolutions, of a checkpoint the records of all members.
-        Returns:
-            The records of this node's trajectories. [m, 8], int64.
+        """Exchange all records to the ring; the selection has leaders, or of a checkpoint all members.
+        Returns those of this node, [m, 8], int64.
         """
         state, entry = self._state, selection.entry
         own, drawn = selection.drawn()

@@ -108,14 +108,11 @@ def most_rows(needs: Sequence[RowReads], longest: int, n: int) -> int:
 
 
 class DeviceTransport:
-    """Sends encoded rows by the devices, after the messages of a channel, which hold their sizes.
+    """Sends encoded rows by NCCL (which brings RDMA) or gloo, after a channel's messages with their sizes.
 
-    By NCCL between GPUs, which brings RDMA, else by gloo.
-
-    Every exchange is one collective of the ranks that exchange: it must have the same position among the
-    collectives of training on every rank. So only the main thread may call it. On a GPU it runs on a CUDA
-    stream of its own, beside the training step, and copies rows through pinned memory; the host waits for
-    them, as it writes them to the store that all ranks of the node read.
+    An exchange is one collective, in the same place among those of training on every rank: main thread only.
+    On a GPU it runs on a CUDA stream of its own, through pinned memory; the host waits for the rows, which it
+    writes to the store that all ranks of the node read.
     """
 
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:
@@ -128,13 +125,10 @@ class DeviceTransport:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        """Send each node its rows, and return those of each, of known sizes, until the next call. Collective.
+        """Send each node its rows; return those of each, in the channel's order, until the next call.
+        [words].
 
-        In the order of the channel's nodes: [words] each, int64.
-
-        Raises:
-            LostNodeError: A node does not answer in time. (NCCL ends the process instead, as its own
-                watchdog does.)
+        Collective. Raises LostNodeError if a node does not answer in time (NCCL's watchdog ends the process).
         """
         order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
         out, coming = [len(messages[node]) for node in order], [sizes[node] for node in order]
@@ -171,15 +165,11 @@ class DeviceTransport:
 
 
 class RowExchange:
-    """Exchanges rows of a stream's selections between nodes, after other words. One thread at a time.
-
-    They travel in the messages of the channel, or by the devices.
+    """Exchanges a stream's rows between nodes, after other words, by the channel or `transport`. One thread.
 
     Args:
-        channel: To the other nodes that hold the table.
         needs: The rows that are read of samples, by index (see `ExchangePlan`).
         rows, slots: The first of this stream's arrival rows and slots, and their numbers per selection.
-        transport: Sends the rows, after messages with their sizes; None: the messages contain them.
     """
 
     def __init__(
@@ -228,12 +218,8 @@ class RowExchange:
         )
 
     def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
-        """Send each node words and rows; return the words of each, maybe with its rows after them.
-
-        Args:
-            head: Words for all nodes. [n], int64.
-            parts: More words for each node. [m] each, int64.
-            outgoing: Samples of this node that others need, by receiver: `RowSample`. [k, 7], int64.
+        """Send each node `head`, its words of `parts` and the rows of `outgoing` (`RowSample` by receiver,
+        [k, 7]); return the words of each, with its rows after them unless devices send these.
         """
         if self._transport is None:
             messages = self.encode(outgoing, [1 + len(head) + part.size for part in parts])
@@ -249,10 +235,7 @@ class RowExchange:
         return [words[1:] for words in received]
 
     def encode(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
-        """Encode rows into a message for each node, after a head of so many words, which is to be filled.
-
-        [words] each, int64; valid until the next call.
-        """
+        """Encode rows for each node after a head of so many words, to be filled; until the next call."""
         for node, head in enumerate(heads):
             self._head_words[node] = WORD_BYTES * head
         given = self._held, outgoing, *self._layout, self._heads, self._slot_table
@@ -278,14 +261,11 @@ class RowExchange:
         """Receive the rows into the arrivals.
 
         Args:
-            entry: The ring's entry whose arrivals are filled.
-            ring: The entry; gets first row and slot of each incoming sample, as `Table.gathered` counts.
-                [count, 8], int64.
+            ring: The ring's entry `entry`; gets each incoming sample's first row and slot. [count, 8], int64.
             which: Indices of the incoming samples in it. [n], int64.
-            incoming: Samples that this node needs, by sender: `RowSample`. [n, 7], int64.
-            received: What `send` has returned.
-            heads: Words before the rows of each node in it. [S].
-            used: Rows and slots of the entry's arrivals that hold other samples, which come first.
+            incoming: `RowSample`s by sender. [n, 7], int64.
+            received, heads: What `send` has returned, and the words before the rows of each node in it. [S].
+            used: Rows and slots of the arrivals that other samples hold, which come first.
         """
         if self._transport is not None:
             received, heads = self._transport.exchange(self._outgoing, self._coming), [0] * len(heads)

@@ -1,7 +1,5 @@
 """Places of a rollout batch's trajectories: which nodes have the rows of which, and which move for a step.
-
-Pure: every rank computes the same from the records of the batch and the packing plan, so nodes agree on who
-sends what without a message, and ranks find what their leader has received.
+Pure: every rank computes the same from records and packing plan, so no message says who sends what.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ class TrajectoryPlaces:
     """The nodes that have the rows of each trajectory of a rollout batch, of one table.
 
     Args:
-        origins: shard << 32 | slot of each sample's trajectory; a trajectory may be there several times. [n],
-            int64.
-        num_steps: Of each. [n], int64.
+        origins: shard << 32 | slot of each sample, repeated or not; `num_steps` of each. [n], int64.
         final_row: 1 if a column that is read has T+1 rows.
         copies_own: Whether a node's own rows must be copied to its arrivals, too.
     """
@@ -68,10 +64,7 @@ class TrajectoryPlaces:
         self._used = 0, 0
 
     def move(self, needed: np.ndarray) -> Moves | None:
-        """Return what must move so that each node has the samples that its ranks gather; None: nothing.
-
-        `moved` records that it has moved. Samples needed by each node: [S, n], bool.
-        """
+        """Return the `needed` rows, [S, n], that a node lacks, or None; `moved` records the move."""
         wanted = np.zeros_like(self._has)
         for node, samples in enumerate(needed):
             wanted[node, self._number[samples]] = True
@@ -114,20 +107,14 @@ NO_BATCH = -1  # minus the number of an exchange, in place of the number of a gl
 
 
 class TrajectoryExchange:
-    """Sends the rows of trajectories to the nodes that need them; fills this node's arrivals.
-
-    One thread at a time, the one of the channel's other exchanges.
-    """
+    """Sends trajectories' rows to the nodes that need them; fills the arrivals. The channel's thread."""
 
     def __init__(self, rows: RowExchange) -> None:
         self._rows, self._number = rows, 0
 
     def send(self, moves: Moves) -> None:
-        """Exchange the rows of trajectories. Collective over the leaders of the nodes that hold the table.
-
-        Raises:
-            PeerError: Another node does not exchange the rows of this step.
-            LostNodeError: A node does not answer in time. After an error the channel cannot be used again.
+        """Exchange rows; collective over the leaders. PeerError: another one does not exchange in this step;
+        LostNodeError: none in time. After an error the channel is broken.
         """
         channel = self._rows.channel
         with channel.abandoned_on_error():
