@@ -1,10 +1,9 @@
 """Batch stream: global batches of one purpose (train, eval), selected once per node, read by its ranks.
 
-The first process that requests a global batch makes its selection under the store's lock; the others read it
-from a ring in the store. So all ranks use one selection, and a sum tree never changes during a draw.
-
-Where a table lies on several nodes, one process of each node makes the selections together with those of the
-other nodes; the other processes of the node follow it (`follows`). If it fails, they read its error.
+The first process that requests a batch selects it under the store's lock; the others read it from a ring in
+the store, and the sum tree never changes during a draw. Where a table lies on several nodes, one process of
+each selects together with the others', and its node's other processes follow it (`follows`) or read its
+error.
 """
 
 from __future__ import annotations
@@ -57,9 +56,8 @@ class _FewItems(NamedTuple):
 
 
 class BatchStream:
-    """A batch stream in this process.
-
-    Process safety: `get` and `release` take the table's lock; `can_select` and `prepare` require it.
+    """A batch stream in this process. `get` and `release` take the table's lock; `can_select` and `prepare`
+    require it.
 
     Args:
         selector: The items, of this store or of all nodes; None: of this store.
@@ -102,10 +100,8 @@ class BatchStream:
     # ---- selections ------------------------------------------------------------------------------
 
     def take(self, key: int, part: int, num_parts: int) -> SelectionPart:
-        """Return every num_parts-th sample of a global batch from `part` on: no rank gets only one end of it.
-
-        A selection that is plain is made and read by one native call; `get` makes the others, and the same.
-        Raises as `get`.
+        """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one end of
+        it. One native call makes and reads a plain selection; `get`, whose errors it has, makes the others.
         """
         if self._native is not None and not (self._is_online and time.monotonic() > self._next_cleaning):
             found = self._native.take(key, part, num_parts)
@@ -173,10 +169,7 @@ class BatchStream:
                 deadline = self._wait_for_ranks(key, obstacle, deadline)
 
     def _obstacle(self, key: int, entry: int) -> _LateRanks | _FewItems | None:
-        """Return what keeps this process from making a selection; None: nothing, or it is made already.
-
-        Requires the lock.
-        """
+        """Return what keeps this process from selecting, None if nothing or selected. Requires the lock."""
         state = self.state
         state.catch_up()
         held = self._heads[entry][Head.KEY]
@@ -268,10 +261,7 @@ class BatchStream:
         return limiter.missing(self.spec.num_samples(key), known)
 
     def prepare(self, key: int) -> bool:
-        """Evict stale trajectories before a global batch; return whether it is already selected.
-
-        From time to time, also end the open trajectories of dead writers. Requires the lock.
-        """
+        """Evict stale trajectories; return whether a batch is selected already. Requires the lock."""
         if key < self._words[Head.KEY]:
             return True
         if self._is_online and time.monotonic() > self._next_cleaning:

@@ -1,7 +1,4 @@
-"""Exclusions: reasons why trajectories of a table cannot be sampled, with the number of each.
-
-They are counted from a store's regions when an error is raised or the store is inspected; no state is kept.
-"""
+"""Exclusions: why trajectories cannot be sampled, counted from a store's regions when it is inspected."""
 
 from __future__ import annotations
 
@@ -42,14 +39,9 @@ def count_exclusions(
 ) -> tuple[list[Exclusion], int]:
     """Count the items that a stream cannot draw, each trajectory under the first reason that holds.
 
-    Args:
-        stream: Prefix of the names of the stream's regions.
-        views: The regions of the store; they are only read.
-        values: Gives a column's values of slots; None: columns cannot be read.
-    Returns:
-        The reasons that exclude something, in the order of the checks; where items are groups, those after
-        the groups' own count the leaders. And the leaves of the tree that the next selection adds, as they
-        were written since the latest one: steps where these have priorities, else trajectories or groups.
+    Returns reasons, in the order of the checks (for groups, those after the groups' own count leaders), and
+    the leaves that the next selection adds, written since the latest one: steps where these have priorities,
+    else trajectories or groups. `views` are the store's regions; `values` reads a column's values of slots.
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
     found, left = _admitted(rule, schema, views, values)

@@ -1,7 +1,4 @@
-"""Mass rules: the integer mass of each trajectory, its anchors, and how priorities become masses.
-
-Anchor rules are written a second time in C++, in ops/csrc/common.
-"""
+"""Mass rules: each trajectory's integer mass and anchors (in C++: ops/csrc/common), masses of priorities."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ class AnchorRule:
 
     @classmethod
     def fits(cls, windows: Sequence[tuple[int, int, int]]) -> AnchorRule:
-        """Admit the anchors whose windows need no padding.
-
-        Of each window offset, length and extra: its rows are [anchor + offset, anchor + offset + length) of
-        T + extra.
+        """Admit anchors whose windows need no padding: offset, length, extra; rows [anchor + offset, anchor +
+        offset + length) of T + extra.
         """
         first = max((-offset for offset, _, _ in windows), default=0)
         trim = max((offset + length - 1 - extra for offset, length, extra in windows), default=0)

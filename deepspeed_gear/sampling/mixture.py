@@ -15,18 +15,15 @@ _NUM_KEPT = 4096  # latest global batches whose counts are kept
 
 
 class Mixture:
-    """Numbers of samples by table for each global batch.
+    """Numbers of samples by table for each global batch. Thread-safe.
 
-    A table that has had a share of S samples since global batch 0 has had floor(S) or ceil(S) samples. So
-    sample j of a table falls due at the first batch that takes S to j, and may come once S is above j - 1.
-    Each batch takes the samples that are due, then those that fall due first. With constant shares this never
-    fails (jobs of unit length on one machine); where shares change, a table may be up to 2 samples off.
+    A table that has had a share of S samples since global batch 0 has had floor(S) or ceil(S) samples: sample
+    j falls due at the first batch that takes S to j, and may come once S is above j - 1. Each batch takes the
+    samples that are due, then those that fall due first. With constant shares this never fails (jobs of unit
+    length on one machine); where shares change, a table may be up to 2 samples off.
 
-    Thread safety: all methods may be called by any thread. Cost: some microseconds a global batch, once;
-    after a resume also for those before it.
-
-    Source: Tijdeman, "The chairman assignment problem", Discrete Mathematics 32, 1980.
-
+    Cost: some microseconds a global batch, once; after a resume also for those before it. Source: Tijdeman,
+    "The chairman assignment problem", Discrete Mathematics 32, 1980.
     """
 
     def __init__(self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int) -> None:
@@ -69,10 +66,8 @@ class Mixture:
         return shares
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
-        """Return which samples of each table's selection belong to a part of the global batch.
-
-        With all samples in a row, table by table, every num_parts-th belongs to a part. So all parts have
-        the same size and the same shares of the tables.
+        """Return each table's samples of a part: every num_parts-th of all, table by table, so that parts
+        have the same size and shares.
         """
         counts = self.counts(number)
         first = (part - (np.cumsum(counts) - counts)) % num_parts

@@ -1,9 +1,8 @@
-"""Priority log: each process appends its updates to its own log, a selection applies all in one order.
+"""Priority log: each process appends updates to its own log; a selection applies all in one order.
 
-A selection of global batch n applies exactly the updates (reports) that belong to batches before n - lag. An
-update belongs to the batch that its process had last requested, so a process's updates for a batch are
-complete when it requests a later one: no clock is involved. Those of one batch are ordered by sample number,
-then come updates by id; the last one of an item wins.
+A selection of batch n applies exactly the updates (reports) of batches before n - lag. An update belongs to
+the batch that its process had last requested, so those of a batch are complete when it requests a later one:
+no clock is involved. They are ordered by sample number, then by id; an item's last one wins.
 """
 
 from __future__ import annotations
@@ -46,11 +45,7 @@ class _Promise:
 
 
 class PriorityLog:
-    """The priority logs of all processes.
-
-    Process and thread safety: any thread may call `ask`, `add`, `promise` and `keep`, which take the table's
-    lock themselves; the rest requires that lock.
-    """
+    """All processes' priority logs. `ask`, `add`, `promise`, `keep` take the lock; the rest requires it."""
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         assert spec.priorities is not None
@@ -84,10 +79,8 @@ class PriorityLog:
         self.asked[:] = NEVER
 
     def ask(self, key: int) -> None:
-        """Record that this process requests a global batch; its later updates belong to that batch.
-
-        While updates of an older batch are deferred (`promise`), that one is published instead, so that the
-        other processes wait for them.
+        """Record that this process requests a batch, which later updates belong to; while updates of an older
+        one are deferred (`promise`), publish that one, so that others wait for them.
         """
         with self._mutex:
             self._current = key
@@ -129,24 +122,16 @@ class PriorityLog:
     # ---- adding ----------------------------------------------------------------------------------
 
     def add_items(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
-        """Append priorities of any items to the log; as `add`.
-
-        Slot, generation and anchor of each item, and their sample numbers or BY_ID: [n, 3] and [n], int64.
-        """
+        """As `add`, of any items: slot, generation, anchor [n, 3]; sample numbers or BY_ID [n]. int64."""
         samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
         samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)] = updates
         samples[:, Resolution.SAMPLE_NUMBER] = order
         self.add(torch.from_numpy(samples), torch.from_numpy(np.array(priorities, np.float32)))
 
     def add(self, samples: torch.Tensor, priorities: torch.Tensor) -> None:
-        """Append priorities of drawn samples to the log; a later selection applies them.
+        """Append priorities [n], float32, of drawn samples [n, 8], for a later selection; both contiguous.
 
-        Args:
-            samples: Their resolutions. [n, 8], int64, contiguous.
-            priorities: Finite, at least 0. [n], float32, contiguous.
-        Raises:
-            DataError: A priority is negative, infinite or NaN; nothing has changed.
-            StoreError: More wait than the log holds; nothing has changed.
+        DataError: one is negative or not finite; StoreError: more wait than the log holds. Nothing changes.
         """
         with self._mutex:
             assert not self._promises, "reports lie in the log in the order of their batches"
@@ -274,10 +259,8 @@ def check_priorities(priorities: np.ndarray) -> None:
 
 
 def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -> np.ndarray:
-    """Return updates of which those of slots that are not saved are of no trajectory of another slot.
-
-    They will be stale, but count for the highest priority. `any_slot` is one that is saved: [1], int64; where
-    none is, [0], they are dropped. [n, 6], int64; [n], bool.
+    """Return updates of which those of slots that are not saved go to `any_slot` as stale ones, which count
+    for the highest priority, or are dropped where it is [0]. [n, 6], int64; [n], bool; [1] or [0].
     """
     found = log.copy() if len(any_slot) else log[is_saved]
     if len(any_slot):

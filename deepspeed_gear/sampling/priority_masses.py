@@ -1,7 +1,5 @@
-"""Masses from priorities: priorities are authoritative; masses, sum and min tree are derived from them.
-
-An item is a trajectory (a leaf for each slot) or a step (a leaf for each row of the store). A selection
-applies the priority log of the ranks (priority_log.py).
+"""Masses from priorities: priorities of trajectories (a leaf per slot) or steps (per row) are authoritative;
+masses, sum and min tree are derived from them. A selection applies the priority log.
 """
 
 from __future__ import annotations
@@ -29,11 +27,8 @@ WINDOW = 256  # latest global batches whose clamped updates are counted separate
 
 
 class PriorityMasses(ItemMasses):
-    """A mass for each trajectory or step: priority ** alpha in units of 2^-24.
-
-    Process safety: as in `ItemMasses`.
-
-    Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
+    """A mass for each trajectory or step: priority ** alpha in units of 2^-24. Process safety: as
+    `ItemMasses`. Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
     """
 
     def __init__(
@@ -180,10 +175,7 @@ class PriorityMasses(ItemMasses):
         return int(self.rule.alpha(key) * ONE_Q62)  # exact: a power of two
 
     def known_reports(self, reports: np.ndarray) -> np.ndarray:
-        """Replace the ids of priority updates by handles; drop updates of items that are not in this store.
-
-        An update by id has the slot -1, and the id instead of the generation. [n, 6], int64.
-        """
+        """Replace ids (slot -1, id for generation) by handles; drop items of other stores. [n, 6], int64."""
         by_id = reports[:, PriorityUpdate.SLOT] < 0
         if not by_id.any():
             return reports
@@ -197,10 +189,8 @@ class PriorityMasses(ItemMasses):
         return np.asarray(found[keep])
 
     def handles_of(self, ids: np.ndarray, anchors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return slot, generation and anchor of items, and which of them the sampler can draw.
-
-        By the ids of trajectories and, where an item is a step, anchors: [n] -> [n, 3], int64, and [n], bool.
-        A group has those of its leader, and may be named by any of its trajectories.
+        """Return slot, generation and anchor of items by ids and, of steps, anchors, and which can be drawn:
+        [n] -> [n, 3], int64, and [n], bool. Any trajectory of a group names its leader.
         """
         slots = self.table.slots_of(ids)
         known = slots >= 0
@@ -213,10 +203,8 @@ class PriorityMasses(ItemMasses):
         return np.stack([slots, records[:, Slot.GENERATION], anchors], axis=1), known
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        """Set the first priority of new items, and clear that of evicted ones.
-
-        Rows of a slot that is already free may be another trajectory's; the process that freed them has
-        cleared their priorities.
+        """Set the first priority of new items, and clear that of evicted ones; of slots already free, whose
+        rows may be another trajectory's, the process that freed them has cleared it.
         """
         if self.by_step and self.table.spec.dataset is None:
             there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))

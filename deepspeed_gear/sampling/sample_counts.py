@@ -19,12 +19,9 @@ _ONE = np.int32(1)  # of the counters' type: a plain 1 takes a hundred times as 
 
 
 class SampleCounts:
-    """A counter for each trajectory, or for each row where items are steps.
+    """A counter for each trajectory, or for each row where items are steps. Every method requires the lock.
 
-    A process that dies inside a selection may lose that selection's counts, or count it twice;
-    nothing depends on them.
-
-    Process safety: every method requires the table's lock; reads without it may include part of a selection.
+    A process that dies inside a selection may lose its counts, or count it twice: nothing depends on them.
     """
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:

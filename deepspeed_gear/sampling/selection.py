@@ -44,11 +44,8 @@ _AWAKE_S = 500e-6
 
 
 class SelectionReaders:
-    """How far each process has consumed a stream. Process safe: each process writes its own word only.
-
-    Args:
-        reached: A counter of each process, in the store: the selections that it has released, or the global
-            batch that it requested. [peers], int64.
+    """How far each process has consumed a stream: selections released, or the batch requested. [peers],
+    int64. Each process writes its own word only.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:
@@ -68,10 +65,8 @@ class SelectionReaders:
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:
-        """Spin briefly until the peers reach a key; called without the lock.
-
-        Concurrent ranks are late by microseconds. A sleep takes up to milliseconds on a busy core; then the
-        other ranks wait for this one, and so in turn forever.
+        """Spin briefly until the peers reach a key, without the lock: they are late by microseconds; a sleep
+        takes milliseconds on a busy core, for which they would wait in turn.
         """
         until = time.monotonic() + _AWAKE_S
         while time.monotonic() < until and min(self._reached) < key:
@@ -112,12 +107,8 @@ class SelectionFailure:
         self._seen = int(self._words[_NUMBER])
 
     def check(self, key: int) -> None:
-        """Raise, once, the recorded failure of a global batch's selection.
-
-        Raises:
-            StoreError: No selection can be made, as without items, until contents or priorities change.
-            NotReadyError: The table's rate limiter admits no selection yet.
-            PeerError: Another rank has failed.
+        """Raise a batch's recorded failure, once: StoreError (until contents or priorities change),
+        NotReadyError (rate limiter) or PeerError.
         """
         if self._words[_NUMBER] == self._seen:
             return

@@ -1,12 +1,11 @@
 """Selector: decides the samples of a global batch and commits them as an entry of the ring.
 
-Order of writes, so that a process may die at any instruction: priority updates and queued masses to the tree
-(repeatable), the samples to a ring entry marked empty, then the entry's key (the commit point), then the
-position.
+A process may die at any instruction: first priority updates and queued masses go to the tree (repeatable),
+then samples to a ring entry marked empty, the entry's key (the commit point), and the position.
 
-Ranks that sample concurrently would wait for each other's selections in every step. So they draw for the next
-one in advance, in turn, as long as nothing has changed: Position.AHEAD is the global batch whose draws are
-already in its ring entry. Any change discards them; the first rank that requests the batch selects it.
+Ranks that sample concurrently would wait for each other's selections in every step. So they draw ahead in
+turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring entry. Any change
+discards them; the first rank that requests the batch selects it.
 """
 
 from __future__ import annotations
@@ -35,13 +34,8 @@ _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 
 class LocalSelector:
-    """Makes the selections of a batch stream among the items of one store, whose lock is held meanwhile.
-
-    `select` calls the phases; those of tables that several nodes hold are in
-    distributed/sharded_selection.py.
-
-    Args:
-        lock: Held for each change of the store; None: the caller holds the table's lock.
+    """Makes the selections of a stream of one store, whose `lock` is held meanwhile (None: by the caller).
+    `select` calls the phases; for several nodes: distributed/sharded_selection.py.
     """
 
     def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
@@ -70,23 +64,14 @@ class LocalSelector:
         return self.masses.total
 
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
-        """Resolve coordinates to items.
-
-        Args:
-            rows: Gets the resolutions of the selection, these from `done` on. [count, 8], int64.
-            coordinates: In [0, total). [n], int64.
-            first: Sample number of the first one.
-        """
+        """Resolve coordinates, from sample number `first`, to rows[done:]. [n], int64; [count, 8]."""
         count = coordinates.size(0)  # `len` of a tensor takes ten times as long
         into = rows if count == rows.size(0) else rows[done : done + count]
         with self.lock:
             self.masses.resolve(into, coordinates, first)
 
     def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
-        """Resolve the next coordinates of an epoch; return how many are left.
-
-        Items that were evicted since it began are left out; `first` is the sample number of the first one.
-        """
+        """Resolve an epoch's next coordinates but those of evicted items; return how many are left."""
         self.resolve(rows, done, coordinates, first)
         if self.state.walked is None:
             return coordinates.size(0)
@@ -103,10 +88,9 @@ class LocalSelector:
     def resolve_until(
         self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int, counted: np.ndarray
     ) -> int:
-        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0.
-
-        Their number is returned; the others must be drawn again without that trajectory. They are added to
-        `counted`, the samples of each slot in this selection so far. [slots], int64.
+        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0; return
+        their number. The rest must be drawn again. Adds to `counted`, the samples of each slot so far,
+        [slots].
         """
         self.resolve(rows, done, coordinates, first)
         slots = rows[done:, Resolution.SLOT].numpy()
@@ -138,19 +122,13 @@ class LocalSelector:
         return items_of(masses, first, count, newest)
 
     def finish(self, key: int, entry: int, count: int) -> int:
-        """Pin the resolved samples of `count` items and make them ready to be gathered.
-
-        Returns the number of records of the selection: its samples, or the trajectories of its groups.
-        """
+        """Pin the samples of `count` items for the gather; return the number of records (groups' in all)."""
         with self.lock:
             self.state.pin(key, self.state.drawn[entry][0][:count])
             return self.state.expand(entry, count) if self.spec.by_group else count
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor and exponent (Q62) of the PER weights of samples of these masses. [B].
-
-        The weight of a sample is (numerator / (divisor * mass)) ** exponent.
-        """
+        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
         masses = self.state.with_priorities
         beta, normalize = masses.beta_at(key), masses.rule.normalize
         if normalize == "batch":
@@ -165,14 +143,8 @@ class LocalSelector:
     # ---- the selection ---------------------------------------------------------------------------
 
     def select(self, key: int, entry: int) -> bool:
-        """Make and commit the selection of a global batch.
-
-        Requires the table's lock where no other node takes part, as `draw_ahead` does.
-
-        Returns:
-            Whether the rate limiter of all nodes admits it; False: there is none yet.
-        Raises:
-            NothingToSampleError: Too few items have a mass.
+        """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
+        Requires the lock on one node. NothingToSampleError: too few items have a mass.
         """
         state = self.state
         rows, count = self._rows(key, entry)
@@ -218,10 +190,7 @@ class LocalSelector:
         return True
 
     def draw_ahead(self, key: int) -> None:
-        """Draw for the next selection, if no change is waiting that precedes it.
-
-        The caller has checked that every process has released its ring entry.
-        """
+        """Draw for the next batch if no change precedes it; every process has released its ring entry."""
         state, words = self.state, self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
             return
@@ -267,10 +236,7 @@ class LocalSelector:
         return torch.as_tensor(found)
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
-        """Draw samples as if one by one, where a used-up trajectory leaves the tree at once.
-
-        Source of the semantics: Reverb's `max_times_sampled`.
-        """
+        """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
         done, counted = 0, np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
             try:
@@ -285,11 +251,9 @@ class LocalSelector:
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
         """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.
 
-        A selection that fails or dies after that point cannot resolve the old epoch's last items again, since
-        the tree has changed: it continues after them (Position.DONE), as their resolutions are in the ring.
-
-        An epoch is of the items that were there when it began and still are. Of evicted ones the masses stay,
-        so that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
+        A selection that fails after that point continues after the old epoch's last items (Position.DONE,
+        their resolutions are in the ring), since the tree has changed. Evicted items keep their masses, so
+        that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
         """
         state, sampler = self.state, self._sampler
         has_ended, count = state.words[Position.DONE] > 0, len(rows)

@@ -1,7 +1,5 @@
-"""State of a batch stream: its words and arrays in the table's store, and their copy in a checkpoint.
-
-All of it lies in shared memory: the tree of masses, the priority updates that wait, the position, and a ring
-of the latest selections. Every process of a node has a `StreamState` over the same memory.
+"""State of a batch stream, in shared memory: tree, waiting priority updates, position, and a ring of
+selections; its copy in a checkpoint. Every process of a node has a `StreamState` over the same memory.
 """
 
 from __future__ import annotations
@@ -73,10 +71,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
 
 
 class StreamState:
-    """A batch stream's part of a store, in this process.
-
-    Process safety: every method requires the table's lock; `initialise` memory that is not linked yet.
-    """
+    """A stream's part of a store. Every method requires the lock, but `initialise` memory not linked yet."""
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.spec, self.table, self.ops = spec, table, table.ops
@@ -190,10 +185,7 @@ class StreamState:
         return np.asarray(self.numbers[entry if self.head_words[entry][Head.KEY] == key >= 0 else -1])
 
     def pin(self, key: int, records: torch.Tensor) -> None:
-        """Keep the rows of sampled items until all processes have released the selection.
-
-        Resolutions, with slots of this store; those of leaders pin their groups: [n, 8], int64.
-        """
+        """Keep the rows of sampled items (of leaders: their groups, [n, 8]) until all have released them."""
         if self.last_drawn is not None:
             slots = records[:, Resolution.SLOT].numpy()
             if self.spec.by_group:
@@ -210,10 +202,7 @@ class StreamState:
         return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
 
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of all trajectories of drawn groups, group by group, and the group of each.
-
-        By the resolutions of their leaders: [n, 8] -> [m, 8] and [m], int64.
-        """
+        """Return the records of the groups of drawn leaders, [n, 8] -> [m, 8], and the group of each, [m]."""
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         records, found = self.table.slots[slots], np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
         found[:, Resolution.SLOT] = slots
@@ -312,11 +301,10 @@ class StreamState:
         return ring, own
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        """Restore the state that `export` returned; the table's slots are already restored.
+        """Restore what `export` returned; the table's slots are restored already.
 
-        Unused selections are kept if the global batch has the same size as before and the ring is large
-        enough. Where several nodes hold the table, the caller writes them to the ring: `keep_selections`.
-        Trajectories of a data set that come after `slots` are new: the next selection adds them.
+        Unused selections are kept if the batch size is the same and the ring large enough; over several nodes
+        the caller writes them (`keep_selections`). Trajectories of a data set after `slots` are new.
         """
         self.masses.restore(slots, content)
         if self.table.spec.dataset is not None:

@@ -1,11 +1,8 @@
 """Sum tree of a stream: the masses of its items in the store, and the changes that wait.
 
-Every change of a slot, by any process, is appended to the table's log. The next selection queues the masses
-of these slots by the rule, and writes the queue to the tree. So a tree never changes during a draw. The slot
-table is authoritative: after a death, or if more has changed than the log holds, the two are compared.
-
-`ItemMasses` has the masses of a rule, `AgeMasses` also the order of age; priority_masses.py has those of
-priorities.
+Every change of a slot is appended to the table's log. The next selection queues their masses by the rule and
+writes them to the tree, which never changes during a draw. After a death, or if more changed than the log
+holds, it is compared with the slot table, which is authoritative.
 """
 
 from __future__ import annotations
@@ -38,11 +35,8 @@ class TreeChanges:
 
 
 class ItemMasses:
-    """The sum tree of a stream, with one mass for each slot.
-
-    Functions `on_change` get the committed slots that hold something new, or may do so.
-
-    Process safety: every method requires the table's lock, `initialise` memory that is not linked yet.
+    """The sum tree of a stream, with one mass for each slot. Every method requires the lock, but `initialise`
+    memory not linked yet. Functions `on_change` get the committed slots that may hold something new.
     """
 
     def __init__(
@@ -302,11 +296,8 @@ class ItemMasses:
 class AgeMasses(ItemMasses):
     """Masses in the order of age: the oldest and the newest items, and windows of the newest ones.
 
-    A trajectory is newer than those with a smaller id: ids follow the order of arrival, and in a data set the
-    stored order. What a window admits depends on all stored trajectories; so a selection that follows a
-    change computes the masses of all slots again.
-
-    Cost of a selection that needs the order: a sort of all trajectories.
+    A smaller id is older: ids follow arrival, or the stored order of a data set. What a window admits depends
+    on all trajectories; a selection after a change computes all masses again (a sort of all trajectories).
     """
 
     def initialise(self) -> None:
@@ -331,10 +322,7 @@ class AgeMasses(ItemMasses):
         return slots, masses, self.table.slots[slots, Slot.ID], counts, values
 
     def queue_window(self, edge: WindowEdge | None = None) -> None:
-        """Queue the mass changes of trajectories that enter or leave the window after queued changes.
-
-        The edge is that of a window over all nodes; None: that of this store.
-        """
+        """Queue what enters or leaves the window (`edge` over all nodes, else this store's) after changes."""
         window = self.spec.rule.window
         if window is None:
             return
@@ -359,10 +347,7 @@ class AgeMasses(ItemMasses):
 
 
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:
-    """Return the coordinates of at most `count` items of trajectories, each one's last first if `newest`.
-
-    Masses of the trajectories and their first coordinates: [n], int64.
-    """
+    """Return coordinates of at most `count` items of trajectories, each one's last first if `newest`. [n]."""
     index = np.arange(masses.sum()) - np.repeat(np.cumsum(masses) - masses, masses)
     index = np.repeat(masses, masses) - 1 - index if newest else index
     return torch.from_numpy((np.repeat(first, masses) + index)[:count])

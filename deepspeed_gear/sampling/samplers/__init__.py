@@ -1,7 +1,5 @@
-"""The samplers, one class for each kind, and the registry that finds the class of a config.
-
-The package's own samplers are registered here by their config model. Another sampler is named in the
-config by "module:Class" and imported, on every rank: see docs/how-to/add-a-sampler.md.
+"""The samplers, one class for each kind, by config model; "module:Class" is imported on every rank
+(docs/how-to/add-a-sampler.md).
 """
 
 from __future__ import annotations
@@ -29,11 +27,7 @@ SAMPLERS: dict[type[Any], type[Sampler]] = {
 
 
 def sampler_for(config: Any) -> Sampler:
-    """Return the sampler of its part of the config, of one table.
-
-    Raises:
-        ConfigError: A class from outside cannot be imported, or is no Sampler.
-    """
+    """Return a table's sampler; raise ConfigError where a class from outside cannot be used."""
     if not isinstance(config, ExternalSampler):
         return SAMPLERS[type(config)](config)
     found = imported(config.kind, "gear.sampler.kind")
