@@ -22,11 +22,10 @@ CHEAP = 4  # so many rows may move for each one of the run
 
 
 def make_run(table: Table, readers: SelectionPins, num_rows: int) -> bool:
-    """Move extents until a run of `num_rows` rows is free, where the next search begins. Requires the lock.
+    """Move extents until a run of `num_rows` is free, where the next search begins. Requires the lock.
 
-    Trajectories that a selection has drawn and some process has still to read are not moved, nor open ones;
-    without spare rows none is. Returns False where there is no such run: eviction is cheaper, or extents that
-    cannot move separate the free rows.
+    Open trajectories, or those that a process still reads, stay; without spare rows all do. False: there is
+    no such run; eviction is cheaper, or extents that cannot move separate the free rows.
     """
     control, spec, extents = table.control, table.spec, table.extents
     free = int(control[Control.FREE_ROWS]) - num_rows
@@ -76,15 +75,8 @@ def slide(table: Table, readers: SelectionPins, slot: int, to: int) -> None:
 def cheapest_run(
     gaps: np.ndarray, lengths: np.ndarray, can_move: np.ndarray, wanted: int
 ) -> tuple[int, int] | None:
-    """Choose the gaps between extents to join: the first ones for which at most 4 * `wanted` rows move, else
-    those for which the fewest do.
-
-    Args:
-        gaps: Free rows between neighbours. [n], int64.
-        lengths: Rows of the extent between two gaps. [n - 1], int64.
-        can_move: Which extents can move. [n - 1], bool.
-    Returns:
-        The first and the last of the gaps; None: no gaps suffice.
+    """Choose the first and last gap to join: the first for which at most 4 * `wanted` rows move, else those
+    for which the fewest do; None: none suffice. gaps [n], int64; lengths, can_move between them [n - 1].
     """
     free = np.concatenate([[0], np.cumsum(gaps)])
     rows, fixed = (np.concatenate([[0], np.cumsum(values)]) for values in (lengths, ~can_move))

@@ -1,7 +1,6 @@
-"""Registration of shared memory with CUDA: which columns, in which calls, and why not the others.
-
-CUDA registers whole pages, and no page twice, so calls cover pages. A column counts as registered if all
-its pages are. File maps are never registered: CUDA refuses maps that are read-only.
+"""Registration of shared memory with CUDA: which columns, in which calls, and why not the others. CUDA
+registers whole pages, none twice, so a column is registered if all its pages are. It refuses read-only file
+maps.
 """
 
 from __future__ import annotations
@@ -61,10 +60,7 @@ def plan(
     page: int = mmap.PAGESIZE,
     most: int = MOST_CALL_BYTES,
 ) -> RegistrationPlan:
-    """Choose the columns to register: whole columns in order, as long as their pages fit into a budget.
-
-    `memory` are the addresses of the shared memory; `budget` is in bytes, None for any number.
-    """
+    """Choose columns to register: whole ones in order, while their pages of `memory` fit `budget` bytes."""
     taken: dict[str, Span] = {}
     left_out: dict[str, str] = {}
     calls: list[Span] = []
@@ -104,10 +100,8 @@ def memory_span(memory: SharedMemory) -> Span:
 
 
 class CudaRuntime:
-    """CUDA's calls. They register memory for all devices, and return the runtime's error codes.
-
-    The device reads the memory. It is current while memory is registered, so torch takes the memory for a
-    tensor of this device.
+    """CUDA's calls, for memory of all devices; they return its error codes. The reading device is current
+    during registration, so torch takes the memory for a tensor of this device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -139,12 +133,11 @@ class CudaRuntime:
 
 
 class Registration:
-    """The registered columns of one table in this process; `close` ends it.
+    """The registered columns of one table in this process, which stays mapped until `close`. Main thread
+    only.
 
-    Nothing is registered for a device that would read it at another address than the host, as columns are
-    addressed by the host's: a wrong address would end the process's CUDA context.
-
-    Thread safety: none; made and closed by the main thread. Memory must stay mapped until it is closed.
+    Nothing is registered for a device that would read it at another address than the host's, which columns
+    are addressed by: that would end the process's CUDA context.
     """
 
     @classmethod
@@ -241,10 +234,7 @@ class _Alias:
 
 
 def as_device_tensor(column: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """View a registered column, contiguous, as a tensor of a device; the caller must not write to it.
-
-    The address is the same for host and device: `Registration` registers nothing where it is not.
-    """
+    """View a registered column, contiguous, as a device tensor at its address; it is never written to."""
     if column.numel() == 0:
         return torch.empty_like(column, device=device)
     is_bfloat = column.dtype == torch.bfloat16  # which NumPy does not have

@@ -25,10 +25,8 @@ _POLL_S, _AGREE_S = 200e-6, 0.25
 
 
 class Evictor:
-    """Reserves rows for the trajectories that this process adds, where the native module cannot.
-
-    Thread and process safety: methods require the table's lock where documented; `wait` takes no lock. A
-    process that samples too (`samples`) must not wait for itself.
+    """Reserves rows for this process's trajectories where the native module cannot. Methods require the lock
+    where documented; `wait` takes none. If it `samples` too, it must not wait for itself.
     """
 
     def __init__(self, table: Table, context: Context, samples: bool = False) -> None:
@@ -61,10 +59,8 @@ class Evictor:
     # ---- reserving -------------------------------------------------------------------------------
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
-        """Reserve a slot for a trajectory; evict others as the table's retention defines. Requires the lock.
-
-        Rows are reserved for `num_steps`, of which `inserts` are inserted now; None: all. Returns the slot,
-        or a Refusal.
+        """Reserve a slot with rows for `num_steps`, `inserts` of them inserted now (None: all); evict as the
+        retention defines. Returns the slot, or a Refusal. Requires the lock.
         """
         inserted = num_steps if inserts is None else inserts
         if not self.may_insert(inserted):
@@ -119,11 +115,8 @@ class Evictor:
     # ---- waiting ---------------------------------------------------------------------------------
 
     def wait(self, refusal: int, num_steps: int, until: float) -> None:
-        """Wait once, briefly, for the cause of a refusal to change.
-
-        Raises:
-            NotReadyError: Nothing has changed in time.
-            StoreFullError: Nothing may be evicted, and too few rows are free.
+        """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time; StoreFullError:
+        too few rows are free, and nothing may be evicted.
         """
         if refusal in (Refusal.NO_SLOT, Refusal.NO_ROWS, Refusal.SCATTERED):
             raise self.table.full(refusal, num_steps)
@@ -145,13 +138,10 @@ class Evictor:
 
 @contextmanager
 def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iterator[None]:
-    """Hold the lock while a control word is 0.
+    """Hold the lock while a control word is 0; StoreError if it does not become so in `timeout_s`.
 
     SELECTING: no selection over several nodes is under way, which draws from the current contents. PENDING:
     no process writes rows, so replaced rows belong to no writer.
-
-    Raises:
-        StoreError: It is not 0 within `timeout_s`.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -168,10 +158,7 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
 
 
 class EvictionPolicy(ABC):
-    """Chooses the trajectory to evict when too few rows or slots are free for a new one.
-
-    In a table of groups the whole group of that trajectory is evicted.
-    """
+    """Chooses the trajectory (its group, in a table of groups) to evict when rows or slots are too few."""
 
     evicts: ClassVar[bool] = True
     code: ClassVar[int] = EvictionCode.BY_CALLER  # what the native module does without calling `victim`
@@ -239,10 +226,7 @@ class EvictUniform(EvictionPolicy):
 
 
 class EvictLowest(EvictionPolicy):
-    """Base of policies that evict the lowest value; of equal ones the lowest id.
-
-    A group has the highest value of its trajectories.
-    """
+    """Base of policies that evict the lowest value (of groups the highest one's), then the lowest id."""
 
     def victim(self, table: Table, pins: SelectionPins) -> int:
         slots = _complete(table)
@@ -288,11 +272,7 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def policy_class(name: str, option: str = "remove") -> type[EvictionPolicy]:
-    """Return the class of a key of `POLICIES`, or of a "module:Class"; `option` is its name in errors.
-
-    Raises:
-        ConfigError: A class from outside cannot be imported, or is no EvictionPolicy.
-    """
+    """Return the class of a key of `POLICIES` or of a "module:Class"; `option` names it in ConfigErrors."""
     if ":" not in name:
         return POLICIES[name]
     found = imported(name, option)

@@ -87,12 +87,8 @@ class GroupCondition:
     maximum: float | None = None
 
     def holds(self, values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return which groups pass; one with a NaN does not. [groups], bool.
-
-        Args:
-            values: Of the members, group by group. [n].
-            begins: Index of each group's first member. [groups], int64.
-            counts: Members of each group, at least 1. [groups], int64.
+        """Return which groups pass, [groups], bool; one with a NaN does not. `values` group by group, [n];
+        `begins` of each group's first, and `counts` >= 1, [groups], int64.
         """
         with np.errstate(invalid="ignore", over="ignore"):
             found = STATISTICS[self.statistic](values.astype(np.float64), begins, counts)

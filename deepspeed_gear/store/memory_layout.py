@@ -127,11 +127,7 @@ def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
 
 
 def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
-    """Return layout and run of a store from its open file.
-
-    Raises:
-        StoreError: It is no store, of another format version, truncated or damaged.
-    """
+    """Return layout and run of an open store file; StoreError: no store, other format version or damaged."""
     num_bytes, head = os.fstat(fd).st_size, os.pread(fd, HEADER_BYTES, 0)
     if len(head) < HEADER_BYTES:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))

@@ -1,9 +1,8 @@
 """Memory limits of this process: its cgroups (v1 and v2) and the machine's available memory.
 
-Pages of /dev/shm are charged to the cgroup of the process that first touches them. Beyond its limit the
-kernel ends that process with SIGKILL, without an error; so a store's size is compared with the limits before
-it is allocated. Page cache (active_file, inactive_file) counts as available, since the kernel reclaims it
-first; swap does not.
+Pages of /dev/shm are charged to the cgroup that first touches them, and beyond its limit the kernel ends the
+process with SIGKILL: so a store's size is checked before it is allocated. Page cache (active_file,
+inactive_file) counts as available, since the kernel reclaims it first; swap does not.
 """
 
 from __future__ import annotations
@@ -44,13 +43,8 @@ class MemoryLimit(NamedTuple):
 
 
 def check_available(num_bytes: int) -> None:
-    """Check that memory of some size can be allocated, without allocating it.
-
-    Other processes may take the memory in the meantime: this detects stores that never fit.
-
-    Raises:
-        StoreFullError: A limit of this process leaves less.
-    Cost: reads three files of /proc and three of each cgroup, about 1 ms.
+    """Raise StoreFullError if a limit leaves less memory, without allocating it (about 1 ms, three files of
+    /proc and each cgroup). Others may take it meanwhile: this detects stores that never fit.
     """
     limit = tightest(read_file)
     if limit is not None and num_bytes > limit.available:
@@ -92,11 +86,10 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
 
 
 def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, str]]:
-    """Return version and folder of this process's memory cgroups and all their parents, innermost first.
+    """Return version and folder of this process's memory cgroups and their parents, innermost first.
 
-    From the texts of /proc/self/cgroup and /proc/self/mountinfo, None where a file is missing. A cgroup
-    outside the mounted tree, as in a container without its own cgroup namespace, is taken for the mounted
-    root.
+    From /proc/self/cgroup and mountinfo (None: missing). A cgroup outside the mounted tree, as in a container
+    without its own cgroup namespace, is taken for the mounted root.
     """
     own = {}
     for line in (cgroups or "").splitlines():
@@ -118,9 +111,8 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
 
 
 def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
-    """Yield version, root and mount point of the mounted hierarchies that may hold memory limits.
-
-    Source: proc_pid_mountinfo(5); a separate "-" precedes type, source and super options.
+    """Yield version, root, mount point of hierarchies with memory limits: proc_pid_mountinfo(5), where "-"
+    precedes type, source and super options.
     """
     for line in text.splitlines():
         head, _, tail = line.partition(" - ")

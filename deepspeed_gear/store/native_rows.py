@@ -28,10 +28,7 @@ def address(array: np.ndarray) -> int:
 
 
 def as_tensor(array: np.ndarray, dtype: str = "") -> torch.Tensor:
-    """View stored values as a tensor, also read-only ones: the caller must not write to it.
-
-    With the column's `dtype` "bfloat16", which is stored as uint16, it is of that type. [rows, *shape].
-    """
+    """View stored values, also read-only ones, never to be written to; uint16 of "bfloat16" as that."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         tensor = torch.from_numpy(np.asarray(array))

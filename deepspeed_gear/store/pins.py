@@ -1,7 +1,5 @@
-"""Batch streams as a writer sees them, which has none of its own: their pins, and their priorities of steps.
-
-Pins are the trajectories that the streams of a store still read. Any attached process computes them from the
-streams' regions in the store.
+"""What a writer, which has no batch streams, sees of those of its store: priorities of steps, and pins (the
+trajectories that they still read), which any process computes from their regions.
 """
 
 from __future__ import annotations
@@ -25,9 +23,8 @@ _LAST_DRAWN = "/last_drawn"
 
 @dataclass(frozen=True)
 class StepPriorities:
-    """A batch stream's priorities and masses of a store's rows. Every method requires the store's lock.
-
-    A row of no trajectory has priority 0. After a death inside a method, `repair` restores that.
+    """A stream's priorities and masses of a store's rows, 0 where there is no trajectory; `repair` restores
+    this after a death. Every method requires the lock.
     """
 
     ops: Ops
@@ -196,10 +193,7 @@ class SelectionPins:
             reader.position[Position.AHEAD] = NOTHING
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
-        """Return the priority of each trajectory, or the highest one of its steps. [n] -> [n], float32.
-
-        Infinity for one newer than the latest selection: it has no priority, and could not be drawn.
-        """
+        """Return priorities, or the highest of steps; inf: newer than the latest selection. [n] -> [n]."""
         table, end = self._table, "/priorities"
         name = next(name for name in table.views if name.endswith(end)).removesuffix(end)
         values, records = table.views[name + end], table.slots[slots]

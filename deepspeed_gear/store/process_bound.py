@@ -1,7 +1,6 @@
-"""Objects of one process: they are neither pickled nor copied, and a forked child cannot use them.
-
-A child has its parent's locks, sample numbers and memory, but none of its threads: two children that sample
-would return the same batches, and one that ends would detach its parent from the stores.
+"""Objects of one process: neither pickled nor copied, nor used by a forked child, which has its parent's
+locks, sample numbers and memory but no threads: two would return the same batches, and an end would detach
+the parent.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ class ProcessBound:
 
 
 class InForkedChild:
-    """Class of a ProcessBound in a forked child: `close` does nothing, everything else raises.
-
-    Changing the class adds no cost to calls in the process that made the object.
-    """
+    """Class of a ProcessBound in a forked child: `close` does nothing, everything else raises."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "close":

@@ -17,17 +17,11 @@ Unit = Literal["trajectory", "step", "group"]
 
 @dataclass(frozen=True)
 class RateLimiter:
-    """Bounds on samples drawn per item added, as in Reverb's rate limiters.
+    """Bounds on samples drawn per item added: Cassirer et al., "Reverb", 2021, section 3.3.
 
-    With I items ever added and S samples ever drawn, the difference I * samples_per_insert - S stays in
-    [least, most] once `min_size` items are held: the side that would leave this range blocks.
-
-    Args:
-        unit: What an item is.
-        min_size: No sample is drawn while fewer items are held; so many may always be added.
-        least, most: Bounds of the difference.
-
-    Source: Cassirer et al., "Reverb: A Framework For Experience Replay", 2021, section 3.3.
+    With I items ever added and S samples drawn, I * samples_per_insert - S stays in [least, most] once
+    `min_size` items are held: the side that would leave it blocks. No sample is drawn while fewer are held;
+    so many may always be added.
     """
 
     unit: Unit
@@ -78,10 +72,7 @@ class RateLimiter:
         return self.most < math.inf
 
     def room(self, size: int, inserted: int, sampled: int) -> int:
-        """Return how many items may be added, one by one or at once, before another sample is drawn.
-
-        Only where it `holds_back`; arguments as `may_sample`.
-        """
+        """Return how many items may be added before another sample (if it `holds_back`); as `may_sample`."""
         ahead = math.floor((self.most + sampled) / self.samples_per_insert) + 1 - inserted
         while (inserted + ahead) * self.samples_per_insert - sampled > self.most:
             ahead -= 1
@@ -97,26 +88,17 @@ class RateLimiter:
 
 
 def kept(admitted: int, quota: int, gives_all: bool) -> int:
-    """Return the quota that a node keeps when it begins an exchange.
-
-    Its writers go on during the exchange, so of what the quota leaves them after the items that were added or
-    reserved (`admitted`) it keeps half. It keeps nothing where samplers wait (the exchange is short): then
-    even the longest trajectory must be admitted on some node.
+    """Return a node's quota for an exchange, in which its writers go on: half of what it leaves after the
+    `admitted` items; 0 where samplers wait, as then even the longest must be admitted on some node.
     """
     return admitted if gives_all else max(admitted, admitted + (quota - admitted) // 2)
 
 
 def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
-    """Divide a pool of items that may be added among nodes.
+    """Divide a pool of items equally among nodes whose writers wait, or all; return each part. [S].
 
-    Equally among the nodes whose writers wait, or among all. If a part is too small for what one of them
-    adds at once, one node receives the pool; each node is first in turn.
-
-    Args:
-        wanted: The most items that a waiting writer of each node adds at once; 0: none waits. [S].
-        turn: Number of the exchange.
-    Returns:
-        Each node's part; their sum is the pool. [S].
+    If a part is too small for what one adds at once (`wanted`, 0: none waits, [S]), one node receives the
+    pool, first in turn by the exchange's number.
     """
     count = len(wanted)
     order = [(turn + i) % count for i in range(count)]

@@ -43,9 +43,8 @@ class OpenHandle(NamedTuple):
 
 
 class RowAllocator:
-    """The slots and extents of a store of a table with a capacity. Every method requires the store's lock.
-
-    Its memory must stay mapped; `arrays` are all that is stored by row. [rows, ...] each.
+    """The slots and extents of a store with a capacity, mapped; `arrays` are all that is stored by row.
+    [rows, ...]. Every method requires the lock.
     """
 
     def __init__(
@@ -120,10 +119,8 @@ class RowAllocator:
             self._native.bell_ring(address(self.control[Control.EVENT :]))
 
     def move(self, slot: int, to: int) -> None:
-        """Move an extent, whose rows no process reads.
-
-        Its new first row `to` lies before the old one, and all rows between them are free. `end_move` follows
-        when what is derived from its place is derived anew.
+        """Move an unread extent to the lower row `to`, over free rows; `end_move` follows when all derived
+        from its place is derived anew.
         """
         control = self.control
         control[Control.MOVE_FROM], control[Control.MOVE_TO] = self.slots[slot, Slot.FIRST_ROW], to
@@ -196,9 +193,8 @@ class RowAllocator:
         self.note(slot)
 
     def end(self, slot: int, truncated: bool) -> None:
-        """Mark a slot as complete; free the rows after its trajectory, or all if nothing is published.
-
-        `truncated` marks its last step as truncated, unless it is terminated.
+        """Mark a slot as complete, its last step `truncated` unless terminated; free the rows after it, or
+        all if nothing is published.
         """
         record = self.slots[slot]
         if record[Slot.STATE] == SlotState.RESERVED:
@@ -223,10 +219,7 @@ class RowAllocator:
             self.end(slot, truncated=True)
 
     def end_abandoned(self, peer: int | None = None) -> None:
-        """Free slots reserved by dead processes; end their open trajectories as truncated.
-
-        With `peer`, only those of the process that had this index before the current one took it.
-        """
+        """Free dead processes' slots (only `peer`'s earlier ones); truncate their open trajectories."""
         begun = np.flatnonzero((self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0))
         left = self._of_dead(begun) if peer is None else begun[self.slots[begun, Slot.OWNER] == peer]
         for slot in left.tolist():
@@ -297,10 +290,7 @@ class RowAllocator:
         return current
 
     def first_complete(self, link: int) -> int:
-        """Return the first committed slot whose trajectory is complete, -1 if there is none.
-
-        SlotLink.NEWER: from the oldest on; SlotLink.OLDER: from the newest on.
-        """
+        """Return the oldest (SlotLink.NEWER) or newest (OLDER) complete committed slot; -1: none."""
         slot = int(self.links[self.ends, link])
         while slot != self.ends and self._open[slot]:
             slot = int(self.links[slot, link])
@@ -331,10 +321,7 @@ class RowAllocator:
 
 
 def rows_of(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the rows of trajectories of the slot table, one after the other. [n, 8] -> [m] each, int64.
-
-    Each with its row in the store, its step, and the index of its trajectory.
-    """
+    """Return row, step, and index into [n, 8] slot records, of all rows one after the other. [m], int64."""
     count = records[:, Slot.NUM_ROWS]
     owner = np.repeat(np.arange(len(records)), count)
     steps = np.arange(len(owner)) - (np.cumsum(count) - count)[owner]

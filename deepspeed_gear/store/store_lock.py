@@ -30,16 +30,10 @@ class LockResult:
 class StoreLock:
     """Guards everything in a store that is not a committed row. Not reentrant.
 
-    It is a robust process-shared mutex (store/mutex.cpp): the next owner is told that the previous one died.
-    A word in the store holds the owner's process id until its work is complete. An owner that died, or left
-    by anything but a refusal (Ctrl-C, a bug), does not clear it; the next owner finds it and recovers.
-
-    An owner that is stopped (SIGSTOP) is alive, with its work half done. Waiters go on if it is continued
-    within `timeout_s`; else they raise an error with its process id.
-
-    Args:
-        timeout_s: Longest wait in seconds.
-        recover: Called with the lock held when the previous owner died while it held it.
+    It is a robust process-shared mutex (store/mutex.cpp). A word holds the owner's process id until its work
+    is complete; an owner that died, or left by anything but a refusal (Ctrl-C, a bug), does not clear it, and
+    the next owner calls `recover` with the lock held. An owner that is stopped (SIGSTOP) is alive, with its
+    work half done: waiters raise an error with its process id after `timeout_s`.
     """
 
     def __init__(
@@ -111,12 +105,9 @@ BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
 
 
 class FutexEvents:
-    """Futex words ("bells") of the processes of a file; each counts how often it was rung.
-
-    A waiter reads the count, checks its condition, and waits with the count that it read, so no change in
-    between is missed.
-
-    Any process may ring and wait. The words are in shared memory: [n, BELL_WORDS], uint32.
+    """Futex words ("bells"), [n, BELL_WORDS], uint32, of a file's processes; any may ring and wait. Each
+    counts its rings: a waiter reads the count, checks its condition, and waits with that count, so it misses
+    no change.
     """
 
     def __init__(self, words: np.ndarray, native: ModuleType) -> None:

@@ -1,7 +1,6 @@
-"""One node's part of a table: columns in shared or mapped memory, and the slot table of its trajectories.
-
-A slot is reserved -> committed -> retired -> free. Its state word is the commit point: everything else of a
-slot is written before it. The slot table is authoritative; free slots and free rows are derived from it.
+"""One node's part of a table: columns in shared or mapped memory, and the slot table of its trajectories. A
+slot is reserved -> committed -> retired -> free; its state word is the commit point, written last. All free
+slots and rows derive from the slot table.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layou
 
 
 class Table:
-    """A table in this process. `create` by one process of a node, `attach` by the others.
-
-    Thread and process safety: methods that change or read slots require `lock`, where their docstrings
-    state it; rows of a reserved slot belong to its owner, rows of a committed slot never change.
+    """A table in this process: one process of a node `create`s it, others `attach`. Methods that change or
+    read slots require `lock` where stated; rows of a reserved slot are its owner's, of a committed one
+    constant.
     """
 
     def __init__(
@@ -115,13 +113,8 @@ class Table:
         timeout_s: float,
         huge_pages: bool = True,
     ) -> Table:
-        """Create the node's store of a table, not yet linked, and load its data set.
-
-        Args:
-            extra: Regions of other layers (the streams of selection).
-            meaning: Description that must be equal in all processes of the store.
-        Raises:
-            StoreFullError: There is too little memory.
+        """Create the node's store of a table, not yet linked, and load its data set. `extra` are regions of
+        streams; `meaning` must be equal in all processes. StoreFullError: there is too little memory.
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
@@ -150,11 +143,7 @@ class Table:
         ops: Ops,
         timeout_s: float,
     ) -> Table:
-        """Attach to a store that another process of the node made.
-
-        Raises:
-            StoreError: It is no store of this user, of another run, or its layout differs.
-        """
+        """Attach to a store of another process; StoreError: no store of this user, this run or its layout."""
         memory = SharedMemory.attach(name, peer)
         try:
             layout, found = read_header(memory.fd, str(memory.path))
@@ -194,13 +183,10 @@ class Table:
         return as_tensor(self.columns[name], self.spec.schema[name].dtype)
 
     def gather_source(self, name: str) -> torch.Tensor:
-        """Return the rows that batches are gathered from, of a column or RETURN_TO_GO; never write to them.
+        """Return a column's (or RETURN_TO_GO's) rows to gather from, [rows, *shape]; never write to them.
 
-        Returns:
-            In memory the store's own rows and after them the arrivals; of a mapped data set its own rows or,
-            where the table has arrivals, these only; of a compressed column none. [rows, *shape].
-        Raises:
-            KeyError: There is no such column, or the derived one is not kept.
+        In memory the store's rows, then the arrivals; of a mapped data set its rows or, where the table has
+        arrivals, these only; of a compressed column none. KeyError: there is none, or it is not kept.
         """
         if name in self.compressed:  # its rows are decoded
             return torch.empty(0, *self.compressed[name].shape[1:], dtype=self.spec.schema[name].torch_dtype)
@@ -272,14 +258,11 @@ class Table:
     def write(
         self, slot: int, columns: Mapping[str, Any], known: int = 0, end: int | None = None, before: int = 0
     ) -> None:
-        """Write rows of a reserved or open slot that no process reads.
-
-        Needs no lock for a reserved slot, whose rows belong to this process.
+        """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an open one.
 
         Args:
             columns: All rows of each column, or a list of them; late columns may be left out.
-            known: Steps that are written already.
-            end: Number of steps by then; None: those of the slot.
+            known, end: Steps written already; number of steps by then, None: the slot's.
             before: Steps of `columns` before the first one of the slot.
         """
         at, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
@@ -296,11 +279,7 @@ class Table:
         self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
-        """Fill the slots from this table's part of a data set and, in memory, the columns, in one pass.
-
-        Raises:
-            DataError: A file has changed since the data set was opened.
-        """
+        """Fill slots and columns from a data set's part in one pass; DataError if a file has changed."""
         spec, slots, held = self.spec, self.slots, self.spec.held
         first_rows, lengths = dataset.first_rows[held] - dataset.row_of(held.start), dataset.lengths[held]
         slots[:, Slot.GENERATION] = 1
@@ -325,10 +304,7 @@ class Table:
             self.ops.suffix_sum_(returns, self.tensor(reward.name), torch.from_numpy(extents))
 
     def commit(self, slot: int, born: int = 0) -> int:
-        """Publish a slot that this process has reserved; return the new trajectory's id. Requires the lock.
-
-        `born` is the number of the global batch that is selected next.
-        """
+        """Publish a reserved slot, `born` for the next batch; return its id. Requires the lock."""
         record = self.slots[slot]
         assert record[Slot.STATE] == SlotState.RESERVED, record
         if self.groups is not None:
@@ -336,10 +312,8 @@ class Table:
         return self.extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict committed trajectories, each given once, and return their slots; [n] -> [m], int64.
-
-        Of a table with groups the whole groups of these are evicted; `removed` as in `TableGroups.evict`.
-        Requires the lock.
+        """Evict distinct committed trajectories, and with them their groups; return all slots, [n] -> [m].
+        `removed` as in `TableGroups.evict`. Requires the lock.
         """
         if self.groups is not None:
             if not removed:
@@ -357,10 +331,7 @@ class Table:
     # ---- derived state ---------------------------------------------------------------------------
 
     def restored(self, next_id: int) -> None:
-        """Rebuild all derived state after slots and rows were replaced, with this shard's `Control.NEXT_ID`.
-
-        Requires the lock.
-        """
+        """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the lock."""
         self.control[Control.NEXT_ID] = next_id
         self.control[Control.LOADS] += 1
         if self.spec.dataset is None:

@@ -167,10 +167,7 @@ class TableSpec:
 
 
 def spare_rows_for(retention: Retention, capacity_rows: int, longest_rows: int | None) -> int:
-    """Return the spare rows of a table: those of its longest trajectory, but at most 1/MOST_SPARE of all.
-
-    Where nothing is evicted, extents stay where they are. `longest_rows` is None where it is not known.
-    """
+    """Return spare rows: the longest trajectory's (if known), at most 1/MOST_SPARE; 0 without eviction."""
     if retention.eviction == "none":
         return 0
     most = -(-capacity_rows // MOST_SPARE)

@@ -1,8 +1,6 @@
-"""The options of a config that a writer depends on: how an actor's config is compared with a run's.
-
-They are the seed and all options of the table: schema, capacity, max_length, writers, removal, ages, versions
-and rate. An actor has no config models (they belong to DeepSpeed), so the store holds the
-options with their defaults, and what an actor leaves out is filled from there.
+"""The options of a config that a writer depends on: how an actor's config is compared with a run's. They are
+the seed and all of the table's. An actor has no config models (DeepSpeed's), so the store holds them with
+defaults, which fill in what an actor leaves out.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
 
 
 def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a writer depends on, JSON-able and in one form for equal configs.
-
-    `table` has all options of the table, and its schema as in `with_schema`.
-    """
+    """Return a writer's options, JSON-able, in one form for equal configs; `table` with its full schema."""
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
     found: dict[str, Any] = _plain({"seed": seed, "tables": {name: kept}})
@@ -38,13 +33,8 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
 def filled(
     section: Mapping[str, Any], name: str, defaults: Mapping[str, Any], schema: Schema
 ) -> dict[str, Any]:
-    """Return the options of a `gear` section that a writer of a table depends on.
-
-    Args:
-        defaults: The store's: of "seed", "table", and each of `OBJECTS`.
-        schema: The store's, for a section without one: then the run's program has given it.
-    Raises:
-        SchemaError: The section's schema is wrong.
+    """Return the options of a `gear` section for a table's writer, filled from the store's `defaults`
+    ("seed", "table", each of `OBJECTS`) and `schema`; SchemaError if its own is wrong.
     """
     given = dict(section.get("tables", {}).get(name, {}))
     for option in OBJECTS:
