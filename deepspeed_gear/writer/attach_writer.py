@@ -32,16 +32,15 @@ def attach(
 ) -> tuple[Table, Mapping[str, Any]]:
     """Attach to the store of a table of a run of this node; arguments as `TrajectoryWriter.attach`.
 
-    Candidates are stores with a living rank whose run has the table, the writers' options of `config` (see
-    `store.writer_options`) and the name or id `run`. This waits until there is one, also where a store is
-    removed while it is opened. Without a config it has the default prefix, and any schema.
+    Candidates are stores with a living rank whose run has the table, the writers' options of `config` and the
+    name or id `run`. This waits until there is one, also where a store is removed while it is opened. Without
+    a config it has the default prefix, and any schema.
 
     Returns:
-        The table, and what its writers need: "max_length", the steps of the longest trajectory; "weight", the
-        column of weights, which must be finite and >= 0; "timeout_s", the longest wait for the ranks.
+        The table, and what its writers need: "max_length"; "weight", the column of weights, which must be
+        finite and >= 0; "timeout_s", the longest wait for the ranks.
     Raises:
-        ConfigError: The config has no such table that admits writers, or names another run; or an argument
-            is wrong.
+        ConfigError: No such table admits writers, another run is named, or an argument is wrong.
         StoreError: There is no such store in time, there are several, or it has its maximum of writers.
     """
     for what, given in (("table", table), ("name", name), ("run", run)):

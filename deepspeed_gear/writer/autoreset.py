@@ -23,12 +23,7 @@ _MEANING = (
 
 
 def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
-    """Return the number of environments and their autoreset mode, of the arguments of `vector_writer`.
-
-    Raises:
-        ConfigError: `envs` is neither a number nor an environment.
-        DataError: No mode is given, or two differ.
-    """
+    """Return number of environments and autoreset mode of `vector_writer`'s arguments, or raise."""
     given = None if autoreset is None else _mode(autoreset)
     if isinstance(envs, type) or not callable(getattr(envs, "step", None)):
         count = arguments.count("the environments", envs, remedy="or give an environment")
@@ -44,10 +39,7 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
 
 
 def mode_of(envs: Any) -> str | None:
-    """Return the autoreset mode of an environment; None: a vector environment without one.
-
-    A single environment is reset by the program, unless it has gymnasium's wrapper `Autoreset`.
-    """
+    """Return the mode of an environment: a single one's is the program's but for gymnasium's `Autoreset`."""
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is not None:
         return _mode(mode)
@@ -78,13 +70,11 @@ MOST = 64  # resets that show nothing, before the check ends
 class ResetCheck:
     """Compares the ends of episodes with what follows them, until one shows that the program is right.
 
-    With "same_step" and "disabled" the last observation of a truncated episode differs from the first one of
-    the episode after it. Where all of them are equal, the program has passed reset observations in their
-    place, or the environment resets in the step after the last one. Environments that are reset to one state
-    only may end there too, and those whose observations do not change show nothing: neither is warned of.
-
-    With "next_step" the step that resets an environment has the reward that the environment gives there,
-    always the same one. Where it varies, the step is a transition.
+    With "same_step" and "disabled" the last observation of a truncated episode differs from the next one's
+    first. Where all are equal, the program has passed reset observations, or the environment resets a step
+    later; environments that are reset to one state only may end there too, and those whose observations do
+    not change show nothing: neither is warned of. With "next_step" the resetting step has always the same
+    reward; where it varies, the step is a transition.
     """
 
     def __init__(self) -> None:
@@ -96,10 +86,7 @@ class ResetCheck:
     def note_states(
         self, before: Sequence[np.ndarray], last: Sequence[np.ndarray], first: Sequence[np.ndarray]
     ) -> None:
-        """Note the ends of truncated episodes: the states before, at and after the end, column by column.
-
-        [n, *shape] each.
-        """
+        """Note the states before, at and after the ends of truncated episodes, by column. [n, *shape]."""
         same = np.logical_and.reduce([_equal(*pair) for pair in zip(last, first, strict=True)])
         still = np.logical_and.reduce([_equal(*pair) for pair in zip(last, before, strict=True)])
         if not same.all():

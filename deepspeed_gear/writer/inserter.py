@@ -21,10 +21,8 @@ Committed = Callable[[int], None]
 
 
 class EpisodeLimit(NamedTuple):
-    """The longest trajectory of a table, and whether a longer episode may be stored as several.
-
-    Some fields of a batch are right in whole episodes only: the return-to-go of a part lacks the rewards that
-    follow, and its time steps begin at 0 again.
+    """The longest trajectory of a table, and whether a longer episode may be stored as several: a part's
+    return-to-go lacks the rewards that follow, and its time steps begin at 0 again.
     """
 
     max_length: int | None  # most steps of a trajectory; None: as many as fit
@@ -32,12 +30,9 @@ class EpisodeLimit(NamedTuple):
 
 
 class Inserter:
-    """Adds the trajectories of this process to a table with a capacity.
-
-    Where all arrays have the stored form and a native eviction policy, one call of the native module adds a
-    trajectory; else Python does, with the same result.
-
-    Thread safety: one thread at a time; other processes may add at the same time.
+    """Adds the trajectories of this process to a table with a capacity. One thread at a time; by one native
+    call where all arrays have the stored form and the eviction policy is native, else in Python, with the
+    same result.
 
     Args:
         context: Longest wait for free rows, and the check while it waits.
@@ -91,10 +86,8 @@ class Inserter:
         self._adds_natively = evicts and committed is None and not spec.return_to_go
 
     def vector_options(self) -> dict[str, Any]:
-        """Return the arguments of `set_store` of the native steps of a VectorWriter.
-
-        `whole`: whole trajectories may be stored, whose values were checked; `begins`: first steps may be
-        published where no eviction is needed.
+        """Return `set_store`'s arguments: may it store `whole`, checked trajectories; may it publish first
+        steps (`begins`), without eviction?
         """
         return {
             "of_store": self._address,
@@ -121,14 +114,11 @@ class Inserter:
     def add(self, trajectory: Mapping[str, Any]) -> int:
         """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.
 
-        Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested.
         Raises:
             DataError: It does not fit the schema, has an end flag before its last step, a value is not finite
                 and must be, or its group has `max_trajectories` already; nothing is added. Values are checked
                 while they are copied, so evictions until then remain; the next trajectory uses the rows.
-            StoreFullError: Too few rows are free, and the table evicts nothing.
-            NotReadyError: The ranks have not sampled in time.
+            StoreFullError, NotReadyError: Too few rows, and none evicted; the ranks do not sample in time.
         """
         if self._adds_natively and not (self._checks or self._late or self._opaque):
             added = self._add_stored_form(trajectory)
@@ -140,11 +130,7 @@ class Inserter:
         return self._add_plainly(columns, num_steps, present) if added is None else added
 
     def checked(self, trajectory: Mapping[str, Any]) -> tuple[list[np.ndarray], int, int]:
-        """Return a trajectory's columns in their stored form, its steps, and bits of its late columns.
-
-        Raises:
-            DataError: As `add`, but for values that are not finite.
-        """
+        """Return stored columns, number of steps, bits of late columns. Raises as `add`, except for NaN."""
         trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
         self.check_length(num_steps)

@@ -37,8 +37,7 @@ class GrowingTrajectory:
     Args:
         owner: The object that appends to it; the trajectory ends when that is deleted.
         publisher: Publishes its steps; None: they cannot be published.
-        words: Its state, which the native module reads and writes too: see `Growing`. [6], int64; None: it
-            is new, and used once.
+        words: Its state, shared with C++, `Growing`, [6], int64; None: it is new, and used once.
     """
 
     def __init__(self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None) -> None:
@@ -108,10 +107,9 @@ def checked(publisher: Publisher | None) -> Publisher:
 class Publisher:
     """Publishes the open trajectories of this process. One thread at a time.
 
-    Rows are reserved for the longest trajectory when its first steps are published. If those are evicted (by
-    hand or by age; never to free rows), the steps that follow become another trajectory.
-
-    `check` is called before anything is published; it raises where writing has ended.
+    The first publication reserves rows for the longest trajectory. If those are evicted (by hand or by age;
+    never to free rows), the steps that follow become another one. `check` raises, before, where writing has
+    ended.
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
@@ -156,11 +154,7 @@ class Publisher:
     # ---- publishing ------------------------------------------------------------------------------
 
     def publish(self, parts: Sequence[PublishedPart]) -> None:
-        """Publish the steps so far of trajectories, which the next selection may then sample.
-
-        Raises:
-            StoreFullError, NotReadyError: As `Inserter.add`; trajectories without published steps have none.
-        """
+        """Publish the steps so far for the next selection; raises as `Inserter.add` (new ones: nothing)."""
         until = time.monotonic() + self.inserter.timeout_s
         longer = [part for part in parts if part.num_new > 0]
         for part in longer:
@@ -176,10 +170,7 @@ class Publisher:
                 self.inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
-        """Publish new steps of a published trajectory; return False if rate-limited. Requires the lock.
-
-        The rows are copied with the lock held: loading a checkpoint replaces them.
-        """
+        """Publish new steps; False: rate-limited. Copies with the lock held: loading replaces rows."""
         growing, extents = part.growing, self._table.extents
         assert growing.handle is not None
         if not extents.stands(growing.handle):

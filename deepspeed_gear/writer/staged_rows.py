@@ -14,9 +14,7 @@ from deepspeed_gear.store.native_rows import address, form_of
 
 
 class Staging:
-    """The arrays in which the open trajectories of N environments grow, in memory of their creator.
-
-    Thread and process safety: none; only one process at a time uses an environment's rows.
+    """The arrays, of their creator, in which open trajectories of N environments grow. One process at a time.
 
     Args:
         arrays: Of steps: column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
@@ -54,12 +52,7 @@ class Staging:
 
 
 class StagedRows:
-    """Rows of some columns, by their numbers over all places.
-
-    Args:
-        native: The native module; None on a machine without a store.
-        places: As `Staging`, for error texts; None: environments are named by their places.
-    """
+    """Rows of some columns, by their numbers over all places (in errors: environments, if `places`)."""
 
     def __init__(
         self,
@@ -79,14 +72,8 @@ class StagedRows:
             self._rows_put, self._address = native.rows_put, self._targets.address
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
-        """Copy row i of each column's values to row rows[i]; a negative row is left out.
-
-        Args:
-            values: [n, *shape] of each column.
-            rows: [n], int64.
-        Raises:
-            DataError: A value has another shape or a dtype that does not fit, or a row that is not left out
-                is not finite and must be; nothing has changed.
+        """Copy row i of each column's values, [n, *shape], to row rows[i]; negative ones are left out.
+        DataError, nothing changed: a shape, dtype or value that must be finite does not fit.
         """
         if self._targets is not None and self._rows_put(self._address, values, rows) < 0:
             return

@@ -349,10 +349,8 @@ class VectorWriter(ProcessBound, PublicNames):
     def take_after(self, observed: Any, columns: Mapping[str, Any]) -> bool:
         """Append and publish a step by one native call; return False, without effect, if that cannot be.
 
-        Args:
-            observed: The last states; with "disabled", where an episode has ended, the first one of the next
-                episode, which begins. [N, *shape]
-            columns: As `step`; rows of no shape also [N, 1], and those of one environment without an axis.
+        `observed`, [N, *shape]: the last states, or of ended episodes ("disabled") the first of the next one,
+        which begins. `columns` as `step`; of no shape also [N, 1], of one environment also without an axis.
         """
         taken = self._take_plain(columns, None, True, observed)
         if taken > 0 and taken & _PUBLISH_LEFT:
@@ -396,13 +394,9 @@ class VectorWriter(ProcessBound, PublicNames):
     ) -> int:
         """Take a step of all environments by one native call, which stores and publishes too.
 
-        Args:
-            final: As `step`, not nested.
-            observed: The observations that the step was taken at, which must be the last states, or begin an
-                episode with "disabled"; None: the last states. [N, *shape].
-        Returns:
-            _PUBLISH_LEFT, or 0, if the step was taken; _LEFT if it is not plain (columns to convert or to
-            refuse, names of other columns, no free rows): nothing has changed.
+        `observed`, [N, *shape]: None, or states it was taken at, the last ones or ("disabled") an episode's
+        first. Returns what is left: 0, _PUBLISH_LEFT, or _LEFT (nothing has changed) if the step is not
+        plain: columns to convert or to refuse, other names, no free rows.
         """
         if self._native_steps is None or self._version:
             return _LEFT
@@ -462,10 +456,7 @@ class VectorWriter(ProcessBound, PublicNames):
     def _values_in(
         self, columns: Mapping[str, Any], envs: np.ndarray, num_rows: int, kept: Any = slice(None)
     ) -> dict[str, np.ndarray]:
-        """Return columns of one value per trajectory in the stored form. Column -> [len(envs), *shape].
-
-        Of the `num_rows` given rows, those of the environments are `kept`, an index.
-        """
+        """Return stored columns of a value per trajectory; `kept` indexes `num_rows`. [len(envs), *shape]."""
         given = [column for column in self._once if column.name in columns]
         values = {c.name: as_stored(columns[c.name], c, "the steps", num_rows)[kept] for c in given}
         check_finite("the steps", given, values, lambda row: f"environment {envs[row]}")
@@ -503,9 +494,8 @@ class VectorWriter(ProcessBound, PublicNames):
     def _end(
         self, at: np.ndarray, envs: np.ndarray, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> None:
-        """Add the trajectories that end in rows `at` of the step; their last states are in rows `_next`.
-
-        With "same_step" they are written there first, from `finals`, and `state` begins the next episodes.
+        """Add trajectories that end in rows `at`; last states are in rows `_next`, with "same_step" written
+        there from `finals` first, where `state` begins the next episodes.
         """
         ended = envs[at]
         first = self._staging.first
