@@ -27,8 +27,8 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, tree_size
 from deepspeed_gear.ops.records import Resolution, RowSample, Slot
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
-from deepspeed_gear.sampling.samplers import sampler_for
 from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
+from deepspeed_gear.sampling.samplers.kinds import sampler_for
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.schema import Column, Schema

@@ -38,10 +38,8 @@ from deepspeed_gear.sampling.mass_rules import (
     key_of,
 )
 from deepspeed_gear.sampling.mixture import Mixture
-from deepspeed_gear.sampling.samplers import sampler_for
 from deepspeed_gear.sampling.samplers.base import SamplerScope
-from deepspeed_gear.sampling.samplers.ordered_samplers import EvaluationPass
-from deepspeed_gear.sampling.samplers.random_samplers import schedule
+from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import policy_class

@@ -23,7 +23,7 @@ from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
-from deepspeed_gear.sampling.samplers.random_samplers import stratify_
+from deepspeed_gear.sampling.samplers.kinds import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of

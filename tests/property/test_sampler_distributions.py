@@ -24,7 +24,7 @@ from torch import Tensor
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import MassUnit, Resolution, Slot
 from deepspeed_gear.replay import table_access
-from deepspeed_gear.sampling.samplers.random_samplers import stratify_
+from deepspeed_gear.sampling.samplers.kinds import stratify_
 
 ALL_ANCHORS = (0, 0, 1, 1 << 40, 0)
 MANY, CHUNK = 1 << 25, 1 << 22

@@ -21,9 +21,8 @@ from deepspeed_gear.ops.reference.priorities import mass_, minima_build_
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import AnchorRule, MassRule, PriorityRule
-from deepspeed_gear.sampling.samplers import sampler_for
 from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
-from deepspeed_gear.sampling.samplers.ordered_samplers import EvaluationPass
+from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
 from deepspeed_gear.sampling.sum_tree import TreeChanges

@@ -28,8 +28,8 @@ from deepspeed_gear.sampling.mass_rules import (
     masses_of_weights,
     weight_bits,
 )
-from deepspeed_gear.sampling.samplers import SAMPLERS
 from deepspeed_gear.sampling.samplers.base import SamplerScope, SamplerSpec
+from deepspeed_gear.sampling.samplers.kinds import SAMPLERS
 
 LENGTHS = [1, 2, 7, 33, 5, 12]
 Item = tuple[int, int]

@@ -1,22 +1,17 @@
-"""Samplers that draw items at random, each from its own masses; uniform sampling is the base of all."""
+"""The samplers, one class for each kind, by config model; "module:Class" is imported on every rank
+(docs/how-to/add-a-sampler.md). The random ones draw from masses of their own; the others take items in order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+import deepspeed_gear.config.sampler_options as models
 from deepspeed_gear.config import DrawingOptions
-from deepspeed_gear.config.sampler_options import (
-    CustomSampler,
-    LengthSampler,
-    PrioritizedSampler,
-    RecentSampler,
-    UniformSampler,
-    WeightedSampler,
-)
 from deepspeed_gear.config.schedules import imported, value_at
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.mass_rules import AgeWindow, CustomMasses, MassRule, weight_bits
@@ -54,13 +49,13 @@ def stratify_(coordinates: torch.Tensor, total: int) -> None:
 class Uniform(RandomDraws):
     """Every item with the same probability, independently, with replacement."""
 
-    Options = UniformSampler
+    Options = models.UniformSampler
 
 
 class Length(RandomDraws):
     """Trajectories in proportion to their number of steps."""
 
-    Options = LengthSampler
+    Options = models.LengthSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
         return replace(scope.admitted, by_length=True)
@@ -69,8 +64,8 @@ class Length(RandomDraws):
 class Weighted(RandomDraws):
     """Trajectories, or their steps, in proportion to a given weight of the trajectory."""
 
-    Options = WeightedSampler
-    options: WeightedSampler
+    Options = models.WeightedSampler
+    options: models.WeightedSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
         return replace(scope.admitted, weight=(self.options.weight, weight_bits(scope.total_weight)))
@@ -79,8 +74,8 @@ class Weighted(RandomDraws):
 class Custom(RandomDraws):
     """Trajectories in proportion to integer masses from a program's own class."""
 
-    Options = CustomSampler
-    options: CustomSampler
+    Options = models.CustomSampler
+    options: models.CustomSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
         """Return the masses. Raises: ConfigError: The class cannot be imported or instantiated."""
@@ -97,8 +92,8 @@ class Custom(RandomDraws):
 class Recent(RandomDraws):
     """Every item of a window of the newest ones with the same probability."""
 
-    Options = RecentSampler
-    options: RecentSampler
+    Options = models.RecentSampler
+    options: models.RecentSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
         within = self.options.within
@@ -112,8 +107,8 @@ class Prioritized(RandomDraws):
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016.
     """
 
-    Options = PrioritizedSampler
-    options: PrioritizedSampler
+    Options = models.PrioritizedSampler
+    options: models.PrioritizedSampler
 
     def spec(self, scope: SamplerScope) -> SamplerSpec:
         options = self.options
@@ -125,6 +120,95 @@ class Prioritized(RandomDraws):
         beta = schedule(options.beta, "gear.sampler.beta")
         rule = scope.priority_rule(options.initial, held, beta, options.normalize)
         return replace(super().spec(scope), priorities=rule)
+
+
+class Epoch(Sampler):
+    """Every item once per epoch, in a random order keyed by the seed. New items join the next epoch."""
+
+    Options = models.EpochSampler
+    walks = True
+
+    def __init__(self, options: models.EpochSampler) -> None:
+        super().__init__(options)
+        self.drops_tail = options.tail == "drop"
+
+    def spec(self, scope: SamplerScope) -> SamplerSpec:
+        return SamplerSpec(scope.admitted)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return draw.permuted()
+
+
+class EvaluationPass(Sampler):
+    """Every item of a split once, in stored order, in each pass. Fillers repeat the first items."""
+
+    walks = is_pass = True
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    @property
+    def kind(self) -> str:
+        return "pass"
+
+    def spec(self, scope: SamplerScope) -> SamplerSpec:
+        return SamplerSpec(scope.admitted)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return torch.arange(draw.at, draw.at + draw.count)
+
+
+class Fifo(Sampler):
+    """First in, first out: the oldest items, each once in a global batch, oldest first."""
+
+    Options: ClassVar[type[Any]] = models.FifoSampler
+    each_once = True
+
+    def spec(self, scope: SamplerScope) -> SamplerSpec:
+        return SamplerSpec(scope.admitted, by_age=True)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return draw.oldest()
+
+
+class Lifo(Fifo):
+    """Last in, first out: the newest items, each once in a global batch, newest first."""
+
+    Options = models.LifoSampler
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return draw.newest()
+
+
+class TopK(Sampler):
+    """The items of highest priority, each once in a global batch; of equal ones those with the lowest id."""
+
+    Options = models.TopKSampler
+    options: models.TopKSampler
+    each_once = True
+
+    def spec(self, scope: SamplerScope) -> SamplerSpec:
+        rule = scope.priority_rule(self.options.initial)
+        return SamplerSpec(scope.admitted, priorities=rule)
+
+    def sample(self, draw: Draw) -> torch.Tensor:
+        return draw.highest_priorities()
+
+
+SAMPLERS: dict[type[Any], type[Sampler]] = {
+    sampler.Options: sampler
+    for sampler in (Uniform, Length, Weighted, Custom, Recent, Prioritized, TopK, Epoch, Fifo, Lifo)
+}
+
+
+def sampler_for(config: Any) -> Sampler:
+    """Return a table's sampler; raise ConfigError where a class from outside cannot be used."""
+    if not isinstance(config, models.ExternalSampler):
+        return SAMPLERS[type(config)](config)
+    found = imported(config.kind, "gear.sampler.kind")
+    if not (isinstance(found, type) and issubclass(found, Sampler)):
+        raise ConfigError("gear.sampler.kind", "must name a subclass of Sampler", config.kind)
+    return found(config.made_options)
 
 
 def schedule(value: Any, name: str) -> Callable[[int], float]:
