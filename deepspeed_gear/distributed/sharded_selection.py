@@ -1,12 +1,11 @@
 """Selection over the nodes that hold a table: each resolves its own draws and sends them to the others.
 
-Every node computes all coordinates, and resolves those that fall into its own part of the total mass. Then
-each node gets the resolutions of the samples that its ranks train on, and the rows that their windows read
+Every node computes all coordinates, and resolves those in its own part of the total mass; then each gets the
+resolutions of the samples that its ranks train on, and the rows that their windows read
 (`ResolutionExchange`). Each selection begins with an agreement: all nodes make it, or none does.
 
-The nodes divide what the rate limiter of a table that they hold together admits: each node's writers have a
-quota of items that they may add. The selections renew the quotas; before the first one, after a load, and
-when `can_sample` asks, `may_select` does.
+Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections renew these;
+before the first one, after a load, and when `can_sample` asks, `may_select` does.
 """
 
 from __future__ import annotations
@@ -77,10 +76,8 @@ class SelectionAgreement(LocalSelector):
     def _exchange_status(
         self, prepare: Callable[[], list[np.ndarray]], leaves: bool = False
     ) -> list[np.ndarray]:
-        """Exchange status messages; return the words after them, which `prepare` has returned for each node.
-
-        They are valid until the next exchange ends. This node cannot make the selection if `prepare` raises,
-        and makes no further one if it `leaves`.
+        """Exchange status messages; return each node's words of `prepare`, until the next exchange ends. If
+        it raises, this node cannot make the selection; if it `leaves`, none after it.
         """
         after = [NO_WORDS] * self._num_nodes
         error: Exception | None = None
@@ -199,9 +196,8 @@ class ReplicatedSelector(SelectionAgreement):
 
 
 class ShardedSelector(SelectionAgreement):
-    """Selects from the items of all nodes, in the one process of each node that makes its selections.
-
-    One thread at a time. It takes the table's lock itself, and never holds it while it waits for other nodes.
+    """Selects from the items of all nodes, in the one process of each that makes its selections. One thread;
+    it takes the table's lock itself, and never holds it while it waits for other nodes.
     """
 
     def __init__(
@@ -227,12 +223,11 @@ class ShardedSelector(SelectionAgreement):
         return int(self._totals.sum())
 
     def begin(self, key: int, entry: int, count: int) -> bool:
-        """Agree with the other nodes to make a selection; return whether the rate limiter admits it.
+        """Agree with the other nodes on a selection; return whether the rate limiter admits it.
 
         Raises:
             NotReadyError: It does not, and a node waits no longer.
-            StoreError: The stream is being closed.
-            PeerError: A node has failed, ended, or asks for another global batch.
+            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
         """
         self._begin_selection(key, entry, count)
         joint = self.state.joint_limiter
@@ -399,9 +394,8 @@ class ShardedSelector(SelectionAgreement):
         return num_valid
 
     def _agree_on_valid(self, own: np.ndarray, slots: np.ndarray, count: int, before: int) -> int:
-        """Agree on how many draws are valid; if not all, remove the trajectory that the last of them uses up.
-
-        Of this node's draws (`own`), `before` come before the first that uses a trajectory up.
+        """Agree on how many draws are valid; if not all, remove the trajectory that the last one uses up.
+        `before` of this node's draws (`own`) come before its first that does.
         """
         uses_up, masses = before < len(own), self.masses
         at = int(own[before]) if uses_up else count
@@ -459,10 +453,7 @@ class ShardedSelector(SelectionAgreement):
     def deliver(
         self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
     ) -> None:
-        """Fill an entry of the ring with a selection of a checkpoint, as `finish` does with a new one.
-
-        Node `owner` holds each record, [count], int64; this one those of the indices `own`, ascending.
-        """
+        """Fill a ring entry with a checkpoint's selection, as `finish`: records `own`, and their owners."""
         self._begin_selection(key, entry, len(owner), is_saved=True)
         self._selection.draw(first, own, records, owner, 0)
         self.state.pin(key, records)
@@ -501,8 +492,8 @@ def may_select(
 ) -> bool:
     """Return whether a global batch was selected already, or could be by all nodes together now.
 
-    Collective over all ranks, outside of a selection; the same on every rank. Where another thread of a rank
-    may be in a selection (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
+    Collective over all ranks (the same result), outside of a selection; if another thread may be in one
+    (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
     """
     limiter, count = stream.state.joint_limiter, stream.spec.num_samples(key)
     assert limiter is not None

@@ -41,10 +41,8 @@ class ItemsHeld(NamedTuple):
 
 
 class LimiterWait:
-    """Measures how long a stream of this process waits for its rate limiter.
-
-    A prefetch thread waits without a limit for a batch that the program has not requested yet: the program
-    may still add the items.
+    """Measures how long a stream of this process waits for its rate limiter. A prefetch thread waits without
+    a limit for a batch not requested yet: the program may still add the items.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -101,12 +99,10 @@ class GaveUp:
 
 
 class SelectionLimiter:
-    """Decides whether a global batch may be drawn of a table with a capacity.
+    """Decides whether a global batch may be drawn of a table with a capacity. Every method requires the lock.
 
-    Where several nodes hold the table, one process of each exchanges its `record` with the others; `records`
-    are those of all nodes, in the order of shards. [S, NodeRate.NUM_WORDS], int64.
-
-    Every method requires the table's lock.
+    Over several nodes, one process of each exchanges its `record`; `records` are those of all nodes, in the
+    order of shards. [S, NodeRate.NUM_WORDS], int64.
     """
 
     def __init__(
@@ -127,9 +123,8 @@ class SelectionLimiter:
         self._seen = self._waits.copy()
 
     def begin_call(self) -> None:
-        """Begin a call for a selection: ranks that wait on from here on count as waiting.
-
-        One that has not looked again may be about to leave an earlier wait, whose error it has yet to read.
+        """Begin a call for a selection: ranks that wait on from here count as waiting; one that has not
+        looked again may be about to leave an earlier wait, with an error that it has yet to read.
         """
         self._seen = self._waits.copy()
 
@@ -148,10 +143,7 @@ class SelectionLimiter:
         return int(self._position[Head.SAMPLES])
 
     def left(self, count: int, exact: bool = True) -> int:
-        """Return how many samples the table still admits, or `count` if at least so many.
-
-        Unless it is `exact`, changes since the latest selection may be left out.
-        """
+        """Return samples still admitted, at most `count`; `exact`: with changes since the last selection."""
         each_once = self._spec.sampler.each_once
         if not self.most and not each_once:
             has_mass = (self._masses.total > 0 and not exact) or self._masses.will_have_mass()
@@ -171,9 +163,8 @@ class SelectionLimiter:
     def missing(self, count: int, held: Sequence[ItemsHeld]) -> int:
         """Return how many items must be added before `count` different ones may be drawn.
 
-        Items that are drawn several times without limit count once. Of groups it is how many must be made at
-        the rate at which the latest ones passed the conditions: at most `MOST_ASKED` times as many, and no
-        more than may be added. `held` is of each store of the table.
+        Items drawn repeatedly count once. Of groups: how many must be made at the rate at which the latest
+        passed, at most `MOST_ASKED` times as many, and as may be added. `held` is of each store.
         """
         draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
         missing, rate = max(count - draws, 0), self._rate
@@ -195,9 +186,8 @@ class SelectionLimiter:
     # ---- how often -------------------------------------------------------------------------------
 
     def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
-        """Return how many of these draws come before the first that uses up a trajectory; all if none does.
-
-        Slots drawn, in order: [n]; draws of each slot in this selection so far: [slots].
+        """Return how many draws, of slots [n], come before the first that uses up a trajectory, after the
+        `counted` draws of each slot. [slots].
         """
         order = np.argsort(slots, kind="stable")
         ordered = slots[order]
@@ -218,10 +208,8 @@ class SelectionLimiter:
 
     @property
     def may_be_filled(self) -> bool:
-        """Whether another process may add items while this one waits for them.
-
-        It is one that only writes: attached, or with a limit of draws or rates one that may attach. With such
-        a limit it may also be another rank that does not wait itself.
+        """Whether another process may add items while this one waits: one that only writes (attached; with a
+        limit of draws or rates, one that may attach), or a rank that does not wait itself.
         """
         spec, table = self._table.spec, self._table
         if not self.is_plain and spec.num_writers:
@@ -234,10 +222,8 @@ class SelectionLimiter:
     def too_late(
         self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
-        """Return the error of a batch that cannot be drawn yet; a stream that has waited for 0 s cannot wait.
-
-        `size` is the text of what all nodes hold; "": this node holds the whole table. If it `is_empty`,
-        nothing can be sampled, though the rate limiter admits it.
+        """Return the error of a batch that cannot be drawn yet; a stream that waited 0 s cannot wait. `size`:
+        what all nodes hold ("": this one holds all); `is_empty`: nothing can be sampled.
         """
         held, remedy = summary_of(self._masses)
         within = f" within {round(waited_s, 1):g} s" if waited_s else " first"
@@ -263,10 +249,8 @@ class SelectionLimiter:
     # ---- over nodes ------------------------------------------------------------------------------
 
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
-        """Return this node's rate record, and reduce its quota to the part that it keeps in the exchange.
-
-        If `fixed`, nothing changes: another thread of this process may be in a selection. Then no process may
-        `apply`. `exact` as `left`.
+        """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed` nothing
+        changes, as a thread may be in a selection, and no process may `apply`. `exact` as `left`.
         """
         words, control = np.zeros(NodeRate.NUM_WORDS, np.int64), self._table.control
         self._turn += 1

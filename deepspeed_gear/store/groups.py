@@ -35,10 +35,7 @@ SAVED_WORDS: Final = 3
 
 
 class TableGroups:
-    """The groups of a table. Every method requires the table's lock.
-
-    Without `extents` it is a data set, whose groups never change.
-    """
+    """A table's groups (without `extents` a data set's, which never change). Every method requires the lock."""
 
     def __init__(
         self,
@@ -91,10 +88,8 @@ class TableGroups:
         return np.asarray(self.words[leaders, SlotGroup.STEPS])
 
     def trajectories(self, leaders: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slots of groups, group by group, by member and then by id; and the leader of each.
-
-        Leaders are slots, which may repeat: [n] -> slots and indices of leaders, [m] each, int64. Cost: a
-        pass over the leaders for each trajectory of the largest group.
+        """Return the slots of groups, in order by member and id, and the index of each's leader: [n] -> [m],
+        int64. Cost: a pass over the leaders for each trajectory of the largest group.
         """
         counts = self.words[leaders, SlotGroup.COUNT]
         begins = np.cumsum(counts) - counts
@@ -185,10 +180,8 @@ class TableGroups:
         return bool(self._count_words[GroupCount.DUE] != NEVER)
 
     def update(self) -> None:
-        """Form the groups that are complete; evict those that fail a condition, and late trajectories.
-
-        Cost: where something was committed or filled since, a pass over the slots and a sort of the
-        trajectories of these groups.
+        """Form complete groups; evict those that fail a condition, and late trajectories. Cost: after commits
+        or fills a pass over the slots, and a sort of the trajectories of these groups.
         """
         words, changed, now = self._count_words, self._control[Control.CHANGED], time.monotonic_ns()
         seen, is_due = words[GroupCount.SEEN], now >= words[GroupCount.DUE]
@@ -272,11 +265,7 @@ class TableGroups:
         return np.asarray(enough & (due <= now))
 
     def _accept(self, slots: np.ndarray, numbers: np.ndarray, members: np.ndarray) -> None:
-        """Form complete groups, or evict those that fail a condition.
-
-        Slots of their trajectories, by group, member and id, and the numbers of group and member of each:
-        [n] each, int64.
-        """
+        """Form complete groups or evict those that fail a condition; by group, member and id. [n], int64."""
         begins = _begins(numbers)
         counts = _sizes(begins, len(slots))
         is_small = counts <= self.spec.max_trajectories
@@ -319,10 +308,7 @@ class TableGroups:
         return self._count_words[GroupCount.RECENT_PASSED], self._count_words[GroupCount.RECENT_FAILED]
 
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
-        """Write the words of groups; return their leaders. [groups], int64.
-
-        Slots of their trajectories, group by group, in order, and what tells the groups apart: [n], int64.
-        """
+        """Write the words of groups, of slots group by group, [n]; return their leaders. [groups], int64."""
         begins = _begins(groups)
         ends, counts = np.append(begins[1:], len(slots)), _sizes(begins, len(slots))
         index = np.repeat(np.arange(len(begins)), counts)
@@ -342,9 +328,8 @@ class TableGroups:
     # ---- evicting --------------------------------------------------------------------------------
 
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
-        """Evict the whole groups of these committed slots; return the evicted slots. [n] -> [m], int64.
-
-        With `removed` the program removes them, and may add groups of the same numbers again.
+        """Evict the whole groups of committed slots; return the evicted slots, [n] -> [m]. With `removed` the
+        program removes them, and may add groups of the same numbers again.
         """
         members = self.whole(slots) if len(slots) else slots
         leaders = members[self.is_leader(members)]
@@ -430,12 +415,8 @@ class TableGroups:
         return np.concatenate([np.where(is_saved, at + 1, 0)[:, None], words], axis=1)
 
     def restore(self, saved: np.ndarray, counts: np.ndarray, consumed: np.ndarray) -> None:
-        """Restore what `export`, `counts` and `consumed` were; the table's first slots are already restored.
-
-        Args:
-            saved: Of the first n slots. [n, SAVED_WORDS], int64.
-            counts: The words of `GroupCount`. [16], int64.
-            consumed: Numbers of the groups that have left the table, the oldest first. [m], int64.
+        """Restore what `export`, `counts` and `consumed` were; the table's first n slots are already
+        restored. [n, SAVED_WORDS]; `GroupCount` [16]; left groups' numbers, the oldest first, [m]. int64.
         """
         self.words[:] = 0
         self.words[:, SlotGroup.TIME] = time.monotonic_ns()
@@ -461,13 +442,12 @@ _CHANGED = ("slots", "groups", "group_counts", "consumed_groups", "retention", "
 def forecast_groups(
     name: str, spec: GroupSpec, schema: Schema, views: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Form the groups of a store as its next selection will, on copies of its words.
+    """Form the groups of a running store as its next selection will, on copies, for a reader that changes
+    nothing.
 
-    Groups are formed when a process selects or evicts. A reader of a running process's store, which changes
-    nothing, would find complete groups that are not formed yet. Returns the store's regions, those that
-    groups change as copies, and the counts of `TableGroups.statistics`.
-
-    Cost: a pass over the slots, and a sort of the trajectories of groups that are not formed.
+    Returns the store's regions, those that groups change as copies, and the counts of
+    `TableGroups.statistics`. Cost: a pass over the slots, and a sort of the trajectories of groups that are
+    not formed.
     """
     found = {**views, **{region: np.array(views[region]) for region in _CHANGED}}
     columns = {column.name: views[f"column/{column.name}"] for column in schema}

@@ -68,13 +68,10 @@ class PeerTakenError(StoreError):
 
 
 class SharedMemory:
-    """A shared-memory file, mapped. Use `create` or `attach`.
+    """A shared-memory file, mapped by `create` or `attach`. Creation, attachment and removal may race between
+    processes; the content is the caller's to guard.
 
-    `buffer` is a memoryview, not the map itself: an array over a map does not count as one of its users, so
-    that closing the map would leave the array without memory; over a memoryview it keeps the map.
-
-    Thread and process safety: creation, attachment and removal may race between processes; the content is the
-    caller's to guard.
+    `buffer` is a memoryview: over the map itself, an array would not keep it from closing.
     """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, peer: int) -> None:
@@ -89,14 +86,13 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int, peer: int = 0, huge_pages: bool = True) -> SharedMemory:
-        """Allocate memory under no name; `link` makes it visible.
+        """Allocate memory under no name, which `link` makes visible.
 
         Args:
             peer: Index of this process, for `is_alive` of the others.
             huge_pages: Request transparent huge pages; `huge_bytes` is how many bytes have them.
         Raises:
-            StoreFullError: /dev/shm has too little space, or this process may not have so much.
-            StoreError: There is no usable /dev/shm.
+            StoreFullError, StoreError: Too little space in /dev/shm or allowed memory; no usable /dev/shm.
         """
         try:
             fd = hold(os.open(SHM, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
@@ -148,17 +144,11 @@ class SharedMemory:
         whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
     def link(self, name: str, reaped: bool = False) -> None:
-        """Give the memory its name in /dev/shm, after it was initialised.
+        """Name the initialised memory in /dev/shm. FileExistsError: the name is taken.
 
-        A reaper (`reaped`) removes the name however the last process ends. Without one, the name stays where
-        all processes are killed, until `remove_garbage`. If no process can be started here, a warning is
-        logged.
-
-        Raises:
-            ConfigError: The name could lead out of /dev/shm.
-            FileExistsError: The name is taken.
-            StoreError: This process has too many files open.
-        Cost: 20 ms with a reaper, which is a process of 9 MB.
+        A reaper (`reaped`) removes the name however the last process ends (20 ms, a process of 9 MB); if none
+        can be started, a warning is logged. Without one, a name whose processes are all killed stays until
+        `remove_garbage`.
         """
         path, reaper = file_path(name), None
         try:
@@ -199,10 +189,9 @@ class SharedMemory:
         """Map the memory of a name.
 
         Raises:
-            ConfigError: The name could lead out of /dev/shm.
             StoreGoneError: It does not exist, or its run has ended.
             PeerTakenError: Another process has this index.
-            StoreError: It is not this user's, or not private.
+            StoreError, ConfigError: Not this user's or not private; the name could lead out of /dev/shm.
         """
         path = file_path(name)
         fd = hold(_open(path))
@@ -229,11 +218,7 @@ class SharedMemory:
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:
-        """Map the memory of a name under the first free one of some indices.
-
-        Raises:
-            StoreError: All are taken, or as `attach`.
-        """
+        """Map a name's memory under the first free index; StoreError: all are taken, or as `attach`."""
         for peer in peers:
             try:
                 return cls.attach(name, peer)
@@ -323,12 +308,7 @@ def is_held(fd: int, first: int, count: int) -> bool:
 
 
 def opened(prefix: str) -> Iterator[tuple[Path, int]]:
-    """Iterate over this user's store files of a prefix, living or not, each open during its turn.
-
-    Raises:
-        ConfigError: The prefix could lead out of /dev/shm.
-        StoreError: This process has too many files open.
-    """
+    """Iterate over this user's store files of a prefix, living or not, each open during its turn."""
     pattern = f"{glob.escape(file_path(prefix).name)}-*"
     try:
         paths = sorted(SHM.glob(pattern))
