@@ -2,7 +2,8 @@
 
 A selection of batch n applies exactly the updates (reports) of batches before n - lag. An update belongs to
 the batch that its process had last requested, so those of a batch are complete when it requests a later one:
-no clock is involved. They are ordered by sample number, then by id; an item's last one wins.
+no clock is involved. Within a batch they are ordered by sample number, those by id last; an item's last one
+wins.
 """
 
 from __future__ import annotations

@@ -65,8 +65,8 @@ class SelectionReaders:
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:
-        """Spin briefly until the peers reach a key, without the lock: they are late by microseconds; a sleep
-        takes milliseconds on a busy core, for which they would wait in turn.
+        """Spin briefly until the peers reach a key; without the lock. They are late by microseconds; after a
+        sleep, of milliseconds on a busy core, they would wait for this rank, and so in turn forever.
         """
         until = time.monotonic() + _AWAKE_S
         while time.monotonic() < until and min(self._reached) < key:

@@ -144,7 +144,8 @@ class LocalSelector:
 
     def select(self, key: int, entry: int) -> bool:
         """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
-        Requires the lock on one node. NothingToSampleError: too few items have a mass.
+        Requires the table's lock where no other node takes part. NothingToSampleError: too few items have a
+        mass.
         """
         state = self.state
         rows, count = self._rows(key, entry)

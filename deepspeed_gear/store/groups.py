@@ -35,7 +35,7 @@ SAVED_WORDS: Final = 3
 
 
 class TableGroups:
-    """A table's groups (without `extents` a data set's, which never change). Every method requires the lock."""
+    """A table's groups; without `extents` a data set's, which never change. All methods require the lock."""
 
     def __init__(
         self,

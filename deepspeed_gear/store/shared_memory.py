@@ -308,7 +308,9 @@ def is_held(fd: int, first: int, count: int) -> bool:
 
 
 def opened(prefix: str) -> Iterator[tuple[Path, int]]:
-    """Iterate over this user's store files of a prefix, living or not, each open during its turn."""
+    """Iterate over this user's store files of a prefix, living or not, each open during its turn.
+    ConfigError: it could lead out of /dev/shm; StoreError: too many files are open.
+    """
     pattern = f"{glob.escape(file_path(prefix).name)}-*"
     try:
         paths = sorted(SHM.glob(pattern))

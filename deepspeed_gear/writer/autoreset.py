@@ -23,7 +23,9 @@ _MEANING = (
 
 
 def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
-    """Return number of environments and autoreset mode of `vector_writer`'s arguments, or raise."""
+    """Return number of environments and autoreset mode of `vector_writer`'s arguments. ConfigError: `envs` is
+    neither a number nor an environment; DataError: no mode is given, or two differ.
+    """
     given = None if autoreset is None else _mode(autoreset)
     if isinstance(envs, type) or not callable(getattr(envs, "step", None)):
         count = arguments.count("the environments", envs, remedy="or give an environment")
@@ -39,7 +41,9 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
 
 
 def mode_of(envs: Any) -> str | None:
-    """Return the mode of an environment: a single one's is the program's but for gymnasium's `Autoreset`."""
+    """Return an environment's autoreset mode; None: a vector environment without one. A single one is reset
+    by the program, unless it has gymnasium's wrapper `Autoreset`.
+    """
     mode = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
     if mode is not None:
         return _mode(mode)

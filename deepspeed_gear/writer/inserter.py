@@ -21,8 +21,8 @@ Committed = Callable[[int], None]
 
 
 class EpisodeLimit(NamedTuple):
-    """The longest trajectory of a table, and whether a longer episode may be stored as several: a part's
-    return-to-go lacks the rewards that follow, and its time steps begin at 0 again.
+    """The longest trajectory of a table, and whether a longer episode may be stored as several. Some fields
+    need whole episodes: a part's return-to-go lacks later rewards, and its time steps begin at 0 again.
     """
 
     max_length: int | None  # most steps of a trajectory; None: as many as fit
@@ -86,8 +86,8 @@ class Inserter:
         self._adds_natively = evicts and committed is None and not spec.return_to_go
 
     def vector_options(self) -> dict[str, Any]:
-        """Return `set_store`'s arguments: may it store `whole`, checked trajectories; may it publish first
-        steps (`begins`), without eviction?
+        """Return `set_store`'s arguments. `whole`: checked whole trajectories may be stored; `begins`: first
+        steps may be published where no eviction is needed.
         """
         return {
             "of_store": self._address,

@@ -170,7 +170,9 @@ class Publisher:
                 self.inserter.evictor.wait(Refusal.RATE_LIMITED, waiting[0].num_new, until)
 
     def _grow(self, part: PublishedPart) -> bool:
-        """Publish new steps; False: rate-limited. Copies with the lock held: loading replaces rows."""
+        """Publish new steps; return False if rate-limited. The caller holds the lock, as loading a checkpoint
+        replaces rows.
+        """
         growing, extents = part.growing, self._table.extents
         assert growing.handle is not None
         if not extents.stands(growing.handle):
