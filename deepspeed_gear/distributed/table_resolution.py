@@ -84,13 +84,10 @@ def streams_of(
     placement: ShardPlacement | None,
     weight_total: float,
 ) -> dict[str, StreamSpec]:
-    """Return the training stream and one evaluation stream per split of a sampled table, by name.
+    """Return the training stream and an evaluation stream per split of a sampled table, by name.
 
-    `num_items` and `weight_total` (0 where it is not known yet) are of all nodes together. Without a
-    placement every replica samples a table of its own.
-
-    Raises:
-        ConfigError: The table has groups and a split.
+    `num_items` and `weight_total` (0: not known yet) are of all nodes; without a placement every replica
+    samples a table of its own. ConfigError: the table has groups and a split.
     """
     options, table = config.item_sampler, config.resolved_tables[name]
     group, rate, split = table.group, table.rate_limiter, split_of(config, name, dataset)
@@ -179,11 +176,7 @@ def read_columns(
 
 
 def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset) -> float:
-    """Return the sum of the weights of the items of a data set, or of a part; 0 without weights.
-
-    Raises:
-        DataError: They are negative, infinite or NaN.
-    """
+    """Return the sum of item weights of a data set, or 0; DataError: one is negative or not finite."""
     column = config.item_sampler.weight_column
     if column is None:
         return 0.0
@@ -234,9 +227,7 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
 
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
     """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
-
-    Raises:
-        ConfigError: The longest trajectory or a group does not fit into one shard, or the bytes hold no step.
+    ConfigError: the longest trajectory or a group does not fit, or the bytes hold no step.
     """
     whole = table.capacity_steps or (table.capacity_bytes or 0) // schema.row_bytes
     if whole < 1:
@@ -264,12 +255,10 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
 
 
 def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[int, int]:
-    """Return the rows and slots of each environment of a table to which steps are added one by one.
+    """Return rows and slots of each environment of a table to which steps are added one by one.
 
-    They do not depend on the number of replicas. One slot is spare, so that no call frees a slot and uses it.
-
-    Raises:
-        ConfigError: The bytes do not hold two longest trajectories of each environment.
+    They do not depend on the replicas. One slot is spare, so that no call frees a slot and uses it.
+    ConfigError: the bytes do not hold two longest trajectories of each environment.
     """
     assert table.num_envs is not None
     assert table.max_length is not None
@@ -439,12 +428,8 @@ def store_of(
     shard: Shard | None = None,
     batch: int = 0,
 ) -> TableSpec:
-    """Return the sizes of this node's store of a table, without rows for arrivals.
-
-    `batch` is how many samples of a global batch come from the table, at most.
-
-    Raises:
-        DataError: The shard is not in what the node has of the data set.
+    """Return the sizes of this node's store of a table, without rows for arrivals. `batch`: its most samples
+    in a global batch. DataError: the shard is not in what the node has of the data set.
     """
     table, is_sampled = config.resolved_tables[name], name in config.sampled_tables
     returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
@@ -511,10 +496,8 @@ class ArrivalRoom:
 def with_arrivals(
     config: GearConfig, store: TableSpec, exchange_plan: ExchangePlan, streams: Sequence[StreamSpec]
 ) -> tuple[TableSpec, dict[str, ArrivalRoom]]:
-    """Return a store with rows and slots for what arrives from other nodes, and those of each stream.
-
-    Raises:
-        ConfigError: Trajectories may have any length, and goals are drawn from all of their steps.
+    """Return a store with rows and slots for arrivals from other nodes, and those of each stream.
+    ConfigError: trajectories may have any length, and goals are drawn from all of their steps.
     """
     dataset, table = store.dataset, config.resolved_tables[store.name]
     longest = table.max_length if dataset is None else dataset.longest
