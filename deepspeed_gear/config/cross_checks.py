@@ -235,6 +235,11 @@ def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
     if config.pack is None or table.group is None or is_mixture or sampler.kind != "fifo":
         rule = 'must not be given unless gear.sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
         part.refuse("prompts", rule, "prompts are trained in the order of their leases, in packed batches")
+    if table.prompts is not None and table.prompts.late == "drop" and table.prompts.order == "lease":
+        remedy = 'in the order of leases each batch waits for its groups: set order to "completion"'
+        Part(f"{part.at}.prompts", table.prompts).refuse(
+            "late", 'must be "wait" with the order "lease"', remedy
+        )
     when = f"with {part.at}.prompts"
     part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
     part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")

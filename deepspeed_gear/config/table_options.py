@@ -139,7 +139,7 @@ class PromptsConfig(GearModel):
     """Prompts that rollout workers lease: each is trained once in an epoch, or dropped for a named reason.
 
     The `column` of the table's group has the number of a prompt, epoch * prompts + place in the order of the
-    epoch, which `lease.commit` fills in. Groups are trained in the order of numbers.
+    epoch, which `lease.commit` fills in.
     """
 
     data: Text
@@ -151,7 +151,13 @@ class PromptsConfig(GearModel):
     """Leases of a prompt that end without a commit, after which it is dropped."""
     max_lag: Annotated[Int, Ge(0), Le(1 << 16)] = 2
     """Most rollout batches that are trained between the lease of a group and its own batch. No prompt is
-    leased that could exceed it, so nothing is dropped for it; the learner waits for the slowest group."""
+    leased that could exceed it if none is slow."""
+    order: Literal["lease", "completion"] = "lease"
+    """Groups are trained in the order of their numbers, so lengths are not biased; or "completion": as they
+    are complete, before a slow one that may still come within `max_lag`."""
+    late: Literal["wait", "drop"] = "wait"
+    """A batch waits for a slow group that could not be in a later one within `max_lag`, so nothing is dropped
+    for its age; or "drop", with the order of completion: it is dropped, and counted by length."""
 
 
 class DataConfig(GearModel):

@@ -36,7 +36,7 @@ class Staleness:
         now = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
         if now == self._dropped:
             return
-        records = self._table.slots
+        records, ledger = self._table.slots, self._table.ledger
         committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
         old = np.zeros(len(committed), bool)
         if self.retention.version_column is not None:
@@ -44,6 +44,8 @@ class Staleness:
             old |= self._versions[committed] < newest - self.retention.max_lag
         if self.retention.max_age:
             old |= key - records[committed, Slot.BORN] > self.retention.max_age
+        if ledger is not None:
+            old |= ledger.too_old(committed, key)
         for slot in self._table.evict(committed[old]).tolist():
             num_steps = int(records[slot, Slot.NUM_STEPS])
             length = num_steps.bit_length() - 1

@@ -106,6 +106,7 @@ class StreamState:
         trains_online = spec.name == TRAIN and table.spec.dataset is None
         self.counts = SampleCounts(spec, table) if spec.count_draws else None
         limits_age = table.spec.retention.max_age > 0 or table.spec.retention.version_column is not None
+        limits_age |= table.spec.prompts is not None and table.spec.prompts.late == "drop"
         self.staleness = Staleness(table) if trains_online and limits_age else None
         noting = [] if self.counts is None else [self.counts.forget]
         if self.staleness is not None:

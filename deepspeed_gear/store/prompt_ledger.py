@@ -24,6 +24,7 @@ import numpy as np
 
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.shared_memory import SharedMemory
@@ -60,6 +61,7 @@ class PromptCount:
     RETURNS: Final = 2  # leases ever that came back
     REFUSED: Final = 3  # commits and heartbeats ever of leases that had expired
     LARGEST_LAG: Final = 4  # of the groups that were drawn
+    WAITED_NS: Final = 6  # nanoseconds ever in which workers waited for a lease
     SWEEPING: Final = 5  # 1: new counters are complete and replace the old ones
     NUM_WORDS: Final = 8
 
@@ -67,10 +69,10 @@ class PromptCount:
 class Left:
     """Counters of numbers that have left; names of programs follow."""
 
-    DRAWN, REJECTED, EVICTED, REMOVED, ENDED, EXPIRED = range(6)
+    DRAWN, REJECTED, EVICTED, REMOVED, ENDED, EXPIRED, TOO_OLD = range(7)
 
 
-_FIXED = ("drawn", "rejected", "evicted", "removed", "worker ended", "lease expired")
+_FIXED = ("drawn", "rejected", "evicted", "removed", "worker ended", "lease expired", "too old")
 _OTHER: Final = MOST_REASONS - 1
 
 
@@ -87,6 +89,8 @@ class PromptSpec:
     max_lag: int
     seed: int  # with `key` of the order of each epoch
     key: int
+    order: str = "lease"  # or "completion"
+    late: str = "wait"  # or "drop"
 
     @property
     def num_entries(self) -> int:
@@ -136,17 +140,70 @@ class PromptLedger:
         self._left, self._reasons = views["prompt_left"], views["prompt_reasons"]
         self._slots, self._numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
         self._position: np.ndarray = views["stream/train/position"]
+        self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
 
     # ---- reading ---------------------------------------------------------------------------------
 
     def in_order(self, slots: np.ndarray) -> np.ndarray:
-        """Return the slots whose groups no lease precedes, by number. [n] -> [m], int64."""
+        """Return the leaders of groups that the next batch may have, in order. [n] -> [m], int64.
+
+        In the order of leases those that no lease precedes, by number.
+        """
+        if self.spec.order == "completion":
+            return self._by_completion(slots)
         is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
         first = self._of_entries[is_open].min(initial=self.counts[PromptCount.ISSUED])
         slots = slots[self._numbers[slots] < first]
         return np.asarray(slots[np.argsort(self._numbers[slots], kind="stable")])
+
+    def _by_completion(self, slots: np.ndarray) -> np.ndarray:
+        """Return leaders as they were completed, but first those without which others would become too old.
+
+        Of the prompts that are due by a batch, complete or not, those that do not fit into the batches after
+        the next one come now. None is returned while one of these is not complete and `late` is "wait".
+        """
+        spec, key = self.spec, int(self._position[Head.KEY])
+        slots = slots[np.argsort(self._completed[slots])]
+        due, is_first = self._versions(slots) + spec.max_lag, np.zeros(len(slots), bool)
+        is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.HELD)
+        is_open &= ~np.isin(self._of_entries, self._numbers[slots])
+        open_due = self.entries[is_open, Entry.VERSION] + spec.max_lag
+        for batch in range(key, key + spec.max_lag + 1):
+            is_due = due <= batch
+            num_due = np.count_nonzero(is_due) + np.count_nonzero(open_due <= batch)
+            missing = num_due - (batch - key) * spec.groups - np.count_nonzero(is_first)
+            chosen = np.nonzero(is_due & ~is_first)[0][: max(missing, 0)]
+            if len(chosen) < missing and spec.late == "wait":
+                return slots[:0]
+            is_first[chosen] = True
+        return np.concatenate([slots[is_first], slots[~is_first]])
+
+    def _versions(self, slots: np.ndarray) -> np.ndarray:
+        """Return the version at the lease of each slot's group; -1: its number was dropped. [n] -> [n]."""
+        held = np.nonzero(self._states == EntryState.HELD)[0]
+        held = held[np.argsort(self._of_entries[held])]
+        numbers, of_held = self._numbers[slots], self._of_entries[held]
+        at = np.searchsorted(of_held, numbers)
+        at[at == len(held)] = 0
+        if not len(held):
+            return np.full(len(slots), -1)
+        return np.where(of_held[at] == numbers, self.entries[held[at], Entry.VERSION], -1)
+
+    def too_old(self, slots: np.ndarray, key: int) -> np.ndarray:
+        """Return which slots are of groups that rollout batch `key` must not have, and count them as dropped.
+
+        Leases that are too old end. A death before these slots are evicted is repaired by the next call, as
+        their numbers have no entry. [n] -> [n], bool.
+        """
+        is_old = self.entries[:, Entry.VERSION] + self.spec.max_lag < key
+        is_old &= (self._states == EntryState.LEASED) | (self._states == EntryState.HELD)
+        if is_old.any():
+            self.counts[PromptCount.RETURNS] += np.count_nonzero(is_old & (self._states == EntryState.LEASED))
+            self._states[is_old] = EntryState.LEFT + Left.TOO_OLD
+            self._sweep()
+        return self._versions(slots) < 0
 
     def books(self) -> dict[str, Any]:
         """Return the account, as `books_of`."""
@@ -343,4 +400,5 @@ def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> dict[str, Any
         "largest_lag": counts[PromptCount.LARGEST_LAG],
         "leases_returned": counts[PromptCount.RETURNS],
         "expired_refused": counts[PromptCount.REFUSED],
+        "workers_waited_s": counts[PromptCount.WAITED_NS] / 1e9,
     }

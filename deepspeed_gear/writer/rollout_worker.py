@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptLedger
+from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount, PromptLedger
 from deepspeed_gear.store.records import Head, SlotRetention
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
@@ -123,7 +124,10 @@ class RolloutWorker(ProcessBound):
                     found = self._ledger.lease(wanted)
                 return found or None
 
+        begin = time.monotonic_ns()
         taken = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on)
+        with self._table.lock:
+            self._ledger.counts[PromptCount.WAITED_NS] += time.monotonic_ns() - begin
         return [Lease(self, lease, self._prompt(lease.number)) for lease in taken or ()]
 
     def _prompt(self, number: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ GROUP = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),),
 PROMPTS = PromptSpec("", "", 1000, groups=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, key=0)
 
 
-def scene() -> StoreScene:
+def scene(prompts: PromptSpec = PROMPTS) -> StoreScene:
     spec = stream_spec("fifo", "group", 2, most_trajectories=2)
-    found = StoreScene([spec], retention=Retention(max_times_sampled=1), group=GROUP, prompts=PROMPTS)
+    found = StoreScene([spec], retention=Retention(max_times_sampled=1), group=GROUP, prompts=prompts)
     found.streams[0].state.ask(FOREVER)
     found.streams[0].state.consumed[1:] = NEVER_LATE  # only this process reads selections
     return found
@@ -104,3 +105,32 @@ def test_death_at_any_line(part: str) -> None:
         assert found_numbers == [lost, lost, lost + 1, lost + 1]
         streams[0].release(0)
         assert check(table, streams)["trained"] == 2 + lost
+
+
+def test_death_while_groups_are_dropped_for_their_age() -> None:
+    """Two groups that are complete, and too old for the next batch."""
+
+    def make() -> StoreScene:
+        found = scene(replace(PROMPTS, max_lag=1, order="completion", late="drop"))
+        table, (stream,) = found.table, found.streams
+        slow = lease(table, 4)
+        for batch, leases in enumerate((slow[:2], None)):
+            for one in leases or lease(table, 2):
+                commit(table, one)
+            stream.get(batch)
+            stream.release(batch)
+        for one in (*slow[2:], *lease(table, 2)):
+            commit(table, one)
+        return found
+
+    for found in every_death(make, lambda _, streams: streams[0].get(2), STRIDE):
+        table, (stream,) = found.table, found.streams
+        with table.lock:
+            table.ledger.reclaim()
+            room = table.ledger.lease(4)
+        for one in room:
+            commit(table, one)
+        numbers = table.columns["task"][stream.get(2).resolutions[:4, 1].numpy()].tolist()
+        assert numbers in ([6, 6, 7, 7], [8, 8, 9, 9])  # the first two may be lost, as above
+        stream.release(2)
+        assert check(table, [stream])["dropped"]["too old"] == 2

@@ -22,10 +22,10 @@ LEASE_S, PROMPTS = 6.0, 23
 class Run:
     """A run of a model: what it has trained follows from the checkpoint that is loaded."""
 
-    def __init__(self, seed: int, folder: Path, groups: int, max_lag: int) -> None:
+    def __init__(self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str) -> None:
         self.words, self.folder, self.groups, self.max_lag = random.Random(seed), folder, groups, max_lag
         data = folder / "prompts"
-        options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3}
+        options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3, "order": order, "late": late}
         if not data.exists():
             write_prompts(data, PROMPTS)
         where = {"weight": {"mean": {"min": 0.0}}}
@@ -140,11 +140,27 @@ def consume(rollout: Rollout) -> None:
             pass
 
 
-@pytest.mark.parametrize(("seed", "groups", "max_lag"), [(0, 3, 0), (1, 4, 1), (2, 3, 3)])
-def test_each_prompt_once_in_order_within_the_lag(
-    seed: int, groups: int, max_lag: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("seed", "groups", "max_lag", "order", "late"),
+    [
+        (0, 3, 0, "lease", "wait"),
+        (1, 4, 1, "lease", "wait"),
+        (2, 3, 3, "lease", "wait"),
+        (3, 3, 2, "completion", "wait"),
+        (4, 2, 4, "completion", "wait"),
+        (5, 3, 1, "completion", "drop"),
+    ],
+)
+def test_each_prompt_once_within_the_lag(
+    seed: int,
+    groups: int,
+    max_lag: int,
+    order: str,
+    late: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(seed, tmp_path, groups, max_lag)
+    run = Run(seed, tmp_path, groups, max_lag, order, late)
     clock = SimpleNamespace(monotonic_ns=lambda: int(run.now * 1e9))
     monkeypatch.setattr(prompt_ledger, "time", clock)
     events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4
@@ -156,16 +172,20 @@ def test_each_prompt_once_in_order_within_the_lag(
             run.words.choice(rare)()
             run.check()
     books = check_books(run.replay)
-    assert run.trained == sorted(set(run.trained)), "a prompt was trained twice, or out of order"
-    skipped = set(range(run.trained[-1] + 1)) - set(run.trained)
-    assert len(skipped) <= sum(books["dropped"].values())
-    assert {number for number in run.rejected if number <= run.trained[-1]} <= skipped
+    assert len(run.trained) == len(set(run.trained)), "a prompt was trained twice"
+    assert (run.trained == sorted(run.trained)) == (order == "lease")
+    assert ("too old" in books["dropped"]) == (late == "drop")
+    last = max(run.trained)
+    skipped = set(range(last + 1)) - set(run.trained)
+    if order == "lease":
+        assert len(skipped) <= sum(books["dropped"].values())
+    assert {number for number in run.rejected if number <= last} <= skipped
     assert max(run.lags) == max_lag or run.counts["events"] < 100
     assert books["largest_lag"] <= max_lag
     assert run.counts["deaths"] > 0
     assert run.counts["resumes"] > 0
     assert run.counts["expired"] > 0 or max_lag == 0
-    for epoch in range(run.trained[-1] // PROMPTS):  # whole epochs: each prompt has one number
+    for epoch in range(last // PROMPTS):  # whole epochs: each prompt has one number
         numbers = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
         assert len({run.index[number] for number in numbers if number in run.index}) == PROMPTS
     run.close()

@@ -177,6 +177,7 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
         (changed(batch={"groups": 3, "tokens": 99}), "gear.batch.tokens must not be given with"),
         (changed(capacity_trajectories=23), "capacity_trajectories must be at least 24"),
         (changed(prompts={"max_lag": -1}), "max_lag"),
+        (changed(prompts={"late": "drop"}), 'prompts.late must be "wait" with the order "lease"'),
         (narrow, "columns.prompt must have the dtype int64"),
     ]
     for config, match in wrong:
