@@ -18,6 +18,7 @@ COMMANDS = {
     "split": "divide a data set into parts that nodes keep on their own disks",
     "inspect": "show what a data set, a checkpoint or a running process holds",
     "preview": "show the batches of every rank of a run, without starting it",
+    "simulate": "predict the pace, lag and waste of rollout workers and ranks",
     "init": "write a config and a training script that fit a data set",
     "report": "show the native ops beside DeepSpeed's, and what they are built with",
     "doctor": "check that a machine, or all hosts of a hostfile, are fit to train together",

@@ -133,9 +133,14 @@ class PromptLedger:
     """
 
     def __init__(
-        self, spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray, memory: SharedMemory
+        self,
+        spec: PromptSpec,
+        views: Mapping[str, np.ndarray],
+        numbers: np.ndarray,
+        memory: SharedMemory,
+        now_ns: Callable[[], int] = lambda: time.monotonic_ns(),  # read late: tests replace it
     ) -> None:
-        self.spec, self._views, self._memory = spec, views, memory
+        self.spec, self._views, self._memory, self._now_ns = spec, views, memory, now_ns
         self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
         self._left, self._reasons = views["prompt_left"], views["prompt_reasons"]
         self._slots, self._numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
@@ -233,7 +238,7 @@ class PromptLedger:
     def _give(self, entry: int, version: int) -> LeasedPrompt:
         words = self.entries[entry]
         token, attempt = int(self.counts[PromptCount.LEASES]) + 1, int(words[Entry.ATTEMPT]) + 1
-        until = time.monotonic_ns() + self._lease_ns
+        until = self._now_ns() + self._lease_ns
         self.counts[PromptCount.LEASES] = token
         words[Entry.OWNER :] = self._memory.peer, until, version, attempt, token, 0
         words[Entry.STATE] = EntryState.LEASED
@@ -255,7 +260,7 @@ class PromptLedger:
 
     def renew(self, lease: LeasedPrompt) -> None:
         """Begin the time of a lease anew; raises as `own`, like the next ones."""
-        self.own(lease)[Entry.DEADLINE] = time.monotonic_ns() + self._lease_ns
+        self.own(lease)[Entry.DEADLINE] = self._now_ns() + self._lease_ns
 
     def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
         """Publish the trajectories of a lease's group, all or none, and end the lease."""
@@ -277,7 +282,7 @@ class PromptLedger:
         leased = np.nonzero(self._states == EntryState.LEASED)[0]
         owners, deadlines = self.entries[leased][:, [Entry.OWNER, Entry.DEADLINE]].T
         dead = [owner for owner in set(owners.tolist()) if not self._memory.is_alive(owner)]
-        is_dead, is_late = np.isin(owners, dead), deadlines < time.monotonic_ns()
+        is_dead, is_late = np.isin(owners, dead), deadlines < self._now_ns()
         for entry in leased[is_dead].tolist():
             self._return(entry, Left.ENDED)
         for entry in leased[is_late & ~is_dead].tolist():

@@ -1,0 +1,240 @@
+"""`gear simulate CONFIG`: the pace of rollout workers and ranks under each rule for slow groups.
+
+Simulates the run of a table with prompts: its ledger (`store/prompt_ledger.py`) admits, orders and drops, and
+only time, lengths and trajectories are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import heapq
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.cli import Options, grid_of
+from deepspeed_gear.config import ds_config, parse
+from deepspeed_gear.config.model import GearConfig
+from deepspeed_gear.errors import ConfigError, LeaseExpiredError
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.replay.preview import read_lengths
+from deepspeed_gear.store.group_spec import SlotGroup
+from deepspeed_gear.store.prompt_ledger import LeasedPrompt, Left, PromptLedger, PromptSpec
+from deepspeed_gear.store.records import Head
+
+DESCRIPTION = (
+    "Predict throughput, lag, dropped work and the bias of lengths of a run with rollout workers, for the "
+    "config's rule of order and slow groups and the others. The members of a prompt are generated at once."
+)
+OPTIONS: Options = {
+    "CONFIG": "a ds_config with a gear section that has prompts, or the section",
+    "--lengths L": (
+        "tokens of responses: a file, one a line or .npy; or lognormal:MEDIAN,SIGMA",
+        {"required": True},
+    ),
+    "--latency S": ("seconds a token, of all prompts of a worker", {"type": float, "default": 0.02}),
+    "--workers N": ("rollout workers", {"type": int, "default": 1}),
+    "--concurrency N": ("prompts that a worker generates at once", {"type": int, "default": 16}),
+    "--train S": ("seconds in which all ranks train 1,000 tokens", {"type": float, "default": 0.1}),
+    "--batches N": ("rollout batches to train", {"type": int, "default": 100}),
+    "--json": "print JSON",
+}
+RULES = (("lease", "wait"), ("completion", "wait"), ("completion", "drop"))
+Lengths = Callable[[int], np.ndarray]  # of the responses to a prompt, by its number
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The speed of a run: seconds a generated and a trained token; workers, and the prompts of each."""
+
+    latency_s: float
+    train_s: float
+    workers: int
+    concurrency: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for a rule."""
+
+    order: str
+    late: str
+    tokens_per_s: float  # trained
+    learner_idle: float  # share of the time
+    workers_idle: float
+    mean_lag: float  # rollout batches
+    largest_lag: int
+    dropped: float  # share of the generated tokens
+    length_bias: float  # mean length of the trained responses over that of all that were leased, minus 1
+
+
+def run(args: argparse.Namespace) -> int:
+    config = parse(ds_config.read(args.config)[0])
+    spec, size = read_spec(config)
+    pace = Pace(args.latency, args.train / 1000, args.workers, args.concurrency)
+    for name, value in (("--batches", args.batches), *((f"--{k}", v) for k, v in asdict(pace).items())):
+        if value <= 0:
+            raise ConfigError(name.removesuffix("_s"), "must be positive", value)
+    lengths = lengths_of(args.lengths, spec.seed, size)
+    found = [
+        simulate(replace(spec, order=order, late=late), lengths, pace, args.batches) for order, late in RULES
+    ]
+    if args.json:
+        print(json.dumps([asdict(one) for one in found], indent=1))
+        return 0
+    heads = ["order", "late", "tokens/s", "learner idle", "workers idle", "lag", "largest", "dropped", "bias"]
+    rows = []
+    for one in found:
+        late = one.late + (" (config)" if (one.order, one.late) == (spec.order, spec.late) else "")
+        idle = [f"{one.learner_idle:.0%}", f"{one.workers_idle:.0%}"]
+        lag = [f"{one.mean_lag:.2f}", str(one.largest_lag)]
+        speed, lost = f"{one.tokens_per_s:,.0f}", [f"{one.dropped:.1%}", f"{one.length_bias:+.1%}"]
+        rows.append([one.order, late, speed, *idle, *lag, *lost])
+    print("\n".join(grid_of(heads, rows, num_left=2)))
+    return 0
+
+
+def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
+    """Return the prompts of a config's table, without their data set, and the members of a group."""
+    for name, table in config.resolved_tables.items():
+        if table.prompts is not None and table.group is not None and config.rollout_size is not None:
+            options = table.prompts.model_dump(exclude={"data"})
+            groups = config.rollout_size.size
+            spec = PromptSpec(
+                name, "", num_prompts=1 << 40, groups=groups, seed=config.seed, key=0, **options
+            )
+            return spec, table.group.size
+    raise ConfigError("gear.tables", "must have a table with prompts", None, "give its prompts.data")
+
+
+def lengths_of(given: str, seed: int, size: int) -> Lengths:
+    """Return the lengths of responses by prompt: drawn from a file's, or from a log-normal distribution."""
+    known: np.ndarray | None = None
+    median = sigma = 0.0
+    if given.startswith("lognormal:"):
+        try:
+            median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
+        except ValueError as error:
+            raise ConfigError("--lengths", "must have two numbers after lognormal:", given) from error
+    else:
+        known = np.asarray(read_lengths(Path(given)))
+
+    @functools.cache
+    def of(number: int) -> np.ndarray:
+        words = np.random.default_rng([seed, number])
+        if known is not None:
+            return words.choice(known, size)
+        return np.maximum(1, words.lognormal(np.log(median), sigma, size)).astype(np.int64)
+
+    return of
+
+
+class Scene:
+    """A ledger, and as much of a store as it reads: a slot for each group, one rank, and a clock."""
+
+    def __init__(self, spec: PromptSpec) -> None:
+        self.now, num_slots = 0.0, spec.num_entries + spec.groups
+        views = {region.name: np.zeros(region.shape, region.dtype) for region in spec.regions()}
+        self.slots = views["slots"] = np.zeros((num_slots, Slot.NUM_WORDS), np.int64)
+        self.words = views["groups"] = np.zeros((num_slots, SlotGroup.NUM_WORDS), np.int64)
+        self.position = views["stream/train/position"] = np.zeros(Head.NUM_WORDS, np.int64)
+        self.consumed = views["stream/train/consumed"] = np.zeros(1, np.int64)
+        self.numbers = np.zeros(num_slots, np.int64)
+        memory: Any = SimpleNamespace(peer=0, is_alive=lambda _: True)
+        self.ledger = PromptLedger(spec, views, self.numbers, memory, lambda: int(self.now * 1e9))
+        self.num_committed, self.dropped = 0, list[int]()  # numbers of groups that were too old
+
+    @property
+    def num_selected(self) -> int:
+        return int(self.position[Head.KEY])
+
+    def commit(self, lease: LeasedPrompt) -> None:
+        """Commit the group of a lease, unless that has ended."""
+
+        def publish() -> None:
+            slot = int(np.nonzero(self.slots[:, Slot.STATE] == SlotState.FREE)[0][0])
+            self.num_committed += 1
+            self.numbers[slot], self.words[slot, SlotGroup.NUMBER] = lease.number, self.num_committed
+            self.slots[slot, Slot.STATE] = SlotState.COMMITTED
+
+        try:
+            self.ledger.commit(lease, publish, 1)
+        except LeaseExpiredError:
+            self.dropped.append(lease.number)
+
+    def select(self) -> list[int]:
+        """Return the numbers of the next rollout batch; none if it must wait."""
+        spec, held = self.ledger.spec, np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        if spec.late == "drop":
+            is_old = self.ledger.too_old(held, self.num_selected)
+            self.dropped += self.numbers[held[is_old]].tolist()
+            self.slots[held[is_old], Slot.STATE] = SlotState.FREE
+            held = held[~is_old]
+        chosen = self.ledger.in_order(held)[: spec.groups]
+        if len(chosen) < spec.groups:
+            return []
+        self.position[Head.KEY] += 1
+        self.ledger.leave(self.numbers[chosen], Left.DRAWN)
+        self.slots[chosen, Slot.STATE] = SlotState.FREE
+        numbers: list[int] = self.numbers[chosen].tolist()
+        return numbers
+
+
+def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Prediction:
+    """Return what a rule leads to in so many rollout batches. Workers renew their leases in time."""
+    scene = Scene(replace(spec, lease_s=1e9))
+    places = free = pace.workers * pace.concurrency
+    events: list[tuple[float, int, LeasedPrompt | None]] = []  # ends; None: of a batch's training
+    versions, lags, trained = dict[int, int](), list[int](), list[int]()
+    generating_s = training_s = 0.0
+    is_training = False
+    while len(trained) < batches * spec.groups:
+        for lease in scene.ledger.lease(free):
+            free -= 1
+            versions[lease.number] = lease.version
+            heapq.heappush(
+                events, (scene.now + lengths(lease.number).max() * pace.latency_s, lease.token, lease)
+            )
+        numbers = [] if is_training else scene.select()
+        if numbers:
+            lags += [scene.num_selected - 1 - versions[number] for number in numbers]
+            trained += numbers
+            took = sum(int(lengths(number).sum()) for number in numbers) * pace.train_s
+            heapq.heappush(events, (scene.now + took, 0, None))
+            training_s, is_training = training_s + took, True
+            continue
+        before = scene.now
+        scene.now, _, ended = heapq.heappop(events)
+        generating_s += (places - free) * (scene.now - before)
+        if ended is None:
+            scene.consumed[0] += 1
+            is_training = False
+        else:
+            free += 1
+            scene.commit(ended)
+    seconds = scene.now + sum(
+        end - scene.now for end, _, lease in events if lease is None
+    )  # of the last batch
+    generated = {number: lengths(number) for number in versions}
+    tokens = sum(int(generated[number].sum()) for number in trained)
+    dropped = sum(int(generated[number].sum()) for number in scene.dropped)
+    of_trained, of_all = (
+        float(np.mean([generated[number] for number in numbers])) for numbers in (trained, versions)
+    )
+    return Prediction(
+        spec.order,
+        spec.late,
+        tokens_per_s=tokens / seconds,
+        learner_idle=1 - training_s / seconds,
+        workers_idle=1 - generating_s / (places * max(scene.now, 1e-9)),
+        mean_lag=float(np.mean(lags)),
+        largest_lag=max(lags),
+        dropped=dropped / (dropped + tokens),
+        length_bias=of_trained / of_all - 1,
+    )
