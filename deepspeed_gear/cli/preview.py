@@ -45,11 +45,13 @@ OPTIONS: Options = {
 
 
 def run(args: argparse.Namespace) -> int:
-    from deepspeed_gear.config import batch_sizes, ds_config, parse
+    from deepspeed_gear.config import batch_sizes, ds_config, expand, parse
     from deepspeed_gear.replay.preview import format_pack_preview, pack_preview, preview, read_lengths
 
     section, sizes = ds_config.read(args.config)
     config = parse(section)
+    if config.recipe is not None and not args.json:
+        print(f"With the recipe {config.recipe} the section is\n{json.dumps(expand(section), indent=1)}\n")
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
     if args.lengths is not None:
         packs = pack_preview(config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"])

@@ -14,6 +14,7 @@ from deepspeed_gear.config.field_checks import ResolvedField as ResolvedField
 from deepspeed_gear.config.field_checks import check_against as check_against
 from deepspeed_gear.config.model import GearConfig as GearConfig
 from deepspeed_gear.config.model import difference as difference
+from deepspeed_gear.config.recipes import expand as expand
 from deepspeed_gear.config.sampler_options import DrawingOptions as DrawingOptions
 from deepspeed_gear.config.sampler_options import PriorityOptions as PriorityOptions
 from deepspeed_gear.config.sampler_options import SamplerOptions as SamplerOptions
@@ -31,6 +32,6 @@ def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
         remedy = 'write "gear": {"data": "path/of/the/data/set"}'
         raise ConfigError("gear", "must be a JSON object", section, remedy)
     try:
-        return GearConfig(**section)
+        return GearConfig(**(expand(section) if section.get("recipe") == "grpo" else section))
     except ValidationError as error:
         raise translate(GearConfig, error) from None

@@ -15,7 +15,7 @@ from deepspeed_gear.config.cross_checks import check_options
 from deepspeed_gear.config.options import GearOptions
 
 # Options that may differ between nodes: they change speed and place, but no batch.
-_OF_THE_NODE = ("backend", "data", "threads", "transfer", "timeout_s", "metrics")
+_OF_THE_NODE = ("recipe", "backend", "data", "threads", "transfer", "timeout_s", "metrics")
 # How a global batch is divided and when it is made; the samples in it stay the same.
 _OF_THE_RUN = (
     "prefetch batch_size micro_batch_size gradient_accumulation_steps pack batch rollout loss pipeline "

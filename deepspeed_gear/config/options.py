@@ -201,6 +201,9 @@ class GearOptions(GearModel):
     backend: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the ops run: on the CPU ("cpu"), also on a GPU, which must be there ("cuda"), or on a GPU if
     there is one ("auto"). All give the same batches."""
+    recipe: Literal["grpo"] | None = None
+    """Options that the section need not give, but may (objects merge, null removes): "grpo" fills table,
+    columns, groups, sampler, fields and sizes for a table with a `max_length`. `gear preview` prints all."""
     data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = None
     """The data set to train on: short for `tables: {"main": {"data": ...}}`."""
     tables: dict[Name, TableConfig] = Field(default={})

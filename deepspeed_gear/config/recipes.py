@@ -1,0 +1,69 @@
+"""Recipes: the options of a kind of training, which a section overrides one by one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed_gear.errors import ConfigError
+
+_COLUMNS = {
+    "tokens": {"dtype": "int32", "role": "token"},
+    "loss_mask": {"dtype": "bool", "role": "loss_mask"},
+    "logp": {"dtype": "float32"},
+    "reward": {"dtype": "float32", "rows": "1"},
+    "prompt_id": {"dtype": "int64", "rows": "1"},
+}
+_TABLE = {
+    "remove": "fifo",
+    "max_times_sampled": 1,
+    "writers": 8,
+    "group": {"column": "prompt_id", "size": 8, "where": {"reward": {"std": {"min": 1e-6}}}},
+    "schema": {"columns": _COLUMNS},
+}
+_SECTION = {
+    "sampler": {"kind": "fifo", "unit": "group"},
+    "rollout": {"groups": 64},
+    "fields": {"tokens": {}, "logp": {}},
+}
+
+
+def expand(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section with the options of its `recipe` where it gives none.
+
+    The table has room for the groups that may wait and those in training, of the longest responses.
+    """
+    tables = section.get("tables")
+    if not isinstance(tables, Mapping) or [isinstance(one, Mapping) for one in tables.values()] != [True]:
+        rule = f"must be one table with the recipe {section['recipe']}"
+        raise ConfigError("gear.tables", rule, tables, 'give {"rollouts": {"max_length": ...}}')
+    (name,) = tables
+    table = _merged(_TABLE, tables[name])
+    if "max_length" not in table:
+        rule = "must be given with a recipe: most tokens of a prompt and its response"
+        raise ConfigError(f"gear.tables.{name}.max_length", rule)
+    merged = _merged(_SECTION, {**section, "tables": {name: table}})
+    if "batch" in section:
+        del merged["rollout"]
+    size = merged["batch" if "batch" in section else "rollout"]
+    with contextlib.suppress(
+        AttributeError, KeyError, TypeError
+    ):  # the checks of the options name what is wrong
+        max_lag = (table.get("prompts") or {}).get("max_lag", 2)
+        most = (max_lag + 2) * size["groups"] * table["group"]["size"]
+        table.setdefault("capacity_trajectories", most)
+        table.setdefault("capacity_steps", table["capacity_trajectories"] * table["max_length"])
+        merged.setdefault("pack", {"tokens": max(4096, table["max_length"])})
+    return merged
+
+
+def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return given options over those of a base: objects merge, and null removes, as in RFC 7386."""
+    merged = {name: _merged(value, {}) if isinstance(value, dict) else value for name, value in base.items()}
+    for name, value in given.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
+        merged[name] = _merged(merged[name], value) if both else value
+        if value is None and name in base:
+            del merged[name]
+    return merged
