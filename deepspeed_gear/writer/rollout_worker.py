@@ -17,6 +17,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount, PromptLedger
 from deepspeed_gear.store.records import Head, SlotRetention
+from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
@@ -102,6 +103,11 @@ class RolloutWorker(ProcessBound):
 
     def __repr__(self) -> str:
         return f"RolloutWorker({self._table.spec.name}: {self._spec.num_prompts:,} prompts)"
+
+    @property
+    def spec(self) -> TableSpec:
+        """Return the specification of the table."""
+        return self._table.spec
 
     def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
         """Lease up to `count` prompts, those that came back first; wait while `prompts.max_lag` admits none.
