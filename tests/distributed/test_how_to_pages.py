@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -24,7 +25,7 @@ from page_support import page_code, run_program
 from process_support import call_on_ranks
 
 import deepspeed_gear
-from deepspeed_gear import Batch, Replay
+from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
 
 pytestmark = pytest.mark.timeout(600)  # of two launches, each with a limit of its own
 BATCH, MICRO, HALF, STEPS = 12, 3, 3, 6
@@ -35,6 +36,7 @@ TRAINERS = {  # where they get the sizes from
     "GearTrainer": {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
     "DummyOptim": {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2},
 }
+PACKED = "PackedTrainer"
 Ran = list[dict[str, Any]]  # what each rank has seen, by program
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 
@@ -65,14 +67,30 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ra
     for mark, own in TRAINERS.items():
         (out / mark).mkdir()
         (out / mark / "ds_config.json").write_text(json.dumps(ds_config(dataset, "uniform", 1, **own)))
+    (out / PACKED).mkdir()
+    (out / PACKED / "ds_config.json").write_text(json.dumps(packed_config(out / "text")))
     first = {name: (HALF, config) for name, config in runs.items()} | whole
     rest = {name: (STEPS, config) for name, config in runs.items()}
     progress = ds_config(dataset, "uniform", 0, **sizes)
-    trainers = list(TRAINERS) if HAS_TRAINERS else []
+    trainers = [*TRAINERS, PACKED] if HAS_TRAINERS else []
     return {
         1: call_on_ranks(1, run_pages, out, first, [], timeout_s=280.0),
         2: call_on_ranks(2, run_pages, out, rest, trainers, progress, timeout_s=280.0),
     }
+
+
+def packed_config(data: Path) -> dict[str, Any]:
+    """Write texts, number i of i % 9 + 2 tokens i + 1; return a ds_config that packs them."""
+    with DatasetWriter(data, Schema([Column("tokens", "int32", role="token")])) as writer:
+        for number in range(STEPS * BATCH):
+            writer.add({"tokens": np.full(number % 9 + 2, number + 1, np.int32)})
+    config = ds_config(data, "epoch", 1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    gear = {
+        "pack": {"tokens": 32, "pad": {"multiple": 8}},
+        "batch": {"trajectories": BATCH},
+        "sampler": {"kind": "epoch"},
+    }
+    return {**config, "managed_gradient_accumulation": False, "gear": {"data": str(data), **gear}}
 
 
 def seen(ran: Ran, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -103,6 +121,15 @@ def test_a_trainer_resumes_at_the_next_sample(mark: str, ran: dict[int, Ran], da
     codes = alone(section(dataset, "uniform"), STEPS)[..., 1:] @ [STEP, 1]  # of trajectory and step
     batches = np.concatenate([np.reshape(rank[mark], (STEPS, BATCH // 2)) for rank in ran[2]], axis=1)
     assert (np.sort(batches) == np.sort(codes)).all()
+
+
+@pytest.mark.skipif(not HAS_TRAINERS, reason="transformers and accelerate are not installed")
+def test_a_trainer_of_packed_batches_resumes(ran: dict[int, Ran]) -> None:
+    """Each text of the epoch is trained once; the first batch of 12 after the resume is the fourth one."""
+    texts = [rank[PACKED] for rank in ran[2]]
+    trained = sorted(text for text in itertools.chain(*texts) if text)  # 0 is padding
+    assert trained == list(range(1, STEPS * BATCH + 1))
+    assert min(map(len, texts)) > STEPS
 
 
 def test_the_loop_of_the_page_on_progress(ran: dict[int, Ran]) -> None:
@@ -191,11 +218,24 @@ def with_trainer(mark: str, folder: Path) -> list[int]:
 
     codes: list[int] = []
     os.chdir(folder)  # has ds_config.json
-    make_model: Callable[[], NamedModel] = lambda: NamedModel(codes)  # noqa: E731
+    make_model: Callable[[], torch.nn.Module] = lambda: NamedModel(codes)  # noqa: E731
+    if mark == PACKED:
+        make_model = lambda: text_model(codes)  # noqa: E731
     for until in (HALF, STEPS):
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
         run_program("hugging-face.md", mark, [str(until), str(HALF)], make_model=make_model)
     return codes
+
+
+def text_model(texts: list[int]) -> torch.nn.Module:
+    """Return a small language model that keeps the texts that it gets."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=99, hidden_size=16, intermediate_size=32, **heads))
+    keep = lambda _, args, given: texts.extend(given["input_ids"].unique().tolist())  # noqa: E731
+    model.register_forward_pre_hook(keep, with_kwargs=True)
+    return model
 
 
 def with_progress(config: dict[str, Any]) -> str:
