@@ -405,6 +405,9 @@ def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
         rule = f"must have at most {spec.num_entries} prompts under way: (max_lag + 1) * groups of a batch"
         remedy = "load with the prompts.max_lag and the size of a batch of its run"
         raise CheckpointError(at, rule, len(saved["prompt_entries"]), remedy)
+    if (most := saved["prompt_kept"].shape[1]) > spec.keep_bytes:
+        remedy = "load with the prompts.keep_bytes of its run"
+        raise CheckpointError(at, f"must have at most {spec.keep_bytes} bytes kept of a lease", most, remedy)
 
 
 def _index_of(table: Table) -> int:

@@ -159,6 +159,10 @@ class PromptsConfig(GearModel):
     """A batch waits for a slow group that could not be in a later one within `max_lag`, so nothing is dropped
     for its age; or "drop", with the order of completion: it is dropped, and counted by length."""
 
+    keep_bytes: Annotated[Int, Ge(0), Le(1 << 30)] = 0
+    """Bytes that a lease may keep (`lease.keep`) for the next one of its prompt, such as turns that are done;
+    twice as many are stored for each of (max_lag + 1) * groups prompts."""
+
 
 class DataConfig(GearModel):
     """A data set on disk, made by `gear ingest`. A plain string is short for its path."""

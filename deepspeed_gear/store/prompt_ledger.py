@@ -44,7 +44,8 @@ class Entry:
     ATTEMPT: Final = 5  # leases of the number, with this one
     TOKEN: Final = 6  # number of the lease among all leases
     MEMBERS: Final = 7  # trajectories that a commit under way publishes; 0: there is none
-    NUM_WORDS: Final = 8
+    KEPT: Final = 8  # twice the bytes of what leases of the number have kept, plus which of two copies it is
+    NUM_WORDS: Final = 9
 
 
 class EntryState:
@@ -91,6 +92,7 @@ class PromptSpec:
     key: int
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
+    keep_bytes: int = 0  # that a lease may keep
 
     @property
     def num_entries(self) -> int:
@@ -104,6 +106,7 @@ class PromptSpec:
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
             Region("prompt_reasons", f"S{REASON_BYTES}", (MOST_REASONS,)),
+            Region("prompt_kept", "uint8", (self.num_entries, 2, self.keep_bytes)),
         ]
 
 
@@ -124,6 +127,7 @@ class LeasedPrompt(NamedTuple):
     number: int
     version: int
     attempt: int
+    kept: bytes
 
 
 class PromptLedger:
@@ -142,7 +146,7 @@ class PromptLedger:
     ) -> None:
         self.spec, self._views, self._memory, self._now_ns = spec, views, memory, now_ns
         self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
-        self._left, self._reasons = views["prompt_left"], views["prompt_reasons"]
+        self._left, self._reasons, self._kept = (views[f"prompt_{n}"] for n in ("left", "reasons", "kept"))
         self._slots, self._numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
         self._position: np.ndarray = views["stream/train/position"]
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
@@ -172,8 +176,7 @@ class PromptLedger:
         spec, key = self.spec, int(self._position[Head.KEY])
         slots = slots[np.argsort(self._completed[slots])]
         due, is_first = self._versions(slots) + spec.max_lag, np.zeros(len(slots), bool)
-        is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.HELD)
-        is_open &= ~np.isin(self._of_entries, self._numbers[slots])
+        is_open = self._has_version() & ~np.isin(self._of_entries, self._numbers[slots])
         open_due = self.entries[is_open, Entry.VERSION] + spec.max_lag
         for batch in range(key, key + spec.max_lag + 1):
             is_due = due <= batch
@@ -184,6 +187,11 @@ class PromptLedger:
                 return slots[:0]
             is_first[chosen] = True
         return np.concatenate([slots[is_first], slots[~is_first]])
+
+    def _has_version(self) -> np.ndarray:
+        """Return which entries have been generated for: leased, held, or returned with what was kept."""
+        is_kept = (self._states == EntryState.RETURNED) & (self.entries[:, Entry.KEPT] > 1)
+        return np.asarray(is_kept | np.isin(self._states, (EntryState.LEASED, EntryState.HELD)))
 
     def _versions(self, slots: np.ndarray) -> np.ndarray:
         """Return the version at the lease of each slot's group; -1: its number was dropped. [n] -> [n]."""
@@ -202,8 +210,7 @@ class PromptLedger:
         Leases that are too old end. A death before these slots are evicted is repaired by the next call, as
         their numbers have no entry. [n] -> [n], bool.
         """
-        is_old = self.entries[:, Entry.VERSION] + self.spec.max_lag < key
-        is_old &= (self._states == EntryState.LEASED) | (self._states == EntryState.HELD)
+        is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < key)
         if is_old.any():
             self.counts[PromptCount.RETURNS] += np.count_nonzero(is_old & (self._states == EntryState.LEASED))
             self._states[is_old] = EntryState.LEFT + Left.TOO_OLD
@@ -229,7 +236,7 @@ class PromptLedger:
             if not may_lease(selected, version, busy, self.spec.groups, self.spec.max_lag):
                 break
             number = int(words[PromptCount.ISSUED])
-            self.entries[entry, [Entry.NUMBER, Entry.ATTEMPT]] = number, 0
+            self.entries[entry, [Entry.NUMBER, Entry.ATTEMPT, Entry.KEPT]] = number, 0, 0
             found.append(self._give(entry, version))
             words[PromptCount.ISSUED] = number + 1
             busy += 1
@@ -240,9 +247,23 @@ class PromptLedger:
         token, attempt = int(self.counts[PromptCount.LEASES]) + 1, int(words[Entry.ATTEMPT]) + 1
         until = self._now_ns() + self._lease_ns
         self.counts[PromptCount.LEASES] = token
-        words[Entry.OWNER :] = self._memory.peer, until, version, attempt, token, 0
+        kept = self.kept(entry)
+        version = int(words[Entry.VERSION]) if kept else version  # of the oldest token
+        words[Entry.OWNER : Entry.KEPT] = self._memory.peer, until, version, attempt, token, 0
         words[Entry.STATE] = EntryState.LEASED
-        return LeasedPrompt(entry, token, int(words[Entry.NUMBER]), version, attempt)
+        return LeasedPrompt(entry, token, int(words[Entry.NUMBER]), version, attempt, kept)
+
+    def kept(self, entry: int) -> bytes:
+        """Return what the leases of an entry have kept."""
+        length, copy = divmod(int(self.entries[entry, Entry.KEPT]), 2)
+        return self._kept[entry, copy, :length].tobytes()
+
+    def keep(self, lease: LeasedPrompt, data: bytes) -> None:
+        """Keep at most `keep_bytes` for the next lease of the number, and renew this one; raises as `own`."""
+        copy = 1 - int(self.own(lease)[Entry.KEPT]) % 2
+        self._kept[lease.entry, copy, : len(data)] = np.frombuffer(data, np.uint8)
+        self.entries[lease.entry, Entry.KEPT] = 2 * len(data) + copy
+        self.renew(lease)
 
     def own(self, lease: LeasedPrompt) -> np.ndarray:
         """Return the words of a lease's entry.
@@ -361,14 +382,19 @@ class PromptLedger:
     def export(self) -> dict[str, np.ndarray]:
         """Return what a checkpoint holds: entries, words, counters and names of reasons."""
         words = {"prompt_counts": self.counts.copy(), "prompt_left": self._left[0].copy()}
-        entries = self.entries[self._states != EntryState.FREE]
-        return {**words, "prompt_entries": entries, "prompt_reasons": self._reasons.copy()}
+        used = np.nonzero(self._states != EntryState.FREE)[0]
+        kept = self._kept[used, self.entries[used, Entry.KEPT] % 2]
+        kept = kept[:, : int((self.entries[used, Entry.KEPT] // 2).max(initial=0))]
+        names = {"prompt_entries": self.entries[used], "prompt_reasons": self._reasons.copy()}
+        return {**words, **names, "prompt_kept": kept}
 
     def restore(self, saved: Mapping[str, np.ndarray]) -> None:
         """Restore what `export` returned: leases are returned, and none that is held now counts any more."""
         entries, leases = saved["prompt_entries"], int(self.counts[PromptCount.LEASES])
         self._states[:] = EntryState.FREE
         self.entries[: len(entries)] = entries
+        self.entries[:, Entry.KEPT] &= ~1
+        self._kept[: len(entries), 0, : saved["prompt_kept"].shape[1]] = saved["prompt_kept"]
         leased = self._states == EntryState.LEASED
         self.entries[leased, Entry.ATTEMPT] -= 1  # a load is no attempt
         self._states[leased] = EntryState.RETURNED

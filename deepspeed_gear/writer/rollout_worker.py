@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,11 +36,17 @@ class Lease:
         prompt: The columns of the prompt, as `Dataset.trajectory`; views of the data set.
         version: Rollout batches that were trained at the lease: generate with weights of it or later.
         attempt: 1 for the first lease of this number.
+        kept: Arrays that the lease before it has kept, by name. If there are some, `version` is that of the
+            first lease that kept any: what is generated goes on with weights of it or later.
     """
 
     def __init__(self, worker: RolloutWorker, lease: LeasedPrompt, prompt: dict[str, Any]) -> None:
         self._worker, self._lease, self.prompt = worker, lease, prompt
         self.number, self.version, self.attempt = lease.number, lease.version, lease.attempt
+        self.kept: dict[str, np.ndarray] = {}
+        if lease.kept:
+            with np.load(io.BytesIO(lease.kept), allow_pickle=False) as arrays:
+                self.kept = dict(arrays)
 
     def __repr__(self) -> str:
         return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
@@ -68,6 +75,26 @@ class Lease:
             rule = f"must be a name of 1 to {REASON_BYTES} bytes"
             raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
         self._worker._change(lambda ledger: ledger.fail(self._lease, reason, retry))
+
+    def keep(self, **arrays: Any) -> None:
+        """Keep arrays for the next lease of the prompt, in place of those before, and renew this one.
+
+        It has them, as `kept`, if this lease comes back: its worker has died, its time has passed, or it
+        failed. So a rollout goes on turn by turn, with the weights of another version.
+
+        Raises:
+            DataError: They need more than `prompts.keep_bytes`, as an npz file; what was kept before stays.
+            LeaseExpiredError: The lease came back.
+        """
+        name, file, most = f"what is kept of prompt {self.number}", io.BytesIO(), self._worker.keep_bytes
+        for key, array in arrays.items():
+            if np.asarray(array).dtype.hasobject:
+                raise DataError(f"{name}: {key}", "must be an array of numbers or text", type(array).__name__)
+        np.savez(file, **arrays)
+        data = file.getvalue() if arrays else b""
+        if len(data) > most:
+            raise DataError(name, f"must need at most prompts.keep_bytes = {most}", len(data), "raise it")
+        self._worker._change(lambda ledger: ledger.keep(self._lease, data))
 
     def heartbeat(self) -> None:
         """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop generating."""
@@ -103,6 +130,11 @@ class RolloutWorker(ProcessBound):
 
     def __repr__(self) -> str:
         return f"RolloutWorker({self._table.spec.name}: {self._spec.num_prompts:,} prompts)"
+
+    @property
+    def keep_bytes(self) -> int:
+        """Return how many bytes a lease may keep."""
+        return self._spec.keep_bytes
 
     @property
     def spec(self) -> TableSpec:

@@ -26,6 +26,7 @@ class Run:
         self.words, self.folder, self.groups, self.max_lag = random.Random(seed), folder, groups, max_lag
         data = folder / "prompts"
         options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3, "order": order, "late": late}
+        options["keep_bytes"] = 500
         if not data.exists():
             write_prompts(data, PROMPTS)
         where = {"weight": {"mean": {"min": 0.0}}}
@@ -39,6 +40,7 @@ class Run:
         self.lags: list[int] = []
         self.counts = dict.fromkeys(("events", "expired", "deaths", "resumes"), 0)
         self.index: dict[int, int] = {}  # prompt of each number
+        self.kept: dict[int, int] = {}  # of each number, by the lease before
 
     def check(self) -> None:
         self.counts["events"] += 1
@@ -54,6 +56,10 @@ class Run:
         worker = self.worker()
         for lease in worker.lease(self.words.randint(1, 4), timeout_s=0):
             assert self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
+            assert lease.kept.get("turn") == self.kept.get(lease.number)
+            if self.words.random() < 0.3:
+                self.kept[lease.number] = self.words.randrange(1 << 30)
+                lease.keep(turn=np.int64(self.kept[lease.number]))
             length = min(self.words.lognormvariate(1.0, 1.2), 200.0)  # some are longer than a lease
             self.ends.append((self.now + length, lease, worker))
 
@@ -105,7 +111,7 @@ class Run:
 
     def save(self, under_way: bool = False) -> None:
         self.replay.save(self.folder / "saved")
-        self.saved = list(self.trained), set(self.rejected), under_way
+        self.saved = list(self.trained), set(self.rejected), under_way, dict(self.kept)
 
     def resume(self, elsewhere: bool = False) -> None:
         """Lose all that came after the checkpoint; load it into this run, or into another one."""
@@ -118,7 +124,7 @@ class Run:
             self.replay.close()
             self.replay = Replay(self.config)
         self.replay.load(self.folder / "saved")
-        self.trained, self.rejected = list(self.saved[0]), set(self.saved[1])
+        self.trained, self.rejected, self.kept = list(self.saved[0]), set(self.saved[1]), dict(self.saved[3])
         check_groups(self.replay)
         self.check()
         self.counts["resumes"] += 1

@@ -191,6 +191,40 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
         RolloutWorker.attach(plain)
 
 
+def test_what_a_lease_keeps_goes_to_the_next_one(data: Path, tmp_path: Path) -> None:
+    """Of a worker that dies, after a load, and with the version of the first tokens."""
+    config = ledger_section(data, {"max_lag": 3, "keep_bytes": 600})
+    with Replay(config) as replay:
+        with RolloutWorker.attach(config) as worker:
+            (lease, *others) = worker.lease(3)
+            assert lease.kept == {}
+            lease.keep(tokens=np.arange(5, dtype=np.int32), versions=np.zeros(5, np.int32))
+            for wrong, match in (
+                (np.zeros(99), "at most prompts.keep_bytes = 600"),
+                (None, "array of numbers"),
+            ):
+                with pytest.raises(DataError, match=match):
+                    lease.keep(tokens=wrong)
+            for other in others:
+                other.commit(responses(other))
+            replay.save(tmp_path / "saved")
+        for _ in range(2):
+            with RolloutWorker.attach(config) as worker:
+                again = worker.lease(1)[0]
+                assert (again.number, again.version) == (0, 0)
+                assert again.kept["tokens"].tolist() == [0, 1, 2, 3, 4]
+                again.keep(tokens=again.kept["tokens"])
+                again.keep()
+                again.fail("from the beginning")
+                assert worker.lease(1)[0].kept == {}
+            replay.load(tmp_path / "saved")
+    with (
+        Replay(ledger_section(data, {"max_lag": 3})) as replay,
+        pytest.raises(CheckpointError, match="0 bytes"),
+    ):
+        replay.load(tmp_path / "saved")
+
+
 def test_a_load_ends_leases(data: Path, tmp_path: Path) -> None:
     config = ledger_section(data, {"max_lag": 0})
     with Replay(config) as replay, RolloutWorker.attach(config) as worker:
