@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -133,7 +134,7 @@ class Column:
         """Dtype of a stored element."""
         return torch.uint8 if self.is_opaque else DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """NumPy's view of the stored bytes; bfloat16 as uint16, opaque values as uint8."""
         if self.is_opaque:
@@ -199,19 +200,19 @@ class Schema:
             rule = "has role return_to_go: must be late, in a table with a reward column"
             raise SchemaError(f"column {to_go.name}", rule, None, "it is written when the episode has ended")
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(self._by_name)
 
-    @property
+    @cached_property
     def step_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.rows != "1")
 
-    @property
+    @cached_property
     def trajectory_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.rows == "1")
 
-    @property
+    @cached_property
     def late_columns(self) -> tuple[Column, ...]:
         return tuple(c for c in self.columns if c.late)
 
@@ -220,7 +221,7 @@ class Schema:
         requested = set(names)
         return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in requested)
 
-    @property
+    @cached_property
     def has_final_row(self) -> bool:
         """Whether an extent of T steps holds T+1 rows."""
         return any(c.rows == "T+1" for c in self.columns)
