@@ -167,8 +167,8 @@ class BatchBarrier:
         self._publish_passed()
 
     def wait(self) -> None:
-        """Wait until every rank has reached this rank's barrier. PeerError: one failed, ended, is late or has
-        other samples than its replica; NotReadyError: the next barrier may succeed.
+        """Wait until every rank has reached this rank's barrier. PeerError: one failed, died, ended, is late
+        or has other samples than its replica; NotReadyError: the next barrier may succeed.
         """
         if self._lagging():
             log = WaitLog(f"rank {self._topology.rank}")

@@ -106,7 +106,9 @@ class FailureDetector:
             thread.start()
 
     def take(self, num_barriers: int) -> None:
-        """Publish the number of batch barriers that this rank, which takes part in them, has passed."""
+        """Publish how many batch barriers this rank has passed, unless it takes no part: if it ends after
+        fewer than others have passed, these may wait for it in a collective.
+        """
         self._words[self._peer, RankWord.BATCHES] = num_barriers + 1
 
     def check(self) -> None:

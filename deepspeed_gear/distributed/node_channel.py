@@ -89,7 +89,9 @@ class NodeChannel:
         return self.begin_gather(words)()
 
     def begin_gather(self, words: np.ndarray) -> Callable[[], np.ndarray]:
-        """Begin `gather`; return its wait. An unanswered message does not block the end of the process."""
+        """Begin `gather`; return the function that waits for it, to be called before the next exchange. A
+        message may stay unanswered for any time, and does not block the end of the process.
+        """
         wait = self.begin([message_of(words)] * self.count)
         return lambda: np.stack(wait())
 

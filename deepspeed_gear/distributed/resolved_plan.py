@@ -256,7 +256,9 @@ def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig
 
 
 def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
-    """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective."""
+    """Open and compare the data sets on every rank; nodes may have parts of one whole. Collective. DataError:
+    one is missing, broken, or not of the same whole on all ranks.
+    """
     tables = config.resolved_tables.items()
     data = exchange.agree(
         "opening the data sets",

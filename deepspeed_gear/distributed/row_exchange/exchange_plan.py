@@ -61,7 +61,9 @@ class ExchangePlan:
         return np.nonzero(self.need_of[self.index] >= 0)[0]
 
     def wanted(self, count: int, offset: int) -> np.ndarray:
-        """Return samples that this node needs, ascending, [n], int64; replicas alternate from `offset` on."""
+        """Return which samples of a selection this node needs, ascending. [n], int64. Replicas alternate by
+        sample, of all tables: the first one has the index `offset` among them.
+        """
         if len(self.replicas_here) == self.data_world:
             return np.arange(count)
         firsts = (self.replicas_here - offset) % self.data_world

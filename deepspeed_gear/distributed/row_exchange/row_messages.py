@@ -125,10 +125,10 @@ class DeviceTransport:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-        """Send each node its rows; return those of each, in the channel's order, until the next call.
-        [words].
+        """Send each node its rows; return those of each, [words], until the next call. Collective.
 
-        Collective. Raises LostNodeError if a node does not answer in time (NCCL's watchdog ends the process).
+        In the order of the channel's nodes. LostNodeError: a node does not answer in time (with NCCL its
+        watchdog ends the process instead).
         """
         order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
         out, coming = [len(messages[node]) for node in order], [sizes[node] for node in order]
