@@ -110,13 +110,14 @@ class NodeChannel:
         return Outcome.read(every[node]).error(self.name(node))
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        """Begin to send each node a message; return the function that waits for those received. [1 + n_s],
-        int64.
+        """Begin to send each node a message, [1 + n_s], int64; return the function that waits for all, [n_s]
+        each.
 
-        A message's first word, set here, is its length. It arrives in a buffer posted before, without a
-        handshake; what does not fit follows in a second part, and the next buffer is larger. Sent words must
-        not change before the exchange ends; received ones (after the first) are valid until the next ends.
-        The wait raises LostNodeError where a node does not answer in time or its connection has ended.
+        A message's first word, set here, is its length, so receivers need not know it. It arrives in a buffer
+        posted before, without a handshake; what does not fit follows in a second part, and the next buffer is
+        larger. Sent words must not change before the exchange ends, this node's own are returned to it, and
+        received ones are valid until the next exchange ends. The wait raises LostNodeError where a node does
+        not answer in time or its connection has ended.
         """
         if self._broken is not None:
             raise self._broken

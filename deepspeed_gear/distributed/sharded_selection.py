@@ -453,7 +453,9 @@ class ShardedSelector(SelectionAgreement):
     def deliver(
         self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
     ) -> None:
-        """Fill a ring entry with a checkpoint's selection, as `finish`: records `own`, and their owners."""
+        """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one. Node `owner`
+        holds each record, [count], int64; this one those of the indices `own`, ascending.
+        """
         self._begin_selection(key, entry, len(owner), is_saved=True)
         self._selection.draw(first, own, records, owner, 0)
         self.state.pin(key, records)
