@@ -73,10 +73,7 @@ class MailboxPlaces:
 
 
 class InferenceMailbox:
-    """A mailbox file in this process: `create` by a loader, `attach` by processes of simulators.
-
-    Thread and process safety: one thread of each process at a time; any number of processes.
-    """
+    """A mailbox file in this process: one thread of each process at a time, any number of processes."""
 
     def __init__(self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
         self.places, self.memory, self.native = places, memory, ops.native
@@ -232,11 +229,7 @@ class InferenceMailbox:
             self.bells.ring(owner)
 
     def free_dead(self) -> None:
-        """Free the places of processes that have ended; their open trajectories are dropped.
-
-        Takes no lock, so that no process can block the loader: no other process changes a place of an ended
-        one.
-        """
+        """Free places of ended processes, drop their open trajectories; no lock, as that could block it."""
         used = np.flatnonzero(self.states != PlaceState.FREE)
         self.bells.fence()  # pairs with that of `claim`
         owners = self.owners[used]

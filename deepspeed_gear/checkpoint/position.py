@@ -74,10 +74,8 @@ def state_of(
 ) -> dict[str, Any]:
     """Return the state of a position for a checkpoint: JSON-able, equal on all ranks.
 
-    Args:
-        passes: Passes over each split that have begun.
-        save: Id and manifests of the save of this position; None: no save.
-        rollout: The rollout batch after it whose training is under way.
+    `passes` are the passes over each split that have begun; `save` is the id and the manifests of its save;
+    `rollout` the batch after it whose training is under way.
     """
     return {
         **({} if rollout is None else {"rollout": dict(rollout)}),
@@ -126,10 +124,9 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
 def describe(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a state of a Replay or a DeviceReplay says to a reader; JSON-able.
 
-    Returns:
-        `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also the
-        number of the `epoch`, its `epoch_items` and how many of them were used, `epoch_samples`. `passes`:
-        passes over each split that have begun. `data`: fingerprint of each data set.
+    `train`: by sampled table the used `global_batches` and `samples`; where it walks epochs, also the number
+    of the `epoch`, its `epoch_items`, and how many were used, `epoch_samples`. `passes`: begun, by split.
+    `data`: fingerprint of each data set.
     """
     at = "the gear state"
     train: dict[str, dict[str, int]] = {}

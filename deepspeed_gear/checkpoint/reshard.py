@@ -228,13 +228,9 @@ def divide(
 ) -> ShardDivision:
     """Divide a table with a capacity into contiguous parts, balanced in rows as far as they fit.
 
-    Parts of a table of groups hold whole groups, in the order of their leaders, which have the masses: so the
-    order of items stays. Groups that are not complete come last.
-
-    Args:
-        room: Slots and rows of each shard.
-        by_rows: Whether its stored order is by rows rather than by slots, as where items are steps.
-        numbers: The number of each trajectory's group; None: there are no groups. [n], int64.
+    `room` is the slots and rows of each shard; `by_rows`: the stored order is by rows, as where items are
+    steps. Parts hold whole groups (`numbers`: of each trajectory, [n], int64) in the order of their leaders,
+    which have the masses, so the order of items stays; incomplete groups come last.
     """
     records = whole.slots
     assert records is not None
@@ -301,11 +297,7 @@ def next_id_of(next_id: int, index: int, count: int) -> int:
 def part_of(
     whole: SavedShard, name: str, division: ShardDivision, index: int, items: np.ndarray | slice | None
 ) -> Content:
-    """Return a shard's content of a stream, as in a saved shard; its slots are 0 to m - 1.
-
-    Args:
-        items: Its rows among those of all trajectories, where items are steps; None: items are trajectories.
-    """
+    """Return a shard's content of a stream, with slots 0 to m - 1; `items`: its rows where they are steps."""
     content, chosen = whole.streams[name], division.chosen(index)
     part = {key: content[key][chosen] for key in PER_SLOT if key in content}
     which = chosen if items is None else items

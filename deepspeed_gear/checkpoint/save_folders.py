@@ -77,11 +77,7 @@ def save_of(state: State) -> Mapping[str, Any]:
 
 
 def compare(states: Sequence[State]) -> None:
-    """Raise unless all ranks have the same state.
-
-    They differ where ranks read it from separate files, some of which a save had not written when it was
-    interrupted.
-    """
+    """Raise unless all ranks have the same state; an interrupted save may leave their files different."""
     for rank, state in enumerate(states):
         if state != states[0]:
             rule = "must be the same on all ranks"
@@ -105,13 +101,10 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
-    """Create empty `.partial` folders, and remove saves that no state can name any more.
+    """Create empty `.partial` folders, and remove saves that no state can name. One process, for all.
 
-    One process calls this for all. The latest save that this run has loaded from the folder, or made in it,
-    is never removed here. If there is none, the newest two are kept.
-
-    Args:
-        kept: The state of the latest save in this folder that this run has loaded or made; None: none.
+    `kept` is the state of the latest save here that this run has loaded or made, which is never removed;
+    None: there is none, and the newest two are kept.
     """
     make(folder)
     keep: dict[str, Path | None] = dict.fromkeys(tables)
@@ -143,10 +136,7 @@ def partial_of(folder: Path, table: str) -> Path:
 
 
 def complete(part: Path, manifest: Mapping[str, Any], digests: Mapping[str, str]) -> str:
-    """Write the manifest of complete files, with their checksums, and fsync all; return its SHA-256.
-
-    `part` is the folder of a table or of a shard of it; `digests` are the checksums that are known.
-    """
+    """Write the manifest of a part's files, fsync all, return its SHA-256; `digests` are known checksums."""
     files = {path.name: digests.get(path.name) or sha256(path) for path in sorted(part.iterdir())}
     content = json.dumps({**manifest, "files": files}, indent=1).encode()
     (part / MANIFEST).write_bytes(content)
@@ -201,15 +191,10 @@ def write_save(
 ) -> dict[str, Any]:
     """Write a save: the tables, then the state that names it. Collective.
 
-    Args:
-        is_first: Whether this rank is the one that begins and publishes the save for all.
-        write: Writes this rank's files of the save with an id between `begin` and `publish`; returns the
-            SHA-256 of their manifests by table, and by path in the table's folder.
-        state_of: Returns the state from the id and the manifests of the save. Collective.
-    Returns:
-        The state, equal on all ranks.
-    Raises:
-        CheckpointError: A file cannot be written; on every rank, as its own error or as a PeerError.
+    `write` writes this rank's files of the save with an id, and returns the SHA-256 of their manifests: by
+    table, and by path in its folder. `state_of`, collective, makes the state of these. One rank `is_first`, which
+    begins and publishes for all. Returns the state, equal on all ranks; a file that cannot be written is a
+    CheckpointError on every rank, as its own error or as a PeerError.
     """
 
     def agree(action: Callable[[], T]) -> T:
@@ -424,10 +409,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FolderLocks:
-    """The locks of the folders that this run has saved into, from the first save until it is closed.
-
-    Of more than 64 folders the latest saved ones are held. Rank 0 holds them for all ranks. Main thread.
-    """
+    """Locks, in rank 0, of the latest 64 folders that this run has saved into, until closed. Main thread."""
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}

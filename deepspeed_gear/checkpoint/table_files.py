@@ -66,16 +66,10 @@ _BLOCK_BYTES = 1 << 20
 def save_table(
     table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str, before: Path | None
 ) -> dict[str, str]:
-    """Write the content of a store, a table or its shard of one, and of the streams that sample from it.
+    """Write the content of a store, a table or its shard, and of its streams; requires the lock.
 
-    Requires the lock.
-
-    Args:
-        part: Folder of the table, between `save_folders.begin` and `save_folders.publish`.
-        batches: Used global batches of the training stream.
-        before: Folder of the table in an earlier save, whose unchanged segments are linked.
-    Returns:
-        The SHA-256 of the manifest, by its path in `part`.
+    Unchanged segments are linked from `before`, its folder in an earlier save. `batches` are the used global
+    batches of the training stream. Returns the SHA-256 of the manifest, by its path in `part`.
     """
     spec, shard, to, name = table.spec, table.spec.shard, part, save_folders.MANIFEST
     if shard is not None:
@@ -305,10 +299,7 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
 
 
 def open_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
-    """Check the files of a table's rows, and map them; not those that hold no rows of this run's shard.
-
-    Without a division all files are checked.
-    """
+    """Check and map the files of a table's rows; of a division, those with rows of this run's shard."""
     before = 0
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
         owner = None if division is None else division.owner[before : before + shard.num_slots]
@@ -352,10 +343,7 @@ def _mapped(path: Path, digest: str) -> np.ndarray:
 
 
 def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
-    """Replace slots and rows of a table with a capacity, large enough for them, after `open_rows`.
-
-    Requires the lock.
-    """
+    """Replace slots and rows of a table with room for them, after `open_rows`; requires the lock."""
     whole, shard, chosen = found.whole, table.spec.shard, division.chosen(_index_of(table))
     assert whole.slots is not None
     records = whole.slots[chosen]
@@ -418,8 +406,7 @@ def _index_of(table: Table) -> int:
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
     """Copy extents from files, each of which holds whole ones; rows are numbered file after file.
 
-    Args:
-        extents: Target row, row in the files, and number of rows, by row in the files. [n, 3], int64.
+    An extent is target row, row in the files, and number of rows, by row in the files. [n, 3], int64.
     """
     after = np.cumsum([len(file) for file in files])
     of_file = np.searchsorted(after, extents[:, 1], side="right")

@@ -11,11 +11,7 @@ Options = Mapping[str, str | tuple[str, dict[str, Any]]]
 
 
 def add_options(parser: ArgumentParser, options: Options) -> None:
-    """Declare options by their form, "DEST", "--timeout S" or "--quiet".
-
-    Args:
-        options: The help of each, or also other arguments of `add_argument`.
-    """
+    """Declare "DEST", "--timeout S" or "--quiet", each with its help or arguments of `add_argument`."""
     for form, given in options.items():
         text, more = (given, {}) if isinstance(given, str) else given
         name, _, metavar = form.partition(" ")

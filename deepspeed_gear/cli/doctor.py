@@ -207,10 +207,7 @@ def summary(facts: Facts) -> dict[str, str]:
 
 
 def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
-    """Return the problems of the machines that `examine` reports on, each alone and compared with the others.
-
-    `slots` are the ranks on each host, where a hostfile names them.
-    """
+    """Return the problems of examined machines, alone and compared; `slots`: ranks by host of a hostfile."""
     problems: list[GearError] = []
     for host, facts in reports.items():
         problems += _alone(host, facts, (slots or {}).get(host, 0), len(reports) > 1)

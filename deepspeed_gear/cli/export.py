@@ -90,12 +90,8 @@ def _stored(
 ) -> tuple[Schema, Iterator[dict[str, Any]]]:
     """Return the trajectories of a table in the order of their ids, and their schema.
 
-    Those that grow, or lack late columns, are left out with a note. While a living table changes, an evicted
-    trajectory is left out too: its slot is compared before and after its rows are copied.
-
-    Args:
-        slots: Of a living table: its own, which change.
-        files: By column arrays of which each holds whole trajectories, one after the other.
+    Left out with a note: those that grow or lack late columns, and of a living table (`slots`) those evicted
+    meanwhile, by their slots before and after the copy. Each array of `files` holds whole trajectories.
     """
     late = schema.late_bits(schema.names)
     starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}

@@ -47,12 +47,9 @@ def distribution(values: NDArray[Any]) -> dict[str, float | None]:
 
 
 def _contents(table: str, train: Mapping[str, Any], lengths: np.ndarray, **more: Any) -> dict[str, Any]:
-    """Return what a table holds.
+    """Return what a table holds. `train` describes its training stream; empty: it is not sampled.
 
-    Args:
-        train: Description of its training stream; empty: it is not sampled.
-        lengths: Steps of each trajectory. [n], int64.
-        more: `groups`, as `TableGroups.statistics`, and `prompts`, as `books_of`; or what differs.
+    `lengths` are steps, [n], int64; `more` is `groups` (`TableGroups.statistics`) and `prompts` (`books_of`).
     """
     return {
         "table": table,
@@ -114,10 +111,8 @@ def of_living(store: LiveStore) -> dict[str, Any]:
 def drawing(masses: np.ndarray, priorities: np.ndarray | None, draws: np.ndarray | None) -> dict[str, Any]:
     """Describe the items that can be drawn.
 
-    Args:
-        masses: Of what the tree draws: items, or their trajectories. [n], float64, above 0.
-        priorities: Of the items. [n], float32.
-        draws: How often each item was drawn, if it is counted. [m], int32.
+    The tree draws by `masses` of items or their trajectories, [n], float64, above 0; `priorities` are of the
+    items, [n], float32; `draws` how often each was drawn, if counted, [m], int32.
     """
     total, falling = float(masses.sum()), np.sort(masses)[::-1]
     found: dict[str, Any] = {"effective": None, "share_of_top": {}, "priorities": None, "draws": None}

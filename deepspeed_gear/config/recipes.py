@@ -47,9 +47,8 @@ def expand(section: Mapping[str, Any]) -> dict[str, Any]:
     if "batch" in section:
         del merged["rollout"]
     size = merged["batch" if "batch" in section else "rollout"]
-    with contextlib.suppress(
-        AttributeError, KeyError, TypeError
-    ):  # the checks of the options name what is wrong
+    # The checks of the options name what is wrong.
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
         max_lag = (table.get("prompts") or {}).get("max_lag", 2)
         most = (max_lag + 2) * size["groups"] * table["group"]["size"]
         table.setdefault("capacity_trajectories", most)

@@ -13,11 +13,7 @@ _PREFIX = struct.Struct("<q")  # before each compressed buffer: its decompressed
 
 
 def decompressed_bytes(message: Any) -> int | None:
-    """Return the bytes of a record batch's buffers as they are decompressed; None: it is not compressed.
-
-    Args:
-        message: A pyarrow.ipc.Message. Its metadata are a flatbuffer (Message.fbs) that pyarrow has verified.
-    """
+    """Return the decompressed bytes of a verified pyarrow.ipc.Message's buffers; None: not compressed."""
     view = memoryview(message.metadata)
 
     def number(form: str, at: int) -> int:

@@ -42,12 +42,8 @@ def zstandard_for(name: str, column: Column) -> Any:
 class CompressedRows:
     """The rows of a compressed column: an index, a slice or an array of indices decodes the rows it names.
 
-    Safe to share between threads, each of which has a decompressor.
-
-    Args:
-        name: Of the file with the frames, for errors.
-        frames: The dictionary, and after it the frames of all rows. [bytes], uint8.
-        offsets: Where each row's frame begins, and the end of the last one. [rows + 1], int64.
+    `frames` is the dictionary and the frames of all rows, [bytes], uint8; `offsets` where each frame begins,
+    and the end of the last, [rows + 1], int64. Threads may share it: each has a decompressor.
     """
 
     def __init__(

@@ -394,15 +394,11 @@ def writing(dest: Path) -> Iterator[None]:
 def write_parts(
     dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
 ) -> list[Dataset]:
-    """Write every part of a data set to FOLDER/part-0, FOLDER/part-1 ...
+    """Write every part of a data set to FOLDER/part-0, ...; `overwrite` replaces parts, nothing else.
 
     FOLDER is there when all parts are complete, and all bytes read are those written when the data set was
-    made. On a failure, what was written is removed, and what is there stays.
-
-    Args:
-        bounds: First trajectory of each part, and their number. [count + 1], int64, strictly growing.
-        overwrite: Replace the parts that are there; anything else is never replaced.
-    Cost: reads and writes all bytes once, a few MiB at a time.
+    made; after a failure, all is as before. `bounds` are first trajectories of parts, and the number of all,
+    [count + 1], int64, strictly growing. Cost: all bytes read and written once, a few MiB at a time.
     """
     folder = Path(os.path.abspath(folder))
     if dataset.part is not None:

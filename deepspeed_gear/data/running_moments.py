@@ -35,11 +35,7 @@ def moments_size(columns: Sequence[Column]) -> int:
 
 
 def merge(parts: Sequence[Float64]) -> Float64:
-    """Merge the moments of shards, in their order: without rows, a shard changes no bit. [6, elements] each.
-
-    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
-        1979, equation 1.5b.
-    """
+    """Merge shards' moments, [6, elements], in order, as `Moments` does; one without rows changes no bit."""
     total = np.array(parts[0])
     for part in parts[1:]:
         known, added = total[Moment.COUNT], part[Moment.COUNT]

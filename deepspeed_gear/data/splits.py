@@ -20,14 +20,7 @@ TRAIN = 0
 
 
 def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
-    """Return the split of each trajectory.
-
-    Args:
-        ids: Trajectory ids. [n], int64.
-        split: Fraction of each split; what is left over is the training split.
-    Returns:
-        [n], uint8: 0 for training, i for the i-th name of `split` in sorted order.
-    """
+    """Return the splits of ids, [n], int64 -> [n], uint8: 0 for training, i for the i-th sorted name."""
     if not split:
         return np.zeros(len(ids), np.uint8)
     numbers = torch.from_numpy(np.ascontiguousarray(ids, np.int64))

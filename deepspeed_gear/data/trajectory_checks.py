@@ -25,11 +25,9 @@ SPLIT = "add each episode, or all with split_by_flags=True (gear ingest: --split
 def check_trajectory(
     name: str, schema: Schema, trajectory: Mapping[str, Any], may_end_inside: bool = False
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Check a trajectory, whose columns are flat, against a schema.
+    """Return the columns (flat) of a trajectory as arrays of the stored dtypes, and its number of steps.
 
-    Returns:
-        Its columns as arrays of the stored dtypes, late ones that are missing as zeros, and its number of
-        steps. NaN and infinities are left to `check_finite`, or to the native module.
+    Missing late ones are zeros. NaN and infinities are left to `check_finite`, or to the native module.
     """
     unknown = sorted(set(trajectory) - set(schema.names))
     if unknown:
@@ -54,10 +52,7 @@ def check_trajectory(
 
 
 def check_ends(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> None:
-    """Reject an end flag before the last step: returns, windows and bootstraps would run across it.
-
-    Cost: a pass over each column of end flags, below 1 us for 1,000 steps.
-    """
+    """Reject an end flag before the last step: returns, windows and bootstraps would run across it."""
     for column in schema.end_columns:
         inner = arrays[column.name][:-1]
         if np.count_nonzero(inner):
@@ -94,12 +89,7 @@ def no_values(column: Column, num_steps: int) -> np.ndarray:
 
 
 def as_stored(value: Any, column: Column, table: str, num_rows: int | None = None) -> np.ndarray:
-    """Return a value as an array of the column's stored dtype and row shape.
-
-    Args:
-        value: Array, tensor or nested list; of an opaque column a value, or a list of `num_rows` values.
-        num_rows: Number of rows in place of that of `column.rows`.
-    """
+    """Return a value, or an opaque column's list, in the stored dtype; `num_rows` overrides `column.rows`."""
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
     if type(value) is np.ndarray and value.dtype == column.numpy_dtype and column.dtype in _PLAIN:
@@ -174,10 +164,7 @@ def check_finite(
     arrays: Mapping[str, np.ndarray],
     place: Callable[[int], str] = "step {}".format,
 ) -> None:
-    """Reject NaN and infinities where the schema does not allow them; columns without values are skipped.
-
-    `place` describes the row of a value, by its number.
-    """
+    """Reject NaN and infinities where the schema allows none; `place` describes a row by its number."""
     for column in columns:
         array = arrays.get(column.name)
         if array is None or not column.must_be_finite:

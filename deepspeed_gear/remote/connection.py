@@ -41,10 +41,7 @@ class ConnectionLost(Exception):
 
 
 class Connection:
-    """Calls to a gateway, over a connection that is made again after a loss; as `RemoteWriter.connect`.
-
-    Thread safety: one thread at a time.
-    """
+    """Calls to a gateway over a connection that is made again after a loss. One thread at a time."""
 
     def __init__(self, url: str, token: str | Path, ca: str | Path | None, insecure: bool) -> None:
         self.url = url
@@ -70,9 +67,7 @@ class Connection:
     ) -> dict[str, Any]:
         """Call an action of the gateway; return its answer: `error` in it is one of the gateway, as JSON.
 
-        Args:
-            most_s: Longest time of the call, for any size of the request.
-            batch: Trajectories to send, of `gateway_messages.encode`; None: only the header.
+        It takes at most `most_s`, for any size of the request. `batch` is of `gateway_messages.encode`.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))

@@ -57,9 +57,7 @@ def decode(
 ) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
     """Yield number and columns of each trajectory of a record batch; no value is copied.
 
-    Args:
-        content: The Arrow stream after a message's header. Its sender is not trusted.
-        most_bytes: Most `trajectory_bytes` of all of them.
+    `content`, after a message's header, is not trusted; `most_bytes` limits the `trajectory_bytes` of all.
     """
     batch = _read_batch(schema, content)
     if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
