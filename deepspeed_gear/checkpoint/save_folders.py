@@ -192,8 +192,8 @@ def write_save(
     """Write a save: the tables, then the state that names it. Collective.
 
     `write` writes this rank's files of the save with an id, and returns the SHA-256 of their manifests: by
-    table, and by path in its folder. `state_of`, collective, makes the state of these. One rank `is_first`, which
-    begins and publishes for all. Returns the state, equal on all ranks; a file that cannot be written is a
+    table, and by path in its folder. `state_of`, collective, makes the state of them. One rank `is_first`:
+    it begins and publishes for all. Returns the state, equal on all ranks; a file that cannot be written is a
     CheckpointError on every rank, as its own error or as a PeerError.
     """
 
