@@ -29,16 +29,6 @@ import numpy as np
 import torch
 
 from deepspeed_gear.checkpoint import reshard, save_folders
-from deepspeed_gear.checkpoint.reshard import (
-    Content,
-    SavedGroups,
-    SavedShard,
-    ShardDivision,
-    groups_of,
-    in_rows,
-    merge,
-    packed,
-)
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
@@ -130,7 +120,7 @@ def _save_rows(
     for column in schema.trajectory_columns:
         parts, name = [table.columns[column.name][slots]], file_of(column.name)
         digests[name] = _write_array(folder / name, column.numpy_dtype, column.shape, parts)
-    order = in_rows(records)
+    order = reshard.in_rows(records)
     order = order[records[order, Slot.NUM_ROWS] > 0]
     # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are filled.
     words = np.column_stack(
@@ -223,8 +213,8 @@ class SavedTable:
 
     folders: list[Path]  # of its shards; of the table itself where it was in one store
     manifests: list[dict[str, Any]]
-    shards: list[SavedShard]
-    whole: SavedShard
+    shards: list[reshard.SavedShard]
+    whole: reshard.SavedShard
     # Of each folder its columns by name, segment after segment, mapped by `open_rows`: a save that replaces
     # the files meanwhile changes nothing.
     columns: list[dict[str, list[np.ndarray]]] = field(default_factory=list)
@@ -237,7 +227,7 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
     for one, manifest in zip(folders, manifests, strict=True):
         if schema is not None and Schema.from_json(manifest["schema"]) != schema:
             raise CheckpointError(str(one), f"must have the schema {schema}", manifest["schema"])
-        streams: dict[str, Content] = {}
+        streams: dict[str, reshard.Content] = {}
         others: dict[str, np.ndarray] = {}
         for name, digest in manifest["files"].items():
             kind, *rest = name.removesuffix(".npy").split(".")
@@ -247,15 +237,17 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
                 others[kind] = _loaded(one / name, digest)
         groups = None
         if {"groups", "group_counts", "consumed_groups"} <= others.keys():
-            groups = SavedGroups(others["groups"], others["group_counts"], others["consumed_groups"])
+            groups = reshard.SavedGroups(others["groups"], others["group_counts"], others["consumed_groups"])
         names = "slots", "numbers", "retention", "moments"
         slots, numbers, retention, moments = (others.get(name) for name in names)
         next_id, inserted = manifest["next_id"], tuple(manifest["inserted"][:2])
         prompts = {kind: array for kind, array in others.items() if kind.startswith("prompt_")} or None
         shards.append(
-            SavedShard(slots, numbers, next_id, streams, retention, inserted, groups, moments, prompts)
+            reshard.SavedShard(
+                slots, numbers, next_id, streams, retention, inserted, groups, moments, prompts
+            )
         )
-    return SavedTable(folders, manifests, shards, merge(shards))
+    return SavedTable(folders, manifests, shards, reshard.merge(shards))
 
 
 def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], list[dict[str, Any]]]:
@@ -298,7 +290,7 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
     return manifest
 
 
-def open_rows(found: SavedTable, division: ShardDivision | None = None, index: int = 0) -> None:
+def open_rows(found: SavedTable, division: reshard.ShardDivision | None = None, index: int = 0) -> None:
     """Check and map the files of a table's rows; of a division, those with rows of this run's shard."""
     before = 0
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
@@ -342,15 +334,15 @@ def _mapped(path: Path, digest: str) -> np.ndarray:
         return found
 
 
-def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
+def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) -> None:
     """Replace slots and rows of a table with room for them, after `open_rows`; requires the lock."""
     whole, shard, chosen = found.whole, table.spec.shard, division.chosen(_index_of(table))
     assert whole.slots is not None
     records = whole.slots[chosen]
-    placed = packed(records)
+    placed = reshard.packed(records)
     table.slots[:, Slot.STATE] = 0
     table.slots[: len(placed)] = placed
-    order = in_rows(records)
+    order = reshard.in_rows(records)
     extents = np.stack(
         [placed[order, Slot.FIRST_ROW], records[order, Slot.FIRST_ROW], records[order, Slot.NUM_ROWS]], axis=1
     )
@@ -375,7 +367,7 @@ def load_rows(table: Table, found: SavedTable, division: ShardDivision) -> None:
     next_id = whole.next_id
     table.restored(next_id if shard is None else reshard.next_id_of(next_id, shard.index, shard.count))
     if table.groups is not None:
-        groups = whole.groups if shard is None else groups_of(whole, division, shard.index)
+        groups = whole.groups if shard is None else reshard.groups_of(whole, division, shard.index)
         assert groups is not None
         table.groups.restore(groups.records, groups.counts, groups.consumed)
     if table.ledger is not None and whole.prompts is not None:
@@ -438,7 +430,8 @@ class TableLoader:
         self._tables = tables if plan.leads_shard else {}
         self._spread = sorted(name for name in tables if name in plan.placement.spread)
         self._found: dict[str, SavedTable] = {}
-        self._divisions: dict[str, ShardDivision] = {}  # of a table in one store all into its one shard
+        # Of a table in one store all into its one shard.
+        self._divisions: dict[str, reshard.ShardDivision] = {}
         #: Slots and rows of each node's stores, by table.
         self._room: list[dict[str, tuple[int, int]]] = []
         if self._spread:
@@ -502,14 +495,14 @@ class TableLoader:
             raise StoreFullError(f"table {table.spec.name}", rule, room, "raise its capacity")
         open_rows(found, division if name in self._spread else None, _index_of(table))
 
-    def _divide(self, name: str, table: Table, found: SavedTable) -> ShardDivision:
+    def _divide(self, name: str, table: Table, found: SavedTable) -> reshard.ShardDivision:
         whole = found.whole
         if name not in self._spread:
-            return ShardDivision.of(np.zeros(whole.num_slots, np.int64))
+            return reshard.ShardDivision.of(np.zeros(whole.num_slots, np.int64))
         if whole.slots is None:
             bounds = self._plan.placement.bounds[name]  # first id of each shard, and the number of ids
             owner = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
-            return ShardDivision.of(owner[: whole.num_slots])
+            return reshard.ShardDivision.of(owner[: whole.num_slots])
         numbers, room = None, [sizes[name] for sizes in self._room]
         if table.groups is not None and whole.groups is not None:
             file = file_of(table.groups.spec.column)
@@ -535,7 +528,7 @@ class TableLoader:
                 if found.whole.slots is not None:
                     table.extents.end_all()
 
-    def _content(self, name: str, stream: BatchStream) -> Content:
+    def _content(self, name: str, stream: BatchStream) -> reshard.Content:
         whole, division = self._found[name].whole, self._divisions[name]
         if name not in self._spread:
             return dict(whole.streams[stream.spec.name])
