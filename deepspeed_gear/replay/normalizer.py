@@ -204,7 +204,8 @@ class Normalizer:
         """Convert values in the units of a batch's field to those of its column; reverses `normalize`.
 
         Args:
-            name, values: As in `normalize`.
+            name: As in `normalize`.
+            values: As in `normalize`.
         Returns:
             As of `normalize`, of the column's dtype. Where the column holds integers and the field is
             floating: float32 or float64, not rounded to integers.

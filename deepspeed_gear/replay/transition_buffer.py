@@ -34,6 +34,7 @@ class TransitionSamples(NamedTuple):
 
     Attributes:
         observations: Before the actions.
+        actions: Of the environments, or of the program.
         next_observations: After the actions; with `n_step`, after its last step.
         dones: 1 where the episode terminated, 0 elsewhere: also where it was truncated. float32.
         rewards: The rewards; with `n_step`, the n-step returns. float32.
@@ -109,7 +110,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
         buffer_size: Transitions: at least so many are held, where a trajectory has 16 on average. Whole
             trajectories are evicted, the oldest first, when rows are needed, so up to 1/32 of `buffer_size`
             and (N + 1) * max_length more are held.
-        observation_space, action_space: Of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
+        observation_space: Of one environment: Box, Discrete, MultiDiscrete or MultiBinary.
+        action_space: Of one environment, as its observations'.
         device: Of the samples.
         n_envs: N; or the environment, whose number and autoreset mode are read.
         autoreset: As `Replay.vector_writer`; with a number it must be given. With "next_step" the step that
