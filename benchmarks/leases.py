@@ -1,6 +1,6 @@
-"""Prompts leased and groups committed per second by rollout workers of a node, while a rank selects them.
+"""Prompts leased and groups committed per second by rollout workers, while a rank selects them.
 
-python benchmarks/leases.py [--workers 2] [--json F] [--quick]
+python benchmarks/leases.py [--workers 2] [--remote] [--json F] [--quick]
 """
 
 from __future__ import annotations
@@ -16,8 +16,18 @@ from typing import Any
 import numpy as np
 from support.report import Disturbance, document, print_table, write_json
 
-from deepspeed_gear import Column, DatasetWriter, Replay, RolloutWorker, Schema
+from deepspeed_gear import (
+    Column,
+    DatasetWriter,
+    RemoteRolloutWorker,
+    Replay,
+    RolloutWorker,
+    Schema,
+    TrajectoryWriter,
+)
+from deepspeed_gear.remote.gateway import Gateway
 
+TOKEN = "0123456789abcdef"
 TOKENS = 16  # of a response: the time is that of the account, not of bytes
 
 
@@ -48,17 +58,25 @@ def section(data: Path, size: int, groups: int) -> dict[str, Any]:
     }
 
 
-def work(config: dict[str, Any], size: int, count: int, at_once: int) -> None:
-    """Lease and commit `count` prompts."""
+def serve(config: dict[str, Any], url: Any) -> None:
+    """Serve remote workers until the run ends."""
+    gateway = Gateway(TrajectoryWriter.attach(config), TOKEN)
+    url.send(gateway.url)
+    gateway.run()
+
+
+def work(config: dict[str, Any], url: str | None, size: int, count: int, at_once: int) -> None:
+    """Lease and commit `count` prompts, through the gateway if there is one."""
     response = {"tokens": np.ones(TOKENS, np.int32), "reward": np.float32(1)}
-    with RolloutWorker.attach(config) as worker:
+    attached = RemoteRolloutWorker.connect(url, token=TOKEN) if url else RolloutWorker.attach(config)
+    with attached as worker:
         while count > 0:
             for lease in worker.lease(min(at_once, count), timeout_s=60):
                 lease.commit([response] * size)
                 count -= 1
 
 
-def measure(size: int, at_once: int, workers: int, batches: int, groups: int) -> dict[str, Any]:
+def measure(size: int, at_once: int, workers: int, batches: int, groups: int, remote: bool) -> dict[str, Any]:
     """Train nothing of so many rollout batches, and time them from the first lease on."""
     with tempfile.TemporaryDirectory() as folder:
         data, start = Path(folder) / "prompts", multiprocessing.get_context("fork")
@@ -67,7 +85,13 @@ def measure(size: int, at_once: int, workers: int, batches: int, groups: int) ->
                 writer.add({"tokens": np.full(4, number)})
         config = section(data, size, groups)
         with Replay(config) as replay:
-            given = config, size, batches * groups // workers, at_once
+            url, gateway = None, []
+            if remote:
+                receives, sends = start.Pipe()
+                gateway = [start.Process(target=serve, args=(config, sends))]
+                gateway[0].start()
+                url = receives.recv()
+            given = config, url, size, batches * groups // workers, at_once
             children = [start.Process(target=work, args=given) for _ in range(workers)]
             for child in children:
                 child.start()
@@ -80,6 +104,8 @@ def measure(size: int, at_once: int, workers: int, batches: int, groups: int) ->
             elapsed_s = time.perf_counter() - begin
             for child in children:
                 child.join()
+        for child in gateway:
+            child.join()
     pairs = batches * groups / elapsed_s
     return {"size": size, "at_once": at_once, "pairs_per_s": pairs, "responses_per_s": pairs * size}
 
@@ -90,11 +116,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
+    parser.add_argument("--remote", action="store_true", help="workers lease through a gateway")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     options = parser.parse_args()
     disturbance, sizes = Disturbance(), (4, 16) if options.quick else (24, 512)
-    rows = [measure(size, n, options.workers, *sizes) for size, n in ((1, 1), (1, 64), (8, 16))]
+    cases = ((1, 1), (1, 64), (8, 16))
+    rows = [measure(size, n, options.workers, *sizes, options.remote) for size, n in cases]
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     if options.json is not None:
         write_json(options.json, document(disturbance, rows))

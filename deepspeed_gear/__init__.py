@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from deepspeed_gear.errors import StoreError as StoreError
     from deepspeed_gear.errors import StoreFullError as StoreFullError
     from deepspeed_gear.errors import StoreGoneError as StoreGoneError
+    from deepspeed_gear.remote.remote_writer import RemoteRolloutWorker as RemoteRolloutWorker
     from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
     from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions
     from deepspeed_gear.replay import DeviceReplay as DeviceReplay
@@ -69,7 +70,7 @@ _NAMES = {  # public names by module
         "LeaseExpiredError LostNodeError NotReadyError PeerError SchemaError ShapeError StaleBatchError "
         "StoreError StoreFullError StoreGoneError"
     ),
-    "remote.remote_writer": "RemoteWriter SendOptions",
+    "remote.remote_writer": "RemoteRolloutWorker RemoteWriter SendOptions",
     "replay": "DeviceReplay Replay TransitionBuffer",
     "replay.normalizer": "Normalizer",
     "replay.rollout": "Rollout TrainStep",

@@ -10,8 +10,8 @@ from ..errors import ConfigError
 from . import Options
 
 DESCRIPTION = (
-    "Add trajectories of remote actors (RemoteWriter.connect) to a table of this node's store. It takes "
-    "one of the table's writers, waits for the run to begin, and ends with it or with SIGTERM."
+    "Add what remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker) send to a table of this "
+    "node's store. It is one of its writers, waits for the run to begin, and ends with it or with SIGTERM."
 )
 _RUN = "name or id of the run, where several of one config share this node"
 _MESSAGE = "most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 import ssl
 import stat
@@ -15,6 +14,7 @@ from urllib.parse import urlsplit
 import grpc
 import pyarrow as pa
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.remote import gateway_messages
 
@@ -43,8 +43,10 @@ class ConnectionLost(Exception):
 class Connection:
     """Calls to a gateway over a connection that is made again after a loss. One thread at a time."""
 
-    def __init__(self, url: str, token: str | Path, ca: str | Path | None, insecure: bool) -> None:
-        self.url = url
+    def __init__(self, url: str, token: Any, ca: Any = None, insecure: bool = False) -> None:
+        self.url = arguments.one_of("url", url, str, "a string")
+        arguments.one_of("token", token, (str, Path), "a string, or the Path of a file")
+        arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
         parts = urlsplit(url)
         try:
             known = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port
@@ -65,7 +67,7 @@ class Connection:
     def call(
         self, action: str, header: Mapping[str, Any], most_s: float, batch: pa.RecordBatch | None = None
     ) -> dict[str, Any]:
-        """Call an action of the gateway; return its answer: `error` in it is one of the gateway, as JSON.
+        """Call an action of the gateway; return its answer: `error` is one of the gateway, `content` prompts.
 
         It takes at most `most_s`, for any size of the request. `batch` is of `gateway_messages.encode`.
         """
@@ -77,7 +79,8 @@ class Connection:
             elif self._channel is None:
                 self._channel = grpc.secure_channel(self._target, self._credentials, _OPTIONS)
             call = self._channel.unary_unary(f"/{gateway_messages.SERVICE}/{action}")
-            answer: dict[str, Any] = json.loads(call(message, timeout=timeout_s, metadata=self._metadata))
+            found = call(message, timeout=timeout_s, metadata=self._metadata)
+            answer, content = gateway_messages.unpack(pa.py_buffer(found), len(found))
         except grpc.RpcError as error:
             self.hang_up()
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
@@ -90,7 +93,7 @@ class Connection:
         except ValueError as error:  # no JSON: the server is no gateway
             self.hang_up()
             raise ConnectionLost(str(error)) from error
-        return answer
+        return {**answer, "content": content}
 
     def hang_up(self) -> None:
         """End the connection; the next call makes another."""

@@ -1,9 +1,9 @@
-"""The gateway: a gRPC server that adds to this node's store what remote writers send."""
+"""The gateway: a gRPC server that adds what remote writers send to this node's store, or leases prompts."""
 
 from __future__ import annotations
 
+import base64
 import hmac
-import json
 import secrets
 import threading
 import time
@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from deepspeed_gear.context import LOG
+from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -33,7 +34,9 @@ from deepspeed_gear.errors import (
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import check_plain
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.prompt_ledger import LeasedPrompt
 from deepspeed_gear.timeouts import wait_until
+from deepspeed_gear.writer.rollout_worker import Lease, RolloutWorker
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
@@ -63,16 +66,19 @@ class Certificate:
 
 
 class Session:
-    """State of one remote writer.
+    """State of one remote writer, or rollout worker.
 
     `upto` only grows, and only after a commit or a refusal: so a trajectory that is sent twice is added once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, grace_s: float) -> None:
+        self.grace_s = grace_s  # the session ends without a call for so long
+        self.leases: dict[tuple[int, ...], Lease] = {}  # of a worker, by call and place in its answer
+        self.number, self.answer = -1, dict[str, Any]()  # of a worker's last call
         self.upto = -1  # all trajectories up to this number are committed or refused
         self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
         self.task: Future[None] | None = None  # adds the last batch
-        self.lock = threading.Lock()  # around what reads and replaces the task
+        self.lock = threading.Lock()  # around what reads and replaces the task; a worker's call
         self.is_notified = False  # whether an answer contained the error of the end
         self.called_at = time.monotonic()
 
@@ -102,19 +108,20 @@ class Sessions:
         self._adder = ThreadPoolExecutor(1, "gear-add")
         self.error: GearError | None = None  # why nothing is added any more
         self.num_added = 0
+        self.hello: dict[str, Any] = {}  # more of the answer to a client
 
-    def open(self, client: str) -> None:
+    def open(self, client: str, grace_s: float = gateway_messages.SESSION_S) -> None:
         """Begin a session; an existing one continues."""
         self.check()
-        self._sessions.setdefault(client, Session())
+        self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
         """End sessions whose writers wait for no batch and have not called for a time; return how many."""
-        before = time.monotonic() - after_s
-        found = list(self._sessions.items())
-        ended = [client for client, one in found if one.called_at < before and not one.is_busy(0.0)]
+        now, found = time.monotonic(), list(self._sessions.items())
+        late = [(client, one) for client, one in found if one.called_at < now - min(after_s, one.grace_s)]
+        ended = [client for client, one in late if not one.is_busy(0.0)]
         for client in ended:
-            self._sessions.pop(client, None)
+            self.forget(client)
         if ended:
             LOG.info("gear serve: %d sessions have expired", len(ended))
         return len(ended)
@@ -205,8 +212,80 @@ class Sessions:
         self._adder.shutdown()
 
 
+class LeaseSessions(Sessions):
+    """Leases prompts to any number of remote rollout workers, as one worker of this node.
+
+    A lease is of a session and ends with it. Commits are done one after the other, other calls at once.
+    """
+
+    def __init__(self, writer: TrajectoryWriter, max_message_bytes: int) -> None:
+        super().__init__(writer.add)
+        self._worker, group = RolloutWorker(writer), writer.parts[0].spec.group
+        self._adding, most_steps = threading.Lock(), self._worker.prompts.longest + 1
+        self._prompts = self._worker.prompts.schema
+        self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
+        self.hello["keep_bytes"] = self._worker.keep_bytes
+        most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
+        self._most = max(1, max_message_bytes // most_bytes)  # leases of a call
+
+    def forget(self, client: str) -> None:
+        """End the session of a worker, and return its leases."""
+        session = self._sessions.pop(client, None)
+        if session is not None:
+            self._worker.release(list(session.leases.values()))
+
+    def work(self, client: str, call: Mapping[str, Any], members: Numbered) -> dict[str, Any]:
+        """Do a worker's call once, however often it is made: its `number` grows with each new one.
+
+        A call without one only keeps the session. `unknown` in the answer: there is no such session.
+        """
+        session, number = self._sessions.get(client), int(call.get("number", -1))
+        if session is None:
+            return {"unknown": True}
+        session.called_at = time.monotonic()
+        with session.lock:
+            if number > session.number:
+                session.answer, session.number = self._do(session, call, members), number
+            if self._sessions.get(client) is not session:  # it has ended meanwhile
+                self._worker.release(list(session.leases.values()))
+            if number < session.number or "leases" not in session.answer:
+                return session.answer
+            prompts = [session.leases[number, place].prompt for place in range(len(session.answer["leases"]))]
+        rows = [{c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts} for prompt in prompts]
+        return {**session.answer, "content": gateway_messages.encode(self._prompts, list(enumerate(rows)))}
+
+    def _do(self, session: Session, call: Mapping[str, Any], members: Numbered) -> dict[str, Any]:
+        session.is_notified = self.error is not None
+        self.check()
+        if call["do"] == "lease":
+            most_s = ANSWER_S if len(self._sessions) <= MOST_WAITING // 2 else 0.0  # each polls
+            count, wait_s = min(int(call["count"]), self._most), min(float(call["wait_s"]), most_s)
+            leases = self._worker.lease(count, wait_s)
+            session.leases.update({(call["number"], place): lease for place, lease in enumerate(leases)})
+            kept = [base64.b64encode(lease._lease.kept).decode() for lease in leases]
+            given = [(one.number, one.version, one.attempt, kept[at]) for at, one in enumerate(leases)]
+            return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
+        lost = Lease(self._worker, LeasedPrompt(0, -1, int(call["prompt"]), 0, 0, b""), {})
+        lease, ids = session.leases.get(tuple(call["lease"]), lost), list[int]()
+        if call["do"] == "renew" or lease is lost:
+            lease.heartbeat()  # of a lost one: raises, and is counted
+        elif call["do"] == "keep":
+            self._worker._change("keep", lease._lease, base64.b64decode(call["more"][0]))
+        elif call["do"] == "commit":
+            late = call["absent"]  # columns, by member
+            group = [{n: a for n, a in rows.items() if n not in late[at]} for at, rows in members]
+            with self._adding:
+                ids = lease.commit(group)
+                self.num_added += len(ids)
+        else:
+            lease.fail(*call["more"])
+        if call["do"] not in ("renew", "keep"):
+            del session.leases[tuple(call["lease"])]
+        return {"ids": ids}
+
+
 class Gateway:
-    """Server that adds trajectories of remote writers to one table, in threads of its own, once constructed.
+    """Server that adds trajectories of remote writers to one table, or leases its prompts, in own threads.
 
     Memory: a worker receives a call's message after the token is checked, and at most `max_message_bytes` and
     1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed,
@@ -233,7 +312,8 @@ class Gateway:
         self.check(host, certificate, insecure, max_message_bytes)
         self._max_message_bytes = max_message_bytes
         self.table, self.run_id = writer.table, writer.run
-        self._writer, self.sessions, self._id = writer, Sessions(writer.add), secrets.token_hex(16)
+        self._writer, self._id, ledger = writer, secrets.token_hex(16), writer.parts[0].ledger
+        self.sessions = LeaseSessions(writer, max_message_bytes) if ledger else Sessions(writer.add)
         writer.waiting_checks.append(self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
@@ -311,11 +391,16 @@ class Gateway:
             if found:
                 rule = f"must have the schema of table {self._writer.table}"
                 raise SchemaError("remote writer", rule, None, "; ".join(found))
+        if ("grace_s" in header) != isinstance(self.sessions, LeaseSessions):
+            name, rule = f"gear.tables.{self._writer.table}.prompts", "must be given for rollout workers only"
+            remedy = "connect a RemoteRolloutWorker where there are prompts, and else a RemoteWriter"
+            raise ConfigError(name, rule, None, remedy)
         client = str(header.get("client"))
         if len(client) > _MOST_CLIENT:
             raise StoreError("remote writer", f"must have a name of at most {_MOST_CLIENT} characters")
-        self.sessions.open(client)
+        self.sessions.open(client, float(header.get("grace_s", gateway_messages.SESSION_S)))
         return {
+            **self.sessions.hello,
             "gateway": self._id,
             "table": self._writer.table,
             "schema": self._writer.schema.to_json(),
@@ -327,6 +412,9 @@ class Gateway:
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
         given = gateway_messages.decode(self._writer.schema, content, self._max_message_bytes)
         trajectories = list(given) if len(content) else []
+        if isinstance(self.sessions, LeaseSessions):
+            client = str(header.get("client")) if header.get("gateway") == self._id else ""
+            return self.sessions.work(client, header, trajectories)
         return self.sessions.put(self._client(header), int(header.get("known", -1)), trajectories)
 
     def _bye(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
@@ -354,7 +442,7 @@ def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
         LOG.exception("gear serve: a call failed")
         failed = StoreError("the gateway", "must be able to handle the call", None, repr(error))
         answer = {"error": error_to_json(failed)}
-    return json.dumps(answer).encode()
+    return bytes(gateway_messages.pack(answer, answer.pop("content", None)))
 
 
 class _Calls(grpc.GenericRpcHandler):

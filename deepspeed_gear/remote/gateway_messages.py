@@ -22,14 +22,14 @@ from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
-VERSION = 3  # 1 was Arrow Flight; 2 had a call "ask"
+VERSION = 4  # 1 was Arrow Flight; 2 had a call "ask"; 3 had no leases
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
 LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
 SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
-SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, put and bye
+SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, bye, and put or work
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 # Of each value and number: its offset in the message, and the array that the gateway makes of it. Without
@@ -96,12 +96,12 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.B
     return sink.getvalue()
 
 
-def unpack(message: pa.Buffer) -> tuple[dict[str, Any], pa.Buffer]:
+def unpack(message: pa.Buffer, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], pa.Buffer]:
     """Return the header of a message and the content after it."""
     view = memoryview(message)
     end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
-    if end > _LENGTH + MOST_HEADER_BYTES:
-        raise DataError("message", f"must have a header of at most {MOST_HEADER_BYTES} bytes", end - _LENGTH)
+    if end > _LENGTH + most_bytes:
+        raise DataError("message", f"must have a header of at most {most_bytes} bytes", end - _LENGTH)
     with DataError.on("message", "must begin with a JSON object", ValueError):
         header = parse_json(bytes(view[_LENGTH:end]))
     if not isinstance(header, dict) or end > len(view):

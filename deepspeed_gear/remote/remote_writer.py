@@ -1,22 +1,26 @@
-"""RemoteWriter: adds trajectories of actors on machines without a store, through a gateway."""
+"""RemoteWriter and RemoteRolloutWorker: for processes on machines without a store, through a gateway."""
 
 from __future__ import annotations
 
+import base64
 import random
 import threading
 import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
+import pyarrow as pa
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import LOG
+from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import (
@@ -32,13 +36,15 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, ConnectionLost
-from deepspeed_gear.remote.gateway_messages import MOST_MAX_MESSAGE_BYTES, VERSION, encode, trajectory_bytes
+from deepspeed_gear.remote.gateway_messages import decode, encode, trajectory_bytes
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.store.prompt_ledger import LeasedPrompt
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
+from deepspeed_gear.writer.rollout_worker import Lease
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
@@ -83,6 +89,26 @@ class RetryPolicy:
             raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
         stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not retry at once
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
+
+
+def call_again(line: Connection, action: str, header: Any, timeout_s: float, batch: Any = None) -> Any:
+    """Call until there is an answer, and return it; raises the error in it."""
+    retries, answer = RetryPolicy(line.url, timeout_s), None
+    while answer is None:
+        try:
+            answer = line.call(action, header, timeout_s, batch)
+        except ConnectionLost as lost:
+            retries.wait(lost, threading.Event())
+    if "error" in answer:
+        raise error_from_json(answer["error"])
+    return answer
+
+
+def begin_session(line: Connection, timeout_s: float, **header: Any) -> dict[str, Any]:
+    """Begin a session; return the gateway's answer, with `who` for the headers of calls."""
+    header |= {"version": gateway_messages.VERSION, "client": uuid.uuid4().hex}
+    hello = call_again(line, "hello", header, timeout_s)
+    return {**hello, "who": {"gateway": str(hello["gateway"]), "client": header["client"]}}
 
 
 def end_session(line: Connection, who: Mapping[str, str]) -> None:
@@ -295,16 +321,13 @@ class RemoteWriter(ProcessBound):
     Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
     """
 
-    def __init__(
-        self, line: Connection, hello: Mapping[str, Any], client: str, sending: SendOptions, timeout_s: float
-    ) -> None:
+    def __init__(self, line: Connection, hello: Any, sending: SendOptions, timeout_s: float) -> None:
         self.table, self.max_length = str(hello["table"]), hello["max_length"]
         self._limit = EpisodeLimit(self.max_length, tuple(hello.get("whole_fields", ())))
         self.schema = Schema.from_json(hello["schema"])
         self._max_bytes = int(hello["max_message_bytes"])
         self._open, self._num_raised = True, 0
-        who = {"gateway": str(hello["gateway"]), "client": client}
-        self._sender = Sender(line, self.schema, who, sending, timeout_s)
+        self._sender = Sender(line, self.schema, hello["who"], sending, timeout_s)
         self._finalizer = weakref.finalize(self, self._sender.stop)
         self.num_added = self.num_steps_added = 0
 
@@ -341,29 +364,18 @@ class RemoteWriter(ProcessBound):
         sending = SendOptions() if sending is None else sending
         check_timeout("linger_s", sending.linger_s)
         batch_bytes = sending.batch_bytes
-        arguments.one_of("url", url, str, "a string")
-        arguments.one_of("token", token, (str, Path), "a string, or the Path of a file")
-        arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
         arguments.one_of("schema", schema, (Schema, type(None)), "a Schema")
-        if not 0 < batch_bytes <= MOST_MAX_MESSAGE_BYTES:
-            raise ConfigError("batch_bytes", f"must be in [1, {MOST_MAX_MESSAGE_BYTES}]", batch_bytes)
-        line, client = Connection(url, token, ca, insecure), uuid.uuid4().hex
-        columns = None if schema is None else schema.to_json()
-        header = {"version": VERSION, "client": client, "schema": columns}
-        retries, hello = RetryPolicy(url, timeout_s), None
-        while hello is None:
-            try:
-                hello = line.call("hello", header, timeout_s)
-            except ConnectionLost as lost:
-                retries.wait(lost, threading.Event())
-        if "error" in hello:
-            raise error_from_json(hello["error"])
+        most_bytes = gateway_messages.MOST_MAX_MESSAGE_BYTES
+        if not 0 < batch_bytes <= most_bytes:
+            raise ConfigError("batch_bytes", f"must be in [1, {most_bytes}]", batch_bytes)
+        line = Connection(url, token, ca, insecure)
+        hello = begin_session(line, timeout_s, schema=None if schema is None else schema.to_json())
         if batch_bytes > hello["max_message_bytes"]:
-            end_session(line, {"gateway": str(hello["gateway"]), "client": client})
+            end_session(line, hello["who"])
             line.hang_up()
             rule = f"must be at most {hello['max_message_bytes']}, the gateway's --max-message"
             raise ConfigError("batch_bytes", rule, batch_bytes, "lower it, or raise --max-message")
-        return cls(line, hello, client, sending, timeout_s)
+        return cls(line, hello, sending, timeout_s)
 
     @property
     def waited_s(self) -> float:
@@ -497,3 +509,96 @@ class RemoteWriter(ProcessBound):
             if kind is None:
                 raise
             LOG.warning("while a remote writer closed: %s", second)
+
+
+class RemoteRolloutWorker(ProcessBound):
+    """Leases prompts of a table of another machine, through the gateway that `gear serve` runs there.
+
+    As RolloutWorker, with the same leases. Each call is done once, also if connections are lost. The leases
+    come back when the worker closes, or its session ends: with the gateway, or `timeout_s` (at least 1 s)
+    after the last call; a thread calls while the worker generates. The next call begins another session.
+
+    Thread safety: one thread at a time. After a fork, connect anew.
+    """
+
+    def __init__(self, line: Connection, timeout_s: float) -> None:
+        self._line, self._timeout_s, self._number = line, timeout_s, 0
+        self._grace_s = min(max(timeout_s, 1.0), gateway_messages.SESSION_S)
+        self._hello = begin_session(line, timeout_s, grace_s=self._grace_s)
+        self._schema, self._group = Schema.from_json(self._hello["schema"]), str(self._hello["group"])
+        self._prompts = Schema.from_json(self._hello["prompts"])
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        threading.Thread(target=self._keep, name="gear-keep", daemon=True).start()
+
+    @classmethod
+    def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
+        """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of `RemoteWriter.connect`."""
+        return cls(Connection(url, **options), check_timeout("timeout_s", timeout_s))
+
+    @property
+    def keep_bytes(self) -> int:
+        """Return how many bytes a lease may keep."""
+        return int(self._hello["keep_bytes"])
+
+    def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
+        """Lease as `RolloutWorker.lease`, and as many as `--max-message` holds; LostNodeError: no answer."""
+        wanted, timeout_s = arguments.count("count", count), check_timeout("timeout_s", timeout_s)
+        until = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, until - time.monotonic())
+            answer = self._call(do="lease", count=wanted, wait_s=left_s)
+            if answer["leases"] or not left_s:
+                break
+            time.sleep(min(answer["wait_s"], left_s))
+        found, prompts = [], decode(self._prompts, answer["content"])
+        for (place, prompt), lease in zip(prompts, answer["leases"], strict=True):
+            number, version, attempt, kept = lease
+            for c in (c for c in self._prompts if c.is_opaque):
+                prompt[c.name] = opaque_rows.decode(prompt[c.name], c, c.name)
+            key = self._number, place, number, version, attempt
+            found.append(Lease(self, LeasedPrompt(*key, base64.b64decode(kept)), prompt))
+        return found
+
+    def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        name, names = f"the group of prompt {lease.number}", frozenset(self._schema.names)
+        flat = [flatten(name, {self._group: np.int64(lease.number), **one}, names) for one in given]
+        members = [check_trajectory(name, self._schema, one)[0] for one in flat]
+        num_bytes, most_bytes = sum(map(trajectory_bytes, members)), int(self._hello["max_message_bytes"])
+        if num_bytes > most_bytes:
+            rule = f"must have at most {show_bytes(most_bytes)}, the gateway's --max-message"
+            raise DataError(name, rule, show_bytes(num_bytes), "raise --max-message")
+        absent = [[c.name for c in self._schema.late_columns if c.name not in one] for one in flat]
+        batch = encode(self._schema, list(enumerate(members)))
+        return list(self._change("commit", lease, batch=batch, absent=absent)["ids"])
+
+    def _change(self, change: str, lease: LeasedPrompt, *more: Any, **options: Any) -> dict[str, Any]:
+        key = lease.entry, lease.token  # the call that leased it, and the place in its answer
+        more = tuple(base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in more)
+        return self._call(do=change, lease=key, prompt=lease.number, more=more, **options)
+
+    def _call(self, batch: pa.RecordBatch | None = None, **call: Any) -> dict[str, Any]:
+        """Make a call until the gateway answers it, in this session or another; raises its error."""
+        with self._lock:
+            self._number += 1
+            while not self._stopped.is_set():
+                header = {**self._hello["who"], **call, "number": self._number}
+                answer: dict[str, Any] = call_again(self._line, "put", header, self._timeout_s, batch)
+                if "unknown" not in answer:
+                    return answer
+                self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
+        raise StoreError("the rollout worker", "must be open", None, "it was closed")
+
+    def _keep(self) -> None:
+        """Call before the session ends, where the worker does not."""
+        while not self._stopped.wait(self._grace_s / 8):
+            with self._lock, suppress(ConnectionLost, GearError):  # the next call raises it
+                self._line.call("put", self._hello["who"], self._grace_s / 8)
+
+    def close(self) -> None:
+        """Return the leases of this worker, and disconnect. Safe to call twice."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            with self._lock:
+                end_session(self._line, self._hello["who"])
+                self._line.hang_up()

@@ -309,9 +309,10 @@ class PromptLedger:
         for entry in leased[is_late & ~is_dead].tolist():
             self._return(entry, Left.EXPIRED)
 
-    def release(self, peer: int) -> None:
-        """Return the leases of a process that ends, or whose index another one has now."""
+    def release(self, peer: int, tokens: list[int] | None = None) -> None:
+        """Return the leases of a process that ends, or whose index another one has now; or some of them."""
         is_own = (self._states == EntryState.LEASED) & (self.entries[:, Entry.OWNER] == peer)
+        is_own &= tokens is None or np.isin(self.entries[:, Entry.TOKEN], tokens)
         for entry in np.nonzero(is_own)[0].tolist():
             self._return(entry, Left.ENDED)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount, PromptLedger
+from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
 from deepspeed_gear.store.records import Head, SlotRetention
 from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import check_timeout, wait_until
@@ -40,7 +40,7 @@ class Lease:
             first lease that kept any: what is generated goes on with weights of it or later.
     """
 
-    def __init__(self, worker: RolloutWorker, lease: LeasedPrompt, prompt: dict[str, Any]) -> None:
+    def __init__(self, worker: Any, lease: LeasedPrompt, prompt: dict[str, Any]) -> None:
         self._worker, self._lease, self.prompt = worker, lease, prompt
         self.number, self.version, self.attempt = lease.number, lease.version, lease.attempt
         self.kept: dict[str, np.ndarray] = {}
@@ -60,7 +60,7 @@ class Lease:
             LeaseExpiredError: The lease came back; nothing is added.
             DataError, StoreFullError, NotReadyError: As `Replay.add`; the lease goes on.
         """
-        return self._worker._publish(self._lease, trajectories)
+        return list(self._worker._publish(self._lease, trajectories))
 
     def fail(self, reason: str = "failed", retry: bool = True) -> None:
         """End the lease without a group; its prompt is leased again, up to `prompts.attempts` times.
@@ -74,7 +74,7 @@ class Lease:
         if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
             rule = f"must be a name of 1 to {REASON_BYTES} bytes"
             raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
-        self._worker._change(lambda ledger: ledger.fail(self._lease, reason, retry))
+        self._worker._change("fail", self._lease, reason, bool(retry))
 
     def keep(self, **arrays: Any) -> None:
         """Keep arrays for the next lease of the prompt, in place of those before, and renew this one.
@@ -94,11 +94,11 @@ class Lease:
         data = file.getvalue() if arrays else b""
         if len(data) > most:
             raise DataError(name, f"must need at most prompts.keep_bytes = {most}", len(data), "raise it")
-        self._worker._change(lambda ledger: ledger.keep(self._lease, data))
+        self._worker._change("keep", self._lease, data)
 
     def heartbeat(self) -> None:
         """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop generating."""
-        self._worker._change(lambda ledger: ledger.renew(self._lease))
+        self._worker._change("renew", self._lease)
 
 
 class RolloutWorker(ProcessBound):
@@ -114,7 +114,8 @@ class RolloutWorker(ProcessBound):
             raise ConfigError(f"gear.tables.{table.spec.name}.prompts", rule, None, remedy)
         self._writer, self._table, self._inserter, self._ledger = writer, table, inserter, table.ledger
         self._spec, self._name = table.ledger.spec, f"table {table.spec.name}"
-        self._prompts = reopened(Path(self._spec.data), self._spec.fingerprint)
+        #: The data set of the prompts.
+        self.prompts = reopened(Path(self._spec.data), self._spec.fingerprint)
         self._position: np.ndarray = table.views["stream/train/position"]
         self._is_closed = False
 
@@ -172,15 +173,20 @@ class RolloutWorker(ProcessBound):
         spec, index = self._spec, torch.empty(1, dtype=torch.int64)
         epoch, place = divmod(number, spec.num_prompts)
         self._table.ops.permute_(index, spec.seed, spec.key, epoch, place, spec.num_prompts)
-        return self._prompts.trajectory(int(index))
+        return self.prompts.trajectory(int(index))
 
     # ---- ends of leases ----------------------------------------------------------------------------
 
-    def _change(self, change: Callable[[PromptLedger], None]) -> None:
-        """Call a change of a lease with the lock held."""
+    def _change(self, change: str, lease: LeasedPrompt, *more: Any) -> None:
+        """Call a method of the ledger that changes a lease, with the lock held."""
         self._writer.check_goes_on()
         with self._table.lock:
-            change(self._ledger)
+            getattr(self._ledger, change)(lease, *more)
+
+    def release(self, leases: Sequence[Lease]) -> None:
+        """Return leases as if this worker had ended; what has ended stays as it is."""
+        with self._table.lock:
+            self._ledger.release(self._table.memory.peer, [lease._lease.token for lease in leases])
 
     def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
         """Add the group of a lease, as `Lease.commit`."""

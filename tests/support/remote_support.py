@@ -67,16 +67,23 @@ def served(
     config: dict[str, Any], schema: Schema | None = SCHEMA, **options: Any
 ) -> Iterator[tuple[Replay, Gateway]]:
     """Run a table and its gateway in this process; without a schema, the config has it."""
-    with Replay(config, schemas={} if schema is None else {"main": schema}) as replay:
-        gateway = Gateway(TrajectoryWriter.attach(config), TOKEN, **options)
-        over = threading.Event()
-        thread = threading.Thread(target=gateway.run, args=(over.is_set,))
-        thread.start()
-        try:
-            yield replay, gateway
-        finally:
-            over.set()
-            thread.join()
+    schemas = {} if schema is None else {"main": schema}
+    with Replay(config, schemas=schemas) as replay, serving(config, **options) as gateway:
+        yield replay, gateway
+
+
+@contextmanager
+def serving(config: dict[str, Any] | str, **options: Any) -> Iterator[Gateway]:
+    """Run the gateway of a table that exists."""
+    gateway = Gateway(TrajectoryWriter.attach(config), TOKEN, **options)
+    over = threading.Event()
+    thread = threading.Thread(target=gateway.run, args=(over.is_set,))
+    thread.start()
+    try:
+        yield gateway
+    finally:
+        over.set()
+        thread.join()
 
 
 def stored(replay: Replay) -> list[dict[str, np.ndarray]]:

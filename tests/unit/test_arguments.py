@@ -21,6 +21,7 @@ from deepspeed_gear import (
     DeviceReplay,
     Normalizer,
     PolicyBoard,
+    RemoteRolloutWorker,
     RemoteWriter,
     Replay,
     Schema,
@@ -222,6 +223,7 @@ CALLS: dict[str, Call] = {
     "board.publish": (lambda s, bad: s.board.publish(bad), set()),
     "board version": (lambda s, bad: s.board.publish(BOARD_MODULE, bad), {"None"}),
     "RemoteWriter url": (lambda s, bad: RemoteWriter.connect(bad, token="x", timeout_s=0.1), set()),
+    "RemoteRolloutWorker url": (lambda s, bad: RemoteRolloutWorker.connect(bad, token="x"), set()),
     "RemoteWriter token": (
         lambda s, bad: RemoteWriter.connect("grpc://127.0.0.1:9", token=bad),
         {"a string"},

@@ -325,7 +325,7 @@ def test_a_call_of_another_version_is_refused() -> None:
 def _raw(line: Any, message: bytes, metadata: Any) -> Any:
     with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary(f"/{gateway_messages.SERVICE}/put")
-        return json.loads(call(message, timeout=20, metadata=metadata))
+        return gateway_messages.unpack(pa.py_buffer(call(message, timeout=20, metadata=metadata)))[0]
 
 
 # ---- TLS and tokens -------------------------------------------------------------------------------

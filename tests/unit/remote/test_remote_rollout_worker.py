@@ -1,0 +1,302 @@
+"""Rollout workers on machines without a store: leases, connections that are lost, ends of sessions."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gear_support import wait_until
+from ledger_support import check_books, ledger_section, responses, write_prompts
+from process_support import environment
+from remote_support import STARTED, TOKEN, Proxy, connect, section, serve, served, write_token
+from warm_python import PIPE, WarmProcess
+
+from deepspeed_gear import (
+    Column,
+    ConfigError,
+    DataError,
+    DatasetWriter,
+    LeaseExpiredError,
+    LostNodeError,
+    RemoteRolloutWorker,
+    Replay,
+    RolloutWorker,
+    Schema,
+    StoreError,
+)
+from deepspeed_gear.remote.gateway import LeaseSessions
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "prompts", 7)
+
+
+def attach(url: str, **options: Any) -> RemoteRolloutWorker:
+    return RemoteRolloutWorker.connect(url, **{"token": TOKEN, "timeout_s": 20.0, **options})
+
+
+def sessions_of(gateway: Any) -> LeaseSessions:
+    assert isinstance(gateway.sessions, LeaseSessions)
+    return gateway.sessions
+
+
+def test_leases_end_in_any_order_as_those_of_a_node(data: Path) -> None:
+    config = ledger_section(data, {"max_lag": 1})
+    with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
+        leases = worker.lease(99, timeout_s=0)
+        found = [(lease.number, lease.version, lease.attempt) for lease in leases]
+        assert found == [(number, 0, 1) for number in range(6)]
+        assert all((lease.prompt["tokens"] == lease.prompt["index"]).all() for lease in leases)
+        assert len({int(lease.prompt["index"]) for lease in leases}) == 6
+        assert worker.lease(timeout_s=0.05) == []
+        ids = leases[4].commit(responses(leases[4])) + leases[3].commit(responses(leases[3]))
+        assert ids == [0, 1, 2, 3]
+        leases[5].fail("too long", retry=False)
+        leases[2].fail()
+        leases[1].heartbeat()
+        books = check_books(replay)
+        assert (books["leased"], books["returned"], books["dropped"]) == (2, 1, {"too long": 1})
+        with RolloutWorker.attach(config) as local:
+            again, more = local.lease(9)
+            assert (again.number, again.attempt, more.number) == (2, 2, 6)
+            for lease in (*leases[:2], again, more):
+                lease.commit(responses(lease))
+        replay.fill(ids[0], reward=2.0)  # a late column may be left out
+        with pytest.raises(DataError, match="reward must be written once"):
+            replay.fill(ids[0], reward=2.0)
+        assert replay.rollout().values("prompt").tolist() == [0, 0, 1, 1, 2, 2]
+        assert check_books(replay)["waiting"] == 3
+
+
+def test_what_a_lease_keeps_goes_to_a_worker_of_the_node_and_back(data: Path) -> None:
+    config = ledger_section(data, {"keep_bytes": 600})
+    with served(config, schema=None) as (_, gateway), RolloutWorker.attach(config) as local:
+        with attach(gateway.url) as worker:
+            lease = worker.lease()[0]
+            lease.keep(turn=np.arange(3))
+            with pytest.raises(DataError, match=r"at most prompts\.keep_bytes = 600"):
+                lease.keep(turn=np.zeros(99))
+        again = local.lease()[0]
+        assert again.kept["turn"].tolist() == [0, 1, 2]
+        again.keep(turn=np.arange(4))
+        again.fail()
+        with attach(gateway.url) as worker:
+            assert worker.lease()[0].kept["turn"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_group_arrives_once_through_a_connection_that_is_cut(seed: int, data: Path) -> None:
+    """Eight lost connections: half of them between a call that is done and its answer."""
+    config = ledger_section(data, {"max_lag": 20}, writers=2)
+    with served(config, schema=None) as (replay, gateway):
+        proxy = Proxy(gateway.port, sorted(random.Random(seed).sample(range(2_000, 60_000), 8)))
+        ids = list[int]()
+        try:
+            with attach(f"grpc://127.0.0.1:{proxy.port}") as worker:
+                while len(ids) < 120:
+                    for lease in worker.lease(4, timeout_s=5)[: (120 - len(ids)) // 2]:
+                        lease.heartbeat()
+                        ids += lease.commit(responses(lease))
+            assert proxy.num_cuts == 8
+        finally:
+            proxy.close()
+        books = check_books(replay)
+        assert ids == list(range(120))
+        assert (books["issued"], books["waiting"], books["expired_refused"]) == (60, 60, 0)
+        assert (books["leased"], books["leases_returned"]) == (0, 0)
+
+
+def test_a_call_that_is_made_twice_is_done_once(data: Path) -> None:
+    with served(ledger_section(data), schema=None) as (replay, gateway):
+        sessions = sessions_of(gateway)
+        sessions.open("a")
+        take = {"number": 3, "do": "lease", "count": 1, "wait_s": 0.0}
+        first, again = (sessions.work("a", take, []) for _ in range(2))
+        assert first["leases"] == again["leases"] == [(0, 0, 1, "")]
+        assert first["content"].equals(again["content"])
+        group = list(enumerate({"tokens": np.ones(2, np.int32), "prompt": 0, "sample": 1} for _ in range(2)))
+        commit = {"number": 5, "do": "commit", "lease": [3, 0], "prompt": 0, "absent": [["reward"]] * 2}
+        with pytest.raises(DataError, match="column weight must be in every trajectory"):
+            sessions.work("a", commit, group)
+        group = [(at, {**rows, "weight": 1.0, "reward": 0.0}) for at, rows in group]
+        assert [sessions.work("a", commit, group)["ids"] for _ in range(2)] == [[0, 1]] * 2
+        sessions.work("a", take, [])  # late, and given up
+        assert check_books(replay)["issued"] == 1
+        with pytest.raises(LeaseExpiredError, match="the lease of prompt 0 must be held by"):
+            sessions.work("a", {**commit, "number": 6}, group)
+        assert check_books(replay)["expired_refused"] == 1
+        assert sessions.work("b", take, []) == {"unknown": True}
+        sessions.forget("a")
+
+
+def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(ledger_section(data, {"attempts": 9}), schema=None) as (replay, gateway):
+        sessions = sessions_of(gateway)
+        with attach(gateway.url) as other, attach(gateway.url) as worker:
+            other.lease()
+            worker.lease(2)
+            other.close()  # of its own leases
+            books = check_books(replay)
+            assert (books["leased"], books["returned"]) == (2, 1)
+        assert check_books(replay)["returned"] == 3
+        worker = attach(gateway.url, timeout_s=1.0)
+        first, second = worker.lease(2)
+        time.sleep(1.5)  # a thread calls
+        first.commit(responses(first))
+        monkeypatch.setattr(worker._line, "call", lambda *_: pytest.fail("it sleeps"))
+        worker._lock.acquire()  # as if it was stopped
+        wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session", 20)
+        monkeypatch.undo()
+        worker._lock.release()
+        with pytest.raises(LeaseExpiredError, match="the lease of prompt 1 must be held by this worker"):
+            second.commit(responses(second))
+        (again,) = worker.lease()  # in another session
+        assert (again.number, again.attempt) == (1, 3)
+        assert list(sessions._sessions) == [worker._hello["who"]["client"]]
+        books = check_books(replay)
+        assert (books["leased"], books["waiting"], books["expired_refused"]) == (1, 1, 1)
+        worker.close()
+        worker.close()
+        assert list(sessions._sessions) == []
+        with pytest.raises(StoreError, match="worker must be open"):
+            worker.lease()
+
+
+@pytest.mark.parametrize("num_sessions", [0, 60])
+def test_workers_that_wait_for_leases_hold_up_no_other(num_sessions: int, data: Path) -> None:
+    """Where many wait, the gateway answers at once."""
+    config = ledger_section(data, {"max_lag": 0})
+    with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
+        for number in range(num_sessions):
+            gateway.sessions.open(str(number))
+        leases = worker.lease(3)
+        waits = [attach(gateway.url) for _ in range(3)]
+        found: list[Any] = []
+        threads = [threading.Thread(target=lambda w=w: found.append(w.lease(1, timeout_s=9))) for w in waits]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        begin = time.monotonic()
+        for lease in leases:
+            lease.heartbeat()
+            lease.commit(responses(lease))
+        assert time.monotonic() - begin < 0.8
+        assert found == []
+        list(replay.rollout())
+        for thread in threads:
+            thread.join()
+        assert sorted(lease.number for one in found for lease in one) == [3, 4, 5]
+        for one in waits:
+            one.close()
+        for number in range(num_sessions):
+            gateway.sessions.forget(str(number))
+
+
+def test_what_a_remote_worker_refuses(data: Path) -> None:
+    with served(ledger_section(data), schema=None, max_message_bytes=1 << 20) as (replay, gateway):
+        with pytest.raises(ConfigError, match=r"prompts must be given for rollout workers only; .*Remote"):
+            connect(gateway.url)
+        with attach(gateway.url) as worker:
+            (lease,) = worker.lease()
+            one, two = responses(lease)
+            wrong: list[tuple[Any, str]] = [
+                ([one], "must have 2 trajectories"),
+                ([one, {**two, "prompt": np.int64(5)}], "must have the prompt's number in prompt"),
+                ([one, {**two, "weight": np.float32(np.nan)}], "finite"),
+                ([one, {**two, "tokens": np.zeros(99, np.int32)}], "at most max_length"),
+                ([one, {**two, "tokens": np.zeros(1 << 18, np.int32)}], "at most 1 MiB, the gateway's --max"),
+                ([one, {**two, "more": 1}], "column more must be in the schema"),
+            ]
+            for given, match in wrong:
+                with pytest.raises(DataError, match=match):
+                    lease.commit(given)
+            with pytest.raises(ConfigError, match="1 to 32 bytes"):
+                lease.fail("x" * 33)
+            with pytest.raises(ConfigError, match="count must be an integer"):
+                worker.lease(0)
+            assert (len(replay), check_books(replay)["leased"]) == (0, 1)
+            lease.commit([one, {**two, "reward": 1.0}])
+            gateway.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
+            with pytest.raises(StoreError, match="its end was requested"):
+                worker.lease()
+    with served(section()) as (_, gateway), pytest.raises(ConfigError, match="connect a RemoteRolloutWorker"):
+        attach(gateway.url)
+    with pytest.raises(LostNodeError, match=r"must answer within 0.2 s"):
+        attach("grpc://127.0.0.1:9", timeout_s=0.2)
+
+
+def test_prompts_arrive_as_they_are_and_as_many_as_a_message_holds(tmp_path: Path) -> None:
+    """Opaque values, bfloat16, and images in a message of 1 MiB."""
+    kinds = [Column("note", "json", rows="1", max_bytes=30), Column("half", "bfloat16", (2,))]
+    schema = Schema([Column("tokens", "int32", role="token"), *kinds, Column("image", "uint8", (150, 1024))])
+    prompts = []
+    with DatasetWriter(tmp_path / "prompts", schema) as writer:
+        for index in range(5):
+            image = np.random.default_rng(index).integers(0, 255, (1, 150, 1024), np.uint8)
+            prompts.append(
+                {"tokens": [index], "note": {"index": [index]}, "half": [[index, 2]], "image": image}
+            )
+            writer.add(prompts[-1])
+    config = ledger_section(tmp_path / "prompts", {"max_lag": 1})
+    with (
+        served(config, schema=None, max_message_bytes=1 << 20) as (_, gateway),
+        attach(gateway.url) as worker,
+    ):
+        leases = worker.lease(9)
+        assert len(leases) == 3  # of two rows at most, 300 KiB
+        for lease in (*leases, *worker.lease(9)):
+            wanted = prompts[int(lease.prompt["tokens"][0])]
+            assert lease.prompt["note"] == wanted["note"]
+            assert lease.prompt["image"].tobytes() == wanted["image"].tobytes()
+            assert lease.prompt["half"].dtype == np.uint16
+
+
+LEASES = """
+import sys, time
+from pathlib import Path
+from deepspeed_gear import RemoteRolloutWorker
+worker = RemoteRolloutWorker.connect(sys.argv[1], token=Path(sys.argv[2]), timeout_s=1.0)
+print(*[lease.number for lease in worker.lease(2)], flush=True)
+time.sleep(600)
+"""
+
+
+def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path) -> None:
+    """Leases of the killed come back; a worker of a killed gateway goes on with the next one."""
+    config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config.write_text(json.dumps({"gear": ledger_section(data, {"max_lag": 0})}))
+    with Replay(str(config)) as replay:
+        gateway, url = serve(config, token)
+        killed = WarmProcess(["-c", LEASES, url, str(token)], environment(), PIPE)
+        STARTED.append(killed)
+        assert killed.stdout is not None
+        assert killed.stdout.readline() == "0 1\n"
+        killed.kill()
+        with attach(url) as worker:
+            (third,) = worker.lease()
+            assert (third.number, check_books(replay)["leased"]) == (2, 3)
+            wait_until(lambda: check_books(replay)["returned"] == 2, "the end of the session", 20)
+            (first,) = worker.lease()
+            first.commit(responses(first))
+            gateway.kill()
+            gateway.wait()
+            wait_until(lambda: replay.statistics()["prompts"]["main"]["leased"] == 0, "its leases")
+            gateway, _ = serve(config, token, "--port", url.rpartition(":")[2])
+            with pytest.raises(LeaseExpiredError, match="the lease of prompt 2 must be held"):
+                third.commit(responses(third))
+            leases = worker.lease(9)
+            assert [(lease.number, lease.attempt) for lease in leases] == [(1, 2), (2, 2)]
+            for lease in leases:
+                lease.commit(responses(lease))
+        assert replay.rollout().values("prompt").tolist() == [0, 0, 1, 1, 2, 2]
+        books = check_books(replay)
+        assert (books["issued"], books["leases_returned"], books["expired_refused"]) == (3, 3, 1)
+        gateway.terminate()
+        assert gateway.wait(20) == 0
