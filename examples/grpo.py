@@ -23,7 +23,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import quiet_start
-from grpo_model import EOS, Adder, Problems, sample
+from grpo_model import EOS, Problems, policy, sample
 from launched import is_rank, launch
-from torch import Tensor
+from torch import Tensor, nn
 
 import deepspeed_gear
 from deepspeed_gear import MicroBatch
@@ -57,24 +58,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=500, help="rollout batches at most")
     parser.add_argument("--evaluate-every", type=int, default=10, metavar="ITERATIONS")
     parser.add_argument("--warm-accuracy", type=float, default=0.3, help="where the warm start ends")
+    parser.add_argument("--goal", type=float, default=GOAL, help="accuracy that ends it")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds added to a batch of responses")
     parser.add_argument("--out", type=Path, help="folder of the curve and the result")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
     return parser.parse_args()
 
 
-def accuracy(model: Adder, problems: Problems, seed: int, count: int = TESTS) -> float:
-    """Return the part of sampled responses to new prompts that are right."""
+def accuracy(
+    model: nn.Module, problems: Problems, seed: int, count: int = TESTS, greedy: bool = False
+) -> float:
+    """Return the part of responses to new prompts that are right: of sampled or of the most likely ones."""
     prompts, words = problems.draw(count, seed), torch.Generator().manual_seed(seed)
-    responses, _ = sample(model, prompts, words)
+    responses, _ = sample(model, prompts, None if greedy else words)
     return float(problems.rewards(prompts, responses).mean())
 
 
-def warm_start(model: Adder, problems: Problems, seed: int, wanted: float) -> None:
+def warm_start(model: nn.Module, problems: Problems, seed: int, wanted: float) -> None:
     """Train on right answers, the same on every rank, until an accuracy is reached."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(10_000):
         tokens, mask = problems.solved(problems.draw(WARM_BATCH, seed * 10_000 + step))
-        logits = model(tokens[:, :-1])
+        logits = model(tokens[:, :-1], use_cache=False).logits
         losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
         (losses * mask[:, 1:].flatten()).sum().div(mask[:, 1:].sum()).backward()
         optimizer.step()
@@ -85,16 +90,16 @@ def warm_start(model: Adder, problems: Problems, seed: int, wanted: float) -> No
     raise RuntimeError("the warm start has not reached its accuracy")
 
 
-def generate(engine: Any, problems: Problems, rounds: Iterator[int], seed: int) -> float:
+def generate(engine: Any, problems: Problems, rounds: Iterator[int], seed: int, latency_s: float) -> float:
     """Add responses until a rollout batch is there; return the mean reward of the last round."""
     while True:
-        reward = add_rollouts(engine, problems, next(rounds), seed)
+        reward = add_rollouts(engine, problems, next(rounds), seed, latency_s)
         dist.barrier()  # the answer is for the responses of all ranks
         if engine.gear.can_sample():
             return reward
 
 
-def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int) -> float:
+def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int, latency_s: float) -> float:
     """Sample responses to this rank's prompts and add them to the table; return their mean reward."""
     replay, rank, world = engine.gear, dist.get_rank(), dist.get_world_size()
     first = round_number * PROMPTS
@@ -103,6 +108,7 @@ def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int) 
     prompts = prompts.repeat_interleave(RESPONSES, 0)
     words = torch.Generator().manual_seed(seed * 1_000_000 + round_number * world + rank)
     responses, logp = sample(engine.module, prompts, words)
+    time.sleep(latency_s)
     rewards = problems.rewards(prompts, responses)
     for number, prompt, response, own, reward in zip(numbers, prompts, responses, logp, rewards, strict=True):
         length = int((response == EOS).nonzero()[0]) + 1 if (response == EOS).any() else len(response)
@@ -121,7 +127,7 @@ def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int) 
 
 def log_probabilities(engine: Any, micro: MicroBatch) -> Tensor:
     """Return the log-probability of the token that each place predicts. [1, N]."""
-    logits = engine(micro["tokens"], micro.position_ids, micro.block_mask)
+    logits = engine(**micro.model_inputs(engine)).logits
     return -F.cross_entropy(logits[0], micro.targets[0], reduction="none")[None]
 
 
@@ -134,22 +140,53 @@ def policy_loss(logp: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     return -sampled * gain, (ratio * advantage > clipped * advantage).float()
 
 
-def train(engine: Any) -> dict[str, float]:
-    """Train one rollout batch; return means of its last step."""
+def train(engine: Any, **more: Callable[[MicroBatch], Tensor]) -> dict[str, float]:
+    """Train one rollout batch; return its number of tokens, and means over those of its last step.
+
+    Args:
+        more: Further means by their names: what each place has. [1, N].
+    """
     rollout = engine.gear_rollout()
     with torch.no_grad():
         for micro in rollout.forward("old_logp", tokens=2048):
             micro.fill(old_logp=log_probabilities(engine, micro))
     rollout.advantages("grpo")
     for step in rollout:
-        losses, clips = [], []
+        sums = defaultdict(list)
         for micro in step:
             loss, clipped = policy_loss(log_probabilities(engine, micro), micro)
-            losses.append(micro.sum(loss))
-            clips.append(micro.sum(clipped))
-            engine.backward(losses[-1])
+            values = {"loss": loss, "clipped": clipped} | {name: of(micro) for name, of in more.items()}
+            for name, value in values.items():
+                sums[name].append(micro.sum(value))
+            engine.backward(sums["loss"][-1])
         engine.step()
-    return step.mean(loss=losses, clipped=clips)
+    return {"tokens": rollout.num_tokens, **step.mean(**sums)}
+
+
+class Speed:
+    """Trained tokens per second from the end of the first rollout batch on: before it, processes start."""
+
+    def __init__(self) -> None:
+        self._begin, self._end, self._tokens = 0.0, 0.0, 0.0
+
+    def add(self, tokens: float) -> None:
+        """Count a rollout batch, at its end."""
+        self._end = time.perf_counter()
+        if self._begin:
+            self._tokens += tokens
+        else:
+            self._begin = self._end
+
+    @property
+    def seconds(self) -> float:
+        return self._end - self._begin
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._tokens / max(self.seconds, 1e-9)
+
+    def report(self) -> dict[str, float]:
+        return {"tokens_per_s": round(self.tokens_per_s), "train_s": round(self.seconds, 1)}
 
 
 def main() -> None:
@@ -158,7 +195,7 @@ def main() -> None:
     config["gear"]["seed"] = args.seed
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
-    begin, problems, model = time.perf_counter(), Problems(), Adder()
+    begin, problems, model = time.perf_counter(), Problems(), policy()
     warm_start(model, problems, args.seed, args.warm_accuracy)
     warm_s = time.perf_counter() - begin
     with quiet_start():
@@ -167,10 +204,11 @@ def main() -> None:
         )
     before = accuracy(engine.module, problems, TEST_SEED)
     curve, is_first = [(0, time.perf_counter() - begin, before)], dist.get_rank() == 0
-    rounds = count(1)
+    rounds, speed = count(1), Speed()
     for iteration in range(1, args.iterations + 1):
-        reward = generate(engine, problems, rounds, args.seed)
+        reward = generate(engine, problems, rounds, args.seed, args.latency)
         means = train(engine)
+        speed.add(means["tokens"])
         if iteration % args.evaluate_every == 0 or iteration == args.iterations:
             curve.append(
                 (iteration, time.perf_counter() - begin, accuracy(engine.module, problems, TEST_SEED))
@@ -178,16 +216,22 @@ def main() -> None:
             if is_first:
                 text = f"iteration {iteration}: accuracy {curve[-1][2]:.3f}, reward {reward:.3f}"
                 print(f"{text}, clipped {means['clipped']:.3f}, {curve[-1][1]:.0f} s", file=sys.stderr)
-            if curve[-1][2] >= GOAL:
+            if curve[-1][2] >= args.goal:
                 break
+    greedy = accuracy(engine.module, problems, TEST_SEED, greedy=True)
     if is_first:
-        report(args, engine, curve, warm_s)
+        more = {"greedy_after": round(greedy, 3), **speed.report()}
+        report(args, engine, curve, warm_s, more)
     engine.destroy()
     dist.destroy_process_group()
 
 
 def report(
-    args: argparse.Namespace, engine: Any, curve: list[tuple[int, float, float]], warm_s: float
+    args: argparse.Namespace,
+    engine: Any,
+    curve: list[tuple[int, float, float]],
+    warm_s: float,
+    more: dict[str, float],
 ) -> None:
     """Print the result as JSON, and save it."""
     metrics = engine.gear.take_metrics()
@@ -200,6 +244,7 @@ def report(
         "seed": args.seed,
         "ranks": dist.get_world_size(),
         "fill": round(metrics["step_fill"], 3),
+        **more,
     }
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)

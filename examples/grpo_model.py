@@ -1,10 +1,13 @@
-"""Addition of two numbers of two digits as a language: the problems, a small transformer, its samples."""
+"""Addition of two numbers of two digits as a language: the problems, a small GPT-2, its samples."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 PLUS, EQUALS, EOS, PAD = 10, 11, 12, 13
 VOCABULARY, WIDTH, LAYERS, HEADS = 14, 64, 2, 4
@@ -32,62 +35,52 @@ class Problems:
         mask = (torch.arange(tokens.size(1)) >= PROMPT) & (tokens != PAD)
         return tokens, mask.float()
 
+    def all(self) -> Tensor:
+        """Return every prompt. [10,000, 6], int64."""
+        a, b, c, d = (
+            torch.arange(10_000).div(torch.tensor([[1000], [100], [10], [1]]), rounding_mode="floor") % 10
+        )
+        plus, equals = torch.full_like(a, PLUS), torch.full_like(a, EQUALS)
+        return torch.stack([a, b, plus, c, d, equals], dim=1)
+
     def rewards(self, prompts: Tensor, responses: Tensor) -> Tensor:
         """Return 1 for a right response, else 0. [n], float32."""
         return (responses == self.answers(prompts)).all(dim=1).float()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        batch, length, _ = x.shape
-        parts = self.qkv(self.before(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
-        return x + self.mlp(self.after(x))
+def policy() -> GPT2LMHeadModel:
+    """Return a GPT-2 of 104,000 weights, which begin larger than those of a deep one: it learns sooner."""
+    drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    first = {"initializer_range": 0.07, "tie_word_embeddings": False}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drop, **first, bos_token_id=None, eos_token_id=EOS))
+    for embedding in (model.transformer.wte, model.transformer.wpe):
+        nn.init.normal_(embedding.weight)
+    return model
 
 
-class Adder(nn.Module):
-    """A causal transformer over rows of tokens, or over one pack of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
-        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(LAYERS)), nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(
-        self, tokens: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Return logits. [B, N, 14].
-
-        Args:
-            tokens: [B, N].
-            position_ids: Of a pack, the place of each token in its sequence; padding may be longer. [1, N].
-            mask: Of a pack, which places each place attends to. [1, 1, N, N], bool.
-        """
-        if position_ids is None:
-            position_ids = torch.arange(tokens.size(1), device=tokens.device)[None]
-        x = self.tokens(tokens) + self.places(position_ids.clamp(max=31))
-        for block in self.blocks:
-            x = block(x, mask)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+def reward(prompt: Mapping[str, Any], response: Sequence[int]) -> float:
+    """Return the reward of a response to a prompt of a data set: for a rollout worker."""
+    a, b, _, c, d, _ = prompt["tokens"].tolist()
+    total = 10 * a + b + 10 * c + d
+    return float(list(response) == [total % 10, total // 10 % 10, total // 100, EOS])
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompts: Tensor, words: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Sample responses. Returns tokens (PAD after the end) and their log-probabilities. [n, 4] both."""
+def sample(model: nn.Module, prompts: Tensor, words: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Sample responses; without a generator, take the most likely tokens.
+
+    Returns:
+        Tokens (PAD after the end), and their log-probabilities. [n, 4] both.
+    """
     tokens, logps = prompts, []
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     for _ in range(MOST_RESPONSE):
-        logp = torch.log_softmax(model(tokens)[:, -1].float(), dim=1)
-        drawn = torch.multinomial(logp.exp(), 1, generator=words)
+        logp = torch.log_softmax(model(tokens, use_cache=False).logits[:, -1].float(), dim=1)
+        if words is None:
+            drawn = logp.argmax(1, keepdim=True)
+        else:
+            drawn = torch.multinomial(logp.exp(), 1, generator=words)
         logps.append(logp.gather(1, drawn))
         drawn = torch.where(ended[:, None], PAD, drawn)
         tokens = torch.cat([tokens, drawn], dim=1)

@@ -24,11 +24,18 @@ def launch(program: str, ranks: int) -> int:
     Returns:
         The exit status.
     """
+    status, result = run(program, ranks, *sys.argv[1:])
+    print(result, end="", flush=True)
+    return status
+
+
+def run(program: str, ranks: int, *arguments: str) -> tuple[int, str]:
+    """Start ranks of a program on this node. Returns the exit status, and the line of their result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [launcher, "--num_gpus", str(ranks), "--master_port", str(port), program, *sys.argv[1:]]
+    command = [launcher, "--num_gpus", str(ranks), "--master_port", str(port), program, *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     result, pipe = "", subprocess.PIPE
     options = {"env": environment, "stdout": pipe, "text": True, "start_new_session": True}
@@ -43,5 +50,4 @@ def launch(program: str, ranks: int) -> int:
                 sys.stderr.write(line)
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # of DeepSpeed's own
         left.unlink(missing_ok=True)
-    print(result, end="", flush=True)
-    return process.returncode
+    return process.returncode, result
