@@ -2,8 +2,8 @@
 
     python examples/rollout_worker.py runs/async/ds_config.json --board NAME --task grpo_model
 
-is one process of the node, beside the ranks; start as many as the table's `writers` admits, and end them as
-you like. It ends with its ranks. `examples/grpo_async.py` starts its own.
+is one process of the node, beside the ranks, and ends with them; start as many as `writers` admits,
+and end them as you like. `examples/grpo_async.py` starts its own.
 
 Batches are continuous: in every step each running response gets one token, those that have ended leave, and
 prompts that are leased then take their places. So leases end in any order. Weights are those of the policy
@@ -97,8 +97,8 @@ class Generation:
         step_s: float = 0.0,
     ) -> None:
         self._model, self._board, self._places, self._max_tokens = model.eval(), board, places, max_tokens
-        self._temperature, self._step_s, self._eos = temperature, step_s, model.config.eos_token_id
-        self._device = model.device
+        self._temperature, self._step_s, self._device = temperature, step_s, model.device
+        self._ends = np.atleast_1d(model.config.eos_token_id).tolist()  # one or several
         self._words = torch.Generator(self._device).manual_seed(seed)
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
@@ -130,22 +130,20 @@ class Generation:
     def step(self) -> list[Response]:
         """Draw the next token of every response; return those that end with it."""
         self.refresh()
-        logits = [self._decode()] if self._rows else []
-        logits += [self._prefill()] if self._new else []
+        logits = ([self._decode()] if self._rows else []) + ([self._prefill()] if self._new else [])
         if not logits:
             return []
         time.sleep(self._step_s)
         logp = torch.log_softmax(torch.cat(logits).float() / (self._temperature or 1.0), dim=1)
-        if self._temperature == 0:
-            drawn = logp.argmax(1, keepdim=True)
-        else:
+        drawn = logp.argmax(1, keepdim=True)
+        if self._temperature > 0:
             drawn = torch.multinomial(logp.exp(), 1, generator=self._words)
         own = logp.gather(1, drawn)[:, 0].tolist()
         for row, token, value in zip(self._rows, drawn[:, 0].tolist(), own, strict=True):
             row.tokens.append(token)
             row.logp.append(value)
             row.versions.append(self.version)
-            row.has_ended = token == self._eos
+            row.has_ended = token in self._ends
         goes_on = [not row.has_ended and len(row.tokens) < self._max_tokens for row in self._rows]
         ended = [row for row, on in zip(self._rows, goes_on, strict=True) if not on]
         self._keep(goes_on)
@@ -170,13 +168,12 @@ class Generation:
         logits, cache = self._forward(ids, mask, places, DynamicCache())
 
         copies = torch.tensor([len(rows) for _, rows in self._new], device=self._device)
-        spread = torch.repeat_interleave(copies)
-        self._mask = _joined(self._mask, mask[spread], dim=1) if self._rows else mask[spread]
-        fresh = [(keys[spread], values[spread]) for keys, values in cache]
+        spread = torch.repeat_interleave(copies)  # of [2, 1]: [0, 0, 1]
+        mask, cache = mask[spread], [(keys[spread], values[spread]) for keys, values in cache]
         if self._rows:
-            pairs = zip(self._cache, fresh, strict=True)
-            fresh = [(_joined(k, key, dim=2), _joined(v, value, dim=2)) for (k, v), (key, value) in pairs]
-        self._cache = fresh
+            mask, pairs = _joined(self._mask, mask, dim=1), zip(self._cache, cache, strict=True)
+            cache = [(_joined(k, key, dim=2), _joined(v, value, dim=2)) for (k, v), (key, value) in pairs]
+        self._mask, self._cache = mask, cache
         self._rows += [row for _, rows in self._new for row in rows]
         self._new = []
         return logits[spread]
@@ -196,7 +193,7 @@ class Generation:
         index = torch.tensor(wanted, device=self._device).nonzero()[:, 0]
         self._rows = [row for row, keep in zip(self._rows, wanted, strict=True) if keep]
         mask = self._mask[index]
-        first = int(mask.any(0).long().argmax()) if self._rows else mask.size(1)
+        first = int(mask.any(0).long().argmax()) if self._rows else mask.size(1)  # column with a token
         self._mask = mask[:, first:]
         self._cache = [(keys[index, :, first:], values[index, :, first:]) for keys, values in self._cache]
 
@@ -205,8 +202,7 @@ def _joined(rows: Tensor, others: Tensor, dim: int) -> Tensor:
     """Concatenate rows; the shorter ones get zeros on the left of a dimension."""
     width = max(rows.size(dim), others.size(dim))
     after = [0, 0] * (rows.dim() - 1 - dim)
-    padded = [F.pad(one, (*after, width - one.size(dim), 0)) for one in (rows, others)]
-    return torch.cat(padded)
+    return torch.cat([F.pad(one, (*after, width - one.size(dim), 0)) for one in (rows, others)])
 
 
 @dataclass(eq=False)
@@ -279,8 +275,7 @@ class Worker:
 
     def _end(self, response: Response) -> None:
         """Commit or drop the group of a response that has ended, if it is there still."""
-        group = self._groups.get(response.key)
-        if group is None:
+        if (group := self._groups.get(response.key)) is None:
             return
         group.done.append(response)
         try:
@@ -311,9 +306,9 @@ class Worker:
         }
 
     def _heartbeat(self) -> None:
-        if time.monotonic() - self._heard < self._heartbeat_s:
+        if (now := time.monotonic()) - self._heard < self._heartbeat_s:
             return
-        self._heard = time.monotonic()
+        self._heard = now
         for group in list(self._groups.values()):
             try:
                 group.lease.heartbeat()
@@ -322,14 +317,11 @@ class Worker:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("config", type=Path, help="the ds_config of the ranks")
     parser.add_argument("--board", required=True, help="name of their policy board")
-    parser.add_argument(
-        "--task", default="grpo_model", help="module with policy(), reward() and MOST_RESPONSE"
-    )
+    parser.add_argument("--task", default="grpo_model", help="module: policy(), reward(), MOST_RESPONSE")
     parser.add_argument("--places", type=int, default=256, help="responses at once")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--drop-truncated", action="store_true", help="drop groups with an endless response")

@@ -226,7 +226,7 @@ def grpo(tmp_path: Path) -> list[str]:
     config["gear"]["tables"]["rollouts"]["group"].pop("where")  # so few right answers make few such groups
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    options = ["--out", str(tmp_path), "--warm-accuracy", "0.005", "--goal", "2", "--evaluate-every", "2"]
+    options = ["--out", str(tmp_path), "--warm-accuracy", "0", "--goal", "2", "--evaluate-every", "2"]
     return ["--config", str(path), *options, "--workers", "1", "--max-lag", "1", "--save-every", "1"]
 
 
