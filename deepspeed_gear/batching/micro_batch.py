@@ -64,9 +64,9 @@ class PackShape:
         return np.asarray(numbers.repeat(self.sizes))
 
     def positions(self) -> np.ndarray:
-        """Return the place of each place in its sequence; in padding below the longest. [end - first], int64."""
+        """Return each place's position in its sequence; padding has those of the longest. [end - first]."""
         begins = self.bounds[:-1].astype(np.int64).repeat(self.sizes)
-        return np.asarray(np.arange(self.first, self.end) - begins) % self.lengths.max(initial=1)
+        return np.asarray((np.arange(self.first, self.end) - begins) % self.lengths.max(initial=1))
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """The place of each token in its sequence; of padding one that a trajectory has. [1, N], int64."""
+        """The place of each token in its sequence; padding has those of the longest. [1, N], int64."""
         return torch.from_numpy(self.pack_shape.positions()).to(self._device)[None]
 
     @property
