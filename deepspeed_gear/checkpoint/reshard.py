@@ -17,6 +17,7 @@ from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
 from deepspeed_gear.sampling.priority_log import without_slots
+from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Head
 
@@ -105,7 +106,10 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
     counted = [shard.moments for shard in shards if shard.moments is not None]
     moments = running_moments.merge(counted) if len(counted) == len(shards) else None
-    groups, prompts = _merge_groups(shards, before), shards[0].prompts
+    ledgers = [shard.prompts for shard in shards if shard.prompts is not None]
+    groups, prompts = _merge_groups(shards, before), None
+    if len(ledgers) == len(shards):
+        prompts = prompt_ledger.merge(ledgers)
     return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments, prompts)
 
 

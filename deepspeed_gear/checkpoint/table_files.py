@@ -371,7 +371,9 @@ def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) 
         assert groups is not None
         table.groups.restore(groups.records, groups.counts, groups.consumed)
     if table.ledger is not None and whole.prompts is not None:
-        table.ledger.restore(whole.prompts)
+        drawn, spec = whole.slots[:, Slot.STATE] == SlotState.EVICTED, table.ledger.spec
+        of_stores = np.bincount(division.owner[drawn], minlength=spec.num_stores)
+        table.ledger.restore(whole.prompts, of_stores // spec.size)
 
 
 def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
@@ -509,6 +511,8 @@ class TableLoader:
             both = zip(found.folders, found.manifests, strict=True)
             of_shards = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
             numbers = np.concatenate(of_shards).astype(np.int64)
+            if table.ledger is not None:  # the store that issues a number holds its group
+                return reshard.ShardDivision.of(numbers % len(room))
         train = self._streams.get(name, {}).get(TRAIN)
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         return reshard.divide(name, whole, room, by_rows, numbers)

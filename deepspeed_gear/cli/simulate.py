@@ -105,11 +105,8 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
     for name, table in config.resolved_tables.items():
         if table.prompts is not None and table.group is not None and config.rollout_size is not None:
             options = table.prompts.model_dump(exclude={"data"})
-            groups = config.rollout_size.size
-            spec = PromptSpec(
-                name, "", num_prompts=1 << 40, groups=groups, seed=config.seed, key=0, **options
-            )
-            return spec, table.group.size
+            options |= {"groups": config.rollout_size.size, "size": table.group.size, "seed": config.seed}
+            return PromptSpec(name, "", num_prompts=1 << 40, key=0, **options), table.group.size
     raise ConfigError("gear.tables", "must have a table with prompts", None, "give its prompts.data")
 
 

@@ -174,9 +174,6 @@ def resolve_plan(
     def on_host(name: str, table: ResolvedTable) -> ResolvedTable:
         streams, shard = list(table.streams.values()), placement.shards.get(name)
         most = max((spec.batch for spec in streams), default=0)
-        if table.options.prompts is not None and topology.num_nodes > 1:
-            rule, remedy = "must not be given on several nodes", "leases are of one node: train on one"
-            raise ConfigError(f"gear.tables.{name}.prompts", rule, f"{topology.num_nodes} nodes", remedy)
         store = store_of(options, name, table.schema, table.dataset, fields, topology.num_peers, shard, most)
         if table.dataset is None and streams:
             count = 1 if shard is None else shard.count

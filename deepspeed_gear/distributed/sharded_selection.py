@@ -36,6 +36,7 @@ from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
+from deepspeed_gear.store.prompt_ledger import PROGRESS_WORDS
 from deepspeed_gear.store.records import Head
 
 PACKED_REPORT_WORDS = 3
@@ -230,7 +231,7 @@ class ShardedSelector(SelectionAgreement):
             StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
         """
         self._begin_selection(key, entry, count)
-        joint = self.state.joint_limiter
+        joint, ledger = self.state.joint_limiter, self._table.ledger
 
         def prepare() -> list[np.ndarray]:
             parts = [NO_WORDS] * self._num_nodes
@@ -244,14 +245,21 @@ class ShardedSelector(SelectionAgreement):
                     own = self._table.extents.moments.reshape(-1).view(np.int64)
                     parts = [np.concatenate([own, part.reshape(-1)]) for part in parts]
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
-                    rate = joint.record(count)
+                    rate = joint.record(count) if ledger is None else ledger.progress()
                     parts = [np.concatenate([rate, part.reshape(-1)]) for part in parts]
             return parts
 
         self._received = self._exchange_status(prepare)
         if joint is not None:
-            rates = np.stack([words[: NodeRate.NUM_WORDS] for words in self._received])
-            self._received = [words[NodeRate.NUM_WORDS :] for words in self._received]
+            num_words = NodeRate.NUM_WORDS if ledger is None else PROGRESS_WORDS
+            rates = np.stack([words[:num_words] for words in self._received])
+            self._received = [words[num_words:] for words in self._received]
+            if ledger is not None:  # what can be drawn depends on the first open number of all stores
+                self._received = [words.copy() for words in self._received]
+                with self._table.lock:
+                    ledger.agree(rates)
+                    rate = joint.record(count)
+                rates = self.channel.gather(rate)
             with self._table.lock:
                 is_open = joint.apply(rates, count)
                 error = None if is_open else joint.given_up(rates, key, count)
@@ -499,6 +507,7 @@ def may_select(
     """
     limiter, count = stream.state.joint_limiter, stream.spec.num_samples(key)
     assert limiter is not None
+    agree_on_prompts(exchange, leads, stream)
 
     def record() -> tuple[int, bool, np.ndarray] | None:
         if not leads:
@@ -513,3 +522,18 @@ def may_select(
     with stream.table.lock:
         is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
     return is_open or any(was_selected for _, was_selected, _ in found)
+
+
+def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -> None:
+    """Agree on the first open number of the stores of a ledger, if there is one. As `may_select`."""
+    ledger, lock = stream.table.ledger, stream.table.lock
+    if ledger is None:
+        return
+
+    def progress() -> np.ndarray | None:
+        with lock:
+            return ledger.progress() if leads else None
+
+    of_ranks = exchange.gather(exchange.agree("the progress of its prompts", progress))
+    with lock:
+        ledger.agree(np.stack([one for one in of_ranks if one is not None]))

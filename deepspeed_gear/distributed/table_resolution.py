@@ -338,7 +338,9 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
     )
 
 
-def prompt_spec_of(config: GearConfig, name: str, group: GroupSpec, schema: Schema, slots: int) -> PromptSpec:
+def prompt_spec_of(
+    config: GearConfig, name: str, group: GroupSpec, schema: Schema, slots: int, shard: Shard | None
+) -> PromptSpec:
     """Return the prompts of a table whose store holds so many trajectories; opens their data set.
 
     Raises:
@@ -358,18 +360,27 @@ def prompt_spec_of(config: GearConfig, name: str, group: GroupSpec, schema: Sche
     if group.late:
         rule = f"must not be late with {at}.prompts: batches read it, and a lease commits whole groups"
         raise ConfigError(f"{at}.schema.columns.{group.late[0]}", rule)
-    least = (prompts.max_lag + 2) * size.size * group.max_trajectories
-    if slots < least:
+    store, count = (0, 1) if shard is None else (shard.index, shard.count)
+    if count > 1 and prompts.order == "completion":
+        rule, remedy = "must be lease on several nodes", "their groups are compared by number"
+        raise ConfigError(f"{at}.prompts.order", rule, prompts.order, remedy)
+    # A store alone may have the groups of a batch: where the other ones drop all of theirs.
+    least = count * max(-(-(prompts.max_lag + 2) * size.size // count), size.size) * group.max_trajectories
+    if slots * count < least:
         rule = f"must be at least {least}, the groups of max_lag + 1 batches and of the one in training"
-        raise ConfigError(f"{at}.capacity_trajectories", rule, slots, "raise it, or lower max_lag")
+        rule += "" if count == 1 else f", and for each of {count} nodes those of a batch"
+        raise ConfigError(f"{at}.capacity_trajectories", rule, slots * count, "raise it, or lower max_lag")
     return PromptSpec(
         data=str(dataset.path.resolve()),
         fingerprint=dataset.fingerprint,
         num_prompts=len(dataset),
         groups=size.size,
+        size=group.max_trajectories,
         **prompts.model_dump(exclude={"data"}),
         seed=config.seed,
         key=key_of(name, "prompts"),
+        num_stores=count,
+        store=store,
     )
 
 
@@ -477,7 +488,9 @@ def store_of(
         retention=retention,
         spare_rows=spare,
         group=group,
-        prompts=prompt_spec_of(config, name, group, schema, slots) if group and table.prompts else None,
+        prompts=prompt_spec_of(config, name, group, schema, slots, shard)
+        if group and table.prompts
+        else None,
         whole_fields=tuple(field.name for field in fields if field.needs_episode) if is_sampled else (),
         normalized=tuple(dict.fromkeys(normalized)) if is_sampled and config.normalizes_online else (),
     )

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.distributed.sharded_selection import may_select
+from deepspeed_gear.distributed.sharded_selection import agree_on_prompts, may_select
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -79,6 +79,7 @@ class Readiness:
 
         if stream.spec.num_shards > 1:
             exchange, leads = self._parts.plan.exchange, self._parts.plan.leads_shard
+            agree_on_prompts(exchange, leads, stream)
             own = exchange.agree("counting the items of its node", lambda: count() if leads else [])
             held = exchange.gather(own)
             missing = stream.missing_items(key, [one for of_rank in held for one in of_rank])

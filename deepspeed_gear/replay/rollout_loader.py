@@ -204,6 +204,10 @@ class RolloutLoader:
         except StoreError as error:
             give_up(self._streams, error)
             raise
+        for stream in self._streams:  # every rank has ended the batch before
+            if stream.table.ledger is not None:
+                with stream.table.lock:
+                    stream.table.ledger.note_trained(key)
         self.next_key += 1
         heads = [selection.head for selection in selections]
         self._epoch = heads[0][Head.EPOCH]

@@ -88,7 +88,8 @@ class NodeRate:
     SAMPLED: Final = 10
     MAY_BE_FILLED: Final = 11  # a process of the node may add items
     COMES: Final = 12  # an item will be complete as time goes on, without any process that adds
-    NUM_WORDS: Final = 13
+    HELD: Final = 13  # with prompts: `PromptLedger.num_held`
+    NUM_WORDS: Final = 14
 
 
 class GaveUp:
@@ -237,7 +238,8 @@ class SelectionLimiter:
         if self._table.ledger is not None:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned"
             found += now.format(**self._table.ledger.books())
-            remedy = "check the rollout workers: batches are in the order of leases, and wait for the first"
+            remedy = "check the rollout workers, of every node: batches are in the order of leases, and wait "
+            remedy += "for the first"
         if not remedy and not waited_s:
             remedy = "call can_sample() first, and add trajectories"
         elif not remedy:
@@ -266,6 +268,8 @@ class SelectionLimiter:
             words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         if self._table.groups is not None:
             words[NodeRate.COMES] = self._table.groups.waits_for_time
+        if self._table.ledger is not None:
+            words[NodeRate.HELD] = self._table.ledger.num_held
         if not self.is_plain or not words[NodeRate.LEFT]:
             words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         if self._rate is None:
@@ -292,7 +296,10 @@ class SelectionLimiter:
         return bool(rate_admits and left >= count)
 
     def apply(self, records: np.ndarray, count: int) -> bool:
-        """Add this node's part of the pool to its quota; return `are_open`."""
+        """Take what the others hold: add this node's part of the pool to its quota. Return `are_open`."""
+        if self._table.ledger is not None:
+            held = records[:, NodeRate.HELD]
+            self._table.ledger.note_others(int(held.sum() - held[self.index]))
         if self._rate is not None and self._rate.holds_back:
             words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
             size, inserted, admitted, quota = records[:, words].sum(0).tolist()

@@ -334,16 +334,16 @@ class AgeMasses(ItemMasses):
         self.queue(changed, wanted[changed])
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return id, mass and first coordinate of the oldest or newest items' trajectories, in order. [n]."""
-        slots, ledger = np.nonzero(self.leaves)[0], self.table.ledger
+        """Return age, mass and first coordinate of the oldest or newest trajectories, in order. [n] each."""
+        slots, ledger, ages = np.nonzero(self.leaves)[0], self.table.ledger, self.table.slots[:, Slot.ID]
         if ledger is None:
-            slots = slots[np.argsort(self.table.slots[slots, Slot.ID], kind="stable")]
-        else:  # those of groups before the first lease that is open
-            slots = ledger.in_order(slots)
+            slots = slots[np.argsort(ages[slots], kind="stable")]
+        else:  # those of groups before the first number that is open
+            slots, ages = ledger.in_order(slots), ledger.numbers
         slots = slots[::-1] if newest else slots
         slots = slots[: np.searchsorted(np.cumsum(self.leaves[slots]), count) + 1]
         first = self.coordinates_of(torch.from_numpy(slots.copy())).numpy()
-        return self.table.slots[slots, Slot.ID], self.leaves[slots], first
+        return ages[slots], self.leaves[slots], first
 
 
 def items_of(masses: np.ndarray, first: np.ndarray, count: int, newest: bool) -> torch.Tensor:

@@ -7,6 +7,9 @@ for a reason. So at every moment under the lock
 
     issued = entries + drawn + dropped, by reason
 
+Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the order of all
+numbers; what a store needs of the others comes with their selections (`progress`, `agree`, `note_others`).
+
 Order of writes, so that a process may die at any instruction: an entry's words before its state, the state
 before the number of issued ones. An entry that leaves is marked with its counter; new counters are written
 and marked as complete, replace the old ones, and the marked entries are free. A commit writes the number of
@@ -16,7 +19,7 @@ its trajectories, publishes them, and then the state: `recover` finds all, or ev
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -31,6 +34,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
 REASON_BYTES = 32
+PROGRESS_WORDS = 2  # of `PromptLedger.progress`
 
 
 class Entry:
@@ -57,14 +61,16 @@ class EntryState:
 class PromptCount:
     """Words of a ledger."""
 
-    ISSUED: Final = 0  # numbers ever leased
+    ISSUED: Final = 0  # numbers ever leased, of those of the store
     LEASES: Final = 1  # leases ever
     RETURNS: Final = 2  # leases ever that came back
     REFUSED: Final = 3  # commits and heartbeats ever of leases that had expired
     LARGEST_LAG: Final = 4  # of the groups that were drawn
-    WAITED_NS: Final = 6  # nanoseconds ever in which workers waited for a lease
     SWEEPING: Final = 5  # 1: new counters are complete and replace the old ones
-    NUM_WORDS: Final = 8
+    WAITED_NS: Final = 6  # nanoseconds ever in which workers waited for a lease
+    TRAINED: Final = 7  # of several stores: batches that all ranks have trained; -1: not known after a load
+    OTHERS: Final = 8  # of several stores: what the other ones add to `_before`
+    NUM_WORDS: Final = 9
 
 
 class Left:
@@ -85,6 +91,7 @@ class PromptSpec:
     fingerprint: str
     num_prompts: int
     groups: int  # of a rollout batch
+    size: int  # trajectories of a group
     lease_s: float
     attempts: int
     max_lag: int
@@ -93,6 +100,12 @@ class PromptSpec:
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
+    num_stores: int = 1
+    store: int = 0  # index of this one
+
+    def issued_below(self, number: int) -> int:
+        """Return how many numbers of this store are below a number."""
+        return max(-(-(number - self.store) // self.num_stores), 0)
 
     @property
     def num_entries(self) -> int:
@@ -110,13 +123,13 @@ class PromptSpec:
         ]
 
 
-def may_lease(selected: int, trained: int, busy: int, groups: int, max_lag: int) -> bool:
+def may_lease(before: int, trained: int, groups: int, max_lag: int) -> bool:
     """Return whether the next number may be leased.
 
-    The `busy` numbers before it that were not drawn are consumed first, unless they are dropped. So its batch
-    is at most `selected + busy // groups`; less the `trained` ones, that is its largest lag.
+    The numbers before it, from that of the first batch on, are consumed first, unless they are dropped. So
+    its batch is at most `before // groups`; less the `trained` ones, that is its largest lag.
     """
-    return selected + busy // groups <= trained + max_lag
+    return before // groups <= trained + max_lag
 
 
 class LeasedPrompt(NamedTuple):
@@ -147,25 +160,36 @@ class PromptLedger:
         self.spec, self._views, self._memory, self._now_ns = spec, views, memory, now_ns
         self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
         self._left, self._reasons, self._kept = (views[f"prompt_{n}"] for n in ("left", "reasons", "kept"))
-        self._slots, self._numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
+        self._slots, self.numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
         self._position: np.ndarray = views["stream/train/position"]
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
+        self._first = 0  # of several stores: the first open number of all, as this process has agreed on it
 
     # ---- reading ---------------------------------------------------------------------------------
 
     def in_order(self, slots: np.ndarray) -> np.ndarray:
         """Return the leaders of groups that the next batch may have, in order. [n] -> [m], int64.
 
-        In the order of leases those that no lease precedes, by number.
+        In the order of leases those that no open number precedes, by number.
         """
         if self.spec.order == "completion":
             return self._by_completion(slots)
+        first = self._first_open if self.spec.num_stores == 1 else self._first
+        slots = slots[self.numbers[slots] < first]
+        return np.asarray(slots[np.argsort(self.numbers[slots], kind="stable")])
+
+    @property
+    def _next(self) -> int:
+        """The number that is issued next."""
+        return int(self.counts[PromptCount.ISSUED]) * self.spec.num_stores + self.spec.store
+
+    @property
+    def _first_open(self) -> int:
+        """The first number of this store that is leased, returned, or not issued yet."""
         is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
-        first = self._of_entries[is_open].min(initial=self.counts[PromptCount.ISSUED])
-        slots = slots[self._numbers[slots] < first]
-        return np.asarray(slots[np.argsort(self._numbers[slots], kind="stable")])
+        return int(self._of_entries[is_open].min(initial=self._next))
 
     def _by_completion(self, slots: np.ndarray) -> np.ndarray:
         """Return leaders as they were completed, but first those without which others would become too old.
@@ -176,7 +200,7 @@ class PromptLedger:
         spec, key = self.spec, int(self._position[Head.KEY])
         slots = slots[np.argsort(self._completed[slots])]
         due, is_first = self._versions(slots) + spec.max_lag, np.zeros(len(slots), bool)
-        is_open = self._has_version() & ~np.isin(self._of_entries, self._numbers[slots])
+        is_open = self._has_version() & ~np.isin(self._of_entries, self.numbers[slots])
         open_due = self.entries[is_open, Entry.VERSION] + spec.max_lag
         for batch in range(key, key + spec.max_lag + 1):
             is_due = due <= batch
@@ -197,7 +221,7 @@ class PromptLedger:
         """Return the version at the lease of each slot's group; -1: its number was dropped. [n] -> [n]."""
         held = np.nonzero(self._states == EntryState.HELD)[0]
         held = held[np.argsort(self._of_entries[held])]
-        numbers, of_held = self._numbers[slots], self._of_entries[held]
+        numbers, of_held = self.numbers[slots], self._of_entries[held]
         at = np.searchsorted(of_held, numbers)
         at[at == len(held)] = 0
         if not len(held):
@@ -226,21 +250,36 @@ class PromptLedger:
     def lease(self, count: int) -> list[LeasedPrompt]:
         """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
         self.reclaim()
-        words, version = self.counts, trained_batches(self._views)
+        words, spec, version = self.counts, self.spec, version_of(self.spec, self._views)
+        if version < 0:
+            return []
         returned = np.nonzero(self._states == EntryState.RETURNED)[0]
         returned = returned[np.argsort(self._of_entries[returned])][:count]
         found = [self._give(entry, version) for entry in returned.tolist()]
         free = np.nonzero(self._states == EntryState.FREE)[0].tolist()
-        busy, selected = len(self.entries) - len(free), int(self._position[Head.KEY])
-        for entry in free[: count - len(found)]:
-            if not may_lease(selected, version, busy, self.spec.groups, self.spec.max_lag):
+        busy = len(self.entries) - len(free)
+        before, wanted = self._before(busy), count - len(found)
+        if spec.num_stores > 1:  # where the others drop theirs, more than its share of a window are its own
+            room = len(self._slots) // spec.size - num_in_training(spec, self._views) - busy
+            wanted = max(min(wanted, room), 0)
+        for entry in free[:wanted]:
+            if not may_lease(before, version, spec.groups, spec.max_lag):
                 break
-            number = int(words[PromptCount.ISSUED])
-            self.entries[entry, [Entry.NUMBER, Entry.ATTEMPT, Entry.KEPT]] = number, 0, 0
+            self.entries[entry, [Entry.NUMBER, Entry.ATTEMPT, Entry.KEPT]] = self._next, 0, 0
             found.append(self._give(entry, version))
-            words[PromptCount.ISSUED] = number + 1
-            busy += 1
+            words[PromptCount.ISSUED] += 1
+            before += spec.num_stores
         return found
+
+    def _before(self, busy: int) -> int:
+        """Return how many numbers, counted from that of the first batch, come before the next one.
+
+        Those that are known to be dropped are left out; `busy` ones of this store have not left.
+        """
+        if self.spec.num_stores == 1:
+            return int(self._position[Head.KEY]) * self.spec.groups + busy
+        others = self._next - int(self.counts[PromptCount.ISSUED]) + int(self.counts[PromptCount.OTHERS])
+        return others + int(self._left[0, Left.DRAWN]) + busy
 
     def _give(self, entry: int, version: int) -> LeasedPrompt:
         words = self.entries[entry]
@@ -293,7 +332,7 @@ class PromptLedger:
     def fail(self, lease: LeasedPrompt, reason: str, retry: bool) -> None:
         """End a lease without a group: it returns, or is dropped for the reason."""
         self.own(lease)
-        self._return(lease.entry, self._reason(reason), retry)
+        self._return(lease.entry, _counter_of(self._reasons, reason.encode()), retry)
 
     def reclaim(self) -> None:
         """Return the leases whose worker has died or whose time has passed.
@@ -324,14 +363,35 @@ class PromptLedger:
             self._states[entry] = EntryState.LEFT + counter
             self._sweep()
 
-    def _reason(self, name: str) -> int:
-        """Return the counter of a reason, which gets one if there is room."""
-        word = name.encode()
-        for counter in range(len(_FIXED), _OTHER):
-            if self._reasons[counter] in (b"", word):
-                self._reasons[counter] = word
-                return counter
-        return _OTHER
+    # ---- over nodes ------------------------------------------------------------------------------
+
+    def progress(self) -> np.ndarray:
+        """Return what stores agree on: the first open number, and the batches trained here. [2], int64."""
+        return np.array([self._first_open, trained_batches(self._views)])
+
+    def agree(self, stores: np.ndarray) -> None:
+        """Take the first open number of all stores, and the batches trained everywhere. [S, 2], int64.
+
+        Every number before it is held or has left, in each store, and stays so.
+        """
+        self._first = int(stores[:, 0].min())
+        self.note_trained(int(stores[:, 1].min()))
+
+    def note_trained(self, batches: int) -> None:
+        """Note how many batches all ranks of all nodes have trained, at least."""
+        self.counts[PromptCount.TRAINED] = max(int(self.counts[PromptCount.TRAINED]), batches)
+
+    @property
+    def num_held(self) -> int:
+        """Groups of this store that are held, of numbers before the first open one of all stores."""
+        return int(((self._states == EntryState.HELD) & (self._of_entries < self._first)).sum())
+
+    def note_others(self, num_held: int) -> None:
+        """Take the `num_held` of the other stores, since which no batch was selected."""
+        selected, spec = int(self._position[Head.KEY]) * self.spec.groups, self.spec
+        before = self._first - spec.issued_below(self._first)
+        drawn = int(self._left[0, Left.DRAWN])
+        self.counts[PromptCount.OTHERS] = selected + num_held - before - drawn
 
     # ---- leaving ---------------------------------------------------------------------------------
 
@@ -366,12 +426,12 @@ class PromptLedger:
             self._finish_sweep()
         self._sweep()
         used = self._states != EntryState.FREE
-        issued = int(self._of_entries[used].max(initial=-1)) + 1
+        issued = self.spec.issued_below(int(self._of_entries[used].max(initial=-1)) + 1)
         self.counts[PromptCount.ISSUED] = max(int(self.counts[PromptCount.ISSUED]), issued)
         begun = (self._states == EntryState.LEASED) & (self.entries[:, Entry.MEMBERS] > 0)
         for entry in np.nonzero(begun)[0].tolist():
             words = self.entries[entry]
-            is_own = self._numbers[: len(self._slots)] == words[Entry.NUMBER]
+            is_own = self.numbers[: len(self._slots)] == words[Entry.NUMBER]
             slots = np.nonzero(is_own & (self._slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
             if len(slots) == words[Entry.MEMBERS]:
                 words[Entry.STATE] = EntryState.HELD
@@ -389,35 +449,94 @@ class PromptLedger:
         names = {"prompt_entries": self.entries[used], "prompt_reasons": self._reasons.copy()}
         return {**words, **names, "prompt_kept": kept}
 
-    def restore(self, saved: Mapping[str, np.ndarray]) -> None:
-        """Restore what `export` returned: leases are returned, and none that is held now counts any more."""
-        entries, leases = saved["prompt_entries"], int(self.counts[PromptCount.LEASES])
+    def restore(self, saved: Mapping[str, np.ndarray], in_training: np.ndarray) -> None:
+        """Restore this store's part of what `merge` returned: leases are returned, and none counts any more.
+
+        The first store has the counters of all, except of drawn groups whose rows others hold: `in_training`,
+        by store. [S], int64.
+        """
+        spec, leases, every = self.spec, int(self.counts[PromptCount.LEASES]), saved["prompt_entries"]
+        is_own = every[:, Entry.NUMBER] % spec.num_stores == spec.store
+        entries = every[is_own]
         self._states[:] = EntryState.FREE
         self.entries[: len(entries)] = entries
         self.entries[:, Entry.KEPT] &= ~1
-        self._kept[: len(entries), 0, : saved["prompt_kept"].shape[1]] = saved["prompt_kept"]
+        self._kept[: len(entries), 0, : saved["prompt_kept"].shape[1]] = saved["prompt_kept"][is_own]
         leased = self._states == EntryState.LEASED
         self.entries[leased, Entry.ATTEMPT] -= 1  # a load is no attempt
         self._states[leased] = EntryState.RETURNED
-        self.counts[:] = saved["prompt_counts"]
+        self.counts[:] = saved["prompt_counts"] * (spec.store == 0)
+        self.counts[PromptCount.ISSUED] = spec.issued_below(int(saved["prompt_counts"][PromptCount.ISSUED]))
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
-        self._left[0], self._reasons[:] = saved["prompt_left"], saved["prompt_reasons"]
+        self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 0  # until the stores agree again
+        self._left[0], self._reasons[:] = saved["prompt_left"] * (spec.store == 0), saved["prompt_reasons"]
+        self._left[0, Left.DRAWN] += in_training[spec.store] - (spec.store == 0) * in_training.sum()
+
+
+def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Merge what the ledgers of all stores have exported into what a ledger of one store exports.
+
+    Numbers that a store has not issued, though another one has issued a later one, are returned ones.
+    """
+    every = np.array([one["prompt_counts"] for one in stores])
+    following = every[:, PromptCount.ISSUED] * len(stores) + np.arange(len(stores))
+    counts = every.sum(0)
+    counts[PromptCount.ISSUED] = issued = max(int(following.max()) - len(stores) + 1, 0)
+    counts[PromptCount.LARGEST_LAG] = every[:, PromptCount.LARGEST_LAG].max()
+    skipped = np.concatenate([np.arange(first, issued, len(stores)) for first in following.tolist()])
+    returned = np.zeros((len(skipped), Entry.NUM_WORDS), np.int64)
+    returned[:, Entry.STATE], returned[:, Entry.NUMBER] = EntryState.RETURNED, skipped
+    left, reasons = np.zeros(MOST_REASONS, np.int64), np.zeros(MOST_REASONS, f"S{REASON_BYTES}")
+    for one in stores:
+        for counter, name in enumerate(one["prompt_reasons"].tolist()):
+            left[_counter_of(reasons, name) if name else counter] += one["prompt_left"][counter]
+    entries = np.concatenate([*(one["prompt_entries"] for one in stores), returned])
+    kept = np.zeros((len(entries), max(one["prompt_kept"].shape[1] for one in stores)), np.uint8)
+    first = 0
+    for one in stores:
+        rows, most = one["prompt_kept"].shape
+        kept[first : first + rows, :most] = one["prompt_kept"]
+        first += rows
+    words = {"prompt_counts": counts, "prompt_left": left, "prompt_kept": kept}
+    return {**words, "prompt_entries": entries, "prompt_reasons": reasons}
+
+
+def _counter_of(reasons: np.ndarray, name: bytes) -> int:
+    """Return the counter of a reason, which gets one if there is room."""
+    for counter in range(len(_FIXED), _OTHER):
+        if reasons[counter] in (b"", name):
+            reasons[counter] = name
+            return counter
+    return _OTHER
 
 
 def trained_batches(views: Mapping[str, np.ndarray]) -> int:
-    """Return the rollout batches that all ranks have trained, by a store's regions."""
+    """Return the rollout batches that all ranks of this node have trained, by a store's regions."""
     return int(min(views["stream/train/consumed"].min(), views["stream/train/position"][Head.KEY]))
 
 
+def version_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
+    """Return the rollout batches that all ranks have trained, of all nodes; -1: not known since a load."""
+    known = int(views["prompt_counts"][PromptCount.TRAINED])
+    return trained_batches(views) if spec.num_stores == 1 else known
+
+
+def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
+    """Return how many groups of this store are in untrained batches. Cost: a pass over the slots."""
+    is_drawn = views["slots"][:, Slot.STATE] == SlotState.EVICTED
+    is_drawn &= views["stream/train/last_drawn"] >= trained_batches(views)
+    return int(is_drawn.sum()) // spec.size
+
+
 def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the account of a store, JSON-able.
+    """Return the account of a store, JSON-able; the sums over all stores are that of the table.
 
     `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
-    not drawn), `leased`, `returned`, and of the values of `dropped`, by reason.
+    not drawn), `leased`, `returned`, and of the values of `dropped`, by reason: of one store, and of several
+    together once they were loaded.
     """
     counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
-    states, version = views["prompt_entries"][:, Entry.STATE], trained_batches(views)
-    training = (int(views["stream/train/position"][Head.KEY]) - version) * spec.groups
+    states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
     reasons = [*_FIXED, *(name.decode(errors="replace") for name in names[len(_FIXED) : _OTHER]), "other"]
     return {
         "issued": counts[PromptCount.ISSUED],
@@ -427,8 +546,8 @@ def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> dict[str, Any
         "leased": int((states == EntryState.LEASED).sum()),
         "returned": int((states == EntryState.RETURNED).sum()),
         "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
-        "epoch": counts[PromptCount.ISSUED] // spec.num_prompts,
-        "version": version,
+        "epoch": (counts[PromptCount.ISSUED] * spec.num_stores + spec.store) // spec.num_prompts,
+        "version": version_of(spec, views),
         "largest_lag": counts[PromptCount.LARGEST_LAG],
         "leases_returned": counts[PromptCount.RETURNS],
         "expired_refused": counts[PromptCount.REFUSED],

@@ -134,6 +134,14 @@ def test_each_node_counts_the_groups_that_it_holds(outcomes: Outcomes) -> None:
     )
 
 
+def test_the_books_of_all_nodes_are_one_account(outcomes: Outcomes) -> None:
+    whole = outcomes.alone["prompts"]["statistics"]["prompts"]["main"]
+    nodes = [rank["statistics"]["prompts"]["main"] for rank in outcomes.ranks["prompts"][::RANKS]]
+    for name in ("issued", "trained", "training", "waiting", "leased", "returned"):
+        assert sum(node[name] for node in nodes) == whole[name]
+    assert (whole["issued"], [node["trained"] for node in nodes]) == (10, [5, 5])
+
+
 def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """A rank on each of two nodes adds its own responses; it saves in a rollout batch, too."""
     pack = {"tokens": 128, "pad": {"multiple": 16}, "plan_width": WIDTH}

@@ -204,7 +204,7 @@ def test_admission_is_exact() -> None:
             for trained in range(3):
                 for selected in (trained, trained + 1):  # the last batch is in training, or done
                     busy = 0
-                    while may_lease(selected, trained, busy, groups, max_lag):
+                    while may_lease(selected * groups + busy, trained, groups, max_lag):
                         busy += 1
                     batches = selected + (np.arange(busy + 1)) // groups  # of each number, if none is dropped
                     assert (batches[:-1] - trained).max(initial=0) <= max_lag

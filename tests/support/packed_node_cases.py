@@ -98,6 +98,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
     prioritized = {"kind": "prioritized", "unit": "trajectory", "beta": 0.5}
     replicated = {"data": {"path": data, "replicate": True}, "group": group}
     by_member = {**sequence, "by": "member"}
+    prompts = table(group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1})
     return {
         "data": {"section": section(**memory, sampler=uniform)},
         "mapped": {"section": section(data={"path": data, "load": "mmap"}, loss=sequence)},
@@ -107,6 +108,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "group priorities": {"section": groups("prioritized", by_group)},
         "replicated groups": {"section": groups("prioritized", by_group, main=replicated)},
         "queue": {"section": groups("fifo", token, max_times_sampled=1)},
+        "prompts": {"section": groups("fifo", token, main=prompts), "resumes": True},
         "tokens": {"section": section(**capacity, rollout=by_tokens), "resumes": True},
         "prioritized": {"section": section(**capacity, sampler=prioritized), "resumes": True},
         "mixture": {"section": section(tables=tables, sampler=mixture)},
@@ -139,6 +141,11 @@ def fill(replay: Replay) -> None:
     """
     store, topology = replay._parts.tables.get("main"), replay._parts.plan.topology
     if store is None or store.spec.dataset is not None or not topology.leads_node:
+        return
+    if store.ledger is not None:  # each node has the leases of its numbers
+        with replay.rollout_worker() as worker:
+            for lease in worker.lease(COUNT, timeout_s=0)[::-1]:
+                lease.commit([response(lease.number * GROUP + member) for member in range(GROUP)])
         return
     late = bool(store.schema.late_columns)
     of_nodes = [[n for n in range(COUNT) if n // GROUP % NODES == node] for node in range(NODES)]
@@ -268,6 +275,7 @@ def run_case(
             trained = [n for packs in seen.packs[first:] for pack in packs for n in pack["numbers"]]
             found["gathered"].append(sorted({*filled, *trained}))
         found["sent"] = sent_bytes(replay) - before
+        replay._parts.plan.exchange.barrier()  # every rank has ended the batch
         found["statistics"] = replay.statistics()
     found |= {"packs": seen.packs, "gradients": seen.gradients}
     if folder is not None:

@@ -96,7 +96,7 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
                 raise StoreError("the lock of table main", "must be free within 20 s")
             return ItemsHeld(3, 0, 0)
 
-        table = SimpleNamespace(lock=contextlib.nullcontext())
+        table = SimpleNamespace(lock=contextlib.nullcontext(), ledger=None)
         spec = SimpleNamespace(num_shards=2)
         stream: Any = SimpleNamespace(table=table, spec=spec, held_items=held_items)
         return int(readiness.missing(stream, 0))

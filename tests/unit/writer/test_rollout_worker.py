@@ -29,9 +29,11 @@ from deepspeed_gear import (
 )
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import of_living
+from deepspeed_gear.distributed.table_resolution import prompt_spec_of
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.prompt_ledger import EntryState, Left, PromptCount
+from deepspeed_gear.store.table_spec import Shard
 
 
 @pytest.fixture
@@ -183,6 +185,17 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
     for config, match in wrong:
         with pytest.raises(ConfigError, match=match):
             Replay(config)
+    with Replay(changed({"max_lag": 1})) as replay:  # of three nodes
+        known, config, at = replay.tables["main"].spec, replay.config, Shard(1, 3, 0, 0)
+        assert known.group is not None
+        with pytest.raises(ConfigError, match=r"must be at least 18, .* each of 3 nodes those of a batch"):
+            prompt_spec_of(config, "main", known.group, known.schema, 5, at)
+        spec = prompt_spec_of(config, "main", known.group, known.schema, 6, at)
+        assert (spec.num_stores, spec.store, [spec.issued_below(n) for n in (1, 2, 4, 5)]) == (
+            3,
+            1,
+            [0, 1, 1, 2],
+        )
     with pytest.raises(DataError, match="must be the folder of a data set"):
         Replay(ledger_section(data.with_name("none")))
     plain = ledger_section(data)

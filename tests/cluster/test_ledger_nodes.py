@@ -1,0 +1,103 @@
+"""Rollout workers of two nodes generate what all ranks train: the batches of one node, within the lag."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from cluster_support import Cluster
+from ledger_support import SIZE, ledger_section, responses, write_prompts
+from process_support import exit_status, in_child, kill
+
+from deepspeed_gear import LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
+from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.replay import BatchInfo
+
+GROUPS, BATCHES, SAVED, RANKS = 6, 8, 3, 2
+PARTS = ("trained", "training", "waiting", "leased", "returned")
+
+
+def is_dropped(number: int) -> bool:
+    return number % 5 == 0 or number % 7 == 3
+
+
+def generate(config: dict[str, Any], number: int) -> None:
+    """Lease and commit, the newest first, until the ranks end; some prompts are rejected, and some fail."""
+    with RolloutWorker.attach(config) as worker:
+        try:
+            while True:
+                for lease in worker.lease(1 + number, timeout_s=10.0)[::-1]:
+                    time.sleep(0.003)
+                    with contextlib.suppress(LeaseExpiredError):  # the ranks have loaded
+                        if lease.number % 7 == 3:
+                            lease.fail("too long", retry=False)
+                        else:
+                            lease.commit(responses(lease, -1.0 if lease.number % 5 == 0 else 1.0))
+        except StoreError:
+            pass
+
+
+def trained(rollout: Rollout) -> list[int]:
+    """Train a rollout batch; return its prompts."""
+    prompts: list[int] = rollout.values("prompt")[::SIZE].tolist()
+    for step in rollout:
+        for _ in step:
+            pass
+    return prompts
+
+
+def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train beside the workers of this node, one of which is killed; save during a batch, and load it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
+    found: dict[str, Any] = {"numbers": [], "lags": []}
+    workers = []
+    with Replay(config, info=info, place=place) as replay:
+        if rank % RANKS == 0:
+            workers = [in_child(lambda own=own: generate(config, own)) for own in range(3)]  # type: ignore[misc]
+        for batch in range(BATCHES):
+            rollout = replay.rollout()
+            found["lags"] += [batch + 1 - length for length in rollout.lengths[::SIZE].tolist()]
+            if workers and batch == 1:
+                kill(workers.pop())
+            if batch == SAVED:
+                replay.save(folder)
+            found["numbers"].append(trained(rollout))
+        replay.load(folder)
+        found["again"] = [trained(replay.rollout()) for _ in range(SAVED, BATCHES)]
+        while not replay.can_sample():  # the workers go on
+            time.sleep(0.01)
+        found["books"] = replay.statistics()["prompts"]["main"]
+        dist.barrier()
+    assert [exit_status(worker) for worker in workers] == [0] * len(workers)
+    return found
+
+
+def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(cluster: Cluster, tmp_path: Path) -> None:
+    data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"weight": {"mean": {"min": 0.0}}}}
+    config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=3, timeout_s=60.0)
+    config["pack"]["plan_width"] = 4
+    ranks = cluster.call_ranks(train, config, tmp_path / "saved", nodes=2, ranks=RANKS, timeout_s=200.0)
+    kept = [number for number in range(200) if not is_dropped(number)]
+    wanted = [kept[GROUPS * batch : GROUPS * (batch + 1)] for batch in range(BATCHES)]
+    assert all((rank["numbers"], rank["again"]) == (wanted, wanted[SAVED:]) for rank in ranks)
+    lags = [lag for rank in ranks for lag in rank["lags"]]
+    assert (min(lags) >= 0, max(lags)) == (True, 1)
+    books = [rank["books"] for rank in ranks[::RANKS]]
+    dropped = sum(sum(one["dropped"].values()) for one in books)
+    assert sum(one["issued"] for one in books) == dropped + sum(one[part] for one in books for part in PARTS)
+    assert sum(one["trained"] + one["training"] for one in books) == GROUPS * BATCHES
+    assert {reason for one in books for reason in one["dropped"]} == {"rejected", "too long"}
+    assert sum(one["leases_returned"] for one in books) > 0
+
+    with Replay(config) as replay:  # on one node
+        replay.load(tmp_path / "saved")
+        child = in_child(lambda: generate(config, 2))
+        assert [trained(replay.rollout()) for _ in range(SAVED, BATCHES)] == wanted[SAVED:]
+        books_after = replay.statistics()["prompts"]["main"]
+        assert books_after["trained"] == GROUPS * BATCHES
+        assert books_after["largest_lag"] <= 1
+    assert exit_status(child) == 0
