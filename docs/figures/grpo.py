@@ -31,14 +31,11 @@ def main() -> None:
     runs: list[dict[str, Any]] = json.loads(RUNS.read_text())
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for run in runs:
-        seconds, accuracy = [point[1] for point in run["curve"]], [point[2] for point in run["curve"]]
-        (line,) = axes.plot(seconds, accuracy, marker=".", label=f"seed {run['seed']}")
-        axes.axvspan(0, run["warm_start_s"], color=line.get_color(), alpha=0.08, linewidth=0)
+        batches, accuracy = [point[0] for point in run["curve"]], [point[2] for point in run["curve"]]
+        axes.plot(batches, accuracy, marker=".", label=f"seed {run['seed']}")
     for level in (BEFORE, AFTER):
         axes.axhline(level, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(
-        xlabel="seconds, the supervised warm start (shaded) included", ylabel="right answers", ylim=(0, 1)
-    )
+    axes.set(xlabel="rollout batches after the supervised warm start", ylabel="right answers", ylim=(0, 1))
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlim(left=0)
     axes.legend(frameon=False, loc="lower right")
