@@ -242,7 +242,7 @@ def main() -> None:
             "seconds": round(curve[-1][1], 1),
             "waited_s": round(waited_s, 1),
             **speed.report(),
-            "mean_lag": round(float(np.mean(lags)), 2),
+            "mean_lag": round(float(np.mean(lags or [0.0])), 2),
             "largest_lag": books["largest_lag"],
             "prompts": {name: books[name] for name in ("issued", "trained", "dropped", "leases_returned")},
             "workers_killed": workers.num_killed,
