@@ -365,9 +365,9 @@ class Gateway:
             time.sleep(_POLL_S)
             try:
                 self._writer.check_goes_on(at_once=True)
+                self.sessions.expire()
             except GearError as error:
                 self.sessions.end(error)
-            self.sessions.expire()
             if is_over():
                 self.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
         wait_until(lambda: self.sessions.all_notified, _END_S, 0.02)
