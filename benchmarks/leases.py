@@ -1,6 +1,6 @@
 """Prompts leased and groups committed per second by rollout workers, while a rank selects them.
 
-python benchmarks/leases.py [--workers 2] [--remote] [--json F] [--quick]
+python benchmarks/leases.py [--workers 2] [--remote] [--keep] [--json F] [--quick]
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.store.shared_memory import remove_garbage
 
 TOKEN = "0123456789abcdef"
 TOKENS = 16  # of a response: the time is that of the account, not of bytes
 
 
-def section(data: Path, size: int, groups: int) -> dict[str, Any]:
+def section(data: Path, size: int, groups: int, keep: bool) -> dict[str, Any]:
     """Return a gear section of groups of `size` responses."""
     slots = 4 * groups * size
     columns = {
@@ -54,7 +55,7 @@ def section(data: Path, size: int, groups: int) -> dict[str, Any]:
         "sampler": {"kind": "fifo", "unit": "group"},
         "pack": {"tokens": 4096},
         "rollout": {"groups": groups},
-        "shared_memory": {"prefix": f"leases{os.getpid()}"},
+        "shared_memory": {"prefix": f"leases{os.getpid()}", "keep": keep},
     }
 
 
@@ -76,14 +77,16 @@ def work(config: dict[str, Any], url: str | None, size: int, count: int, at_once
                 count -= 1
 
 
-def measure(size: int, at_once: int, workers: int, batches: int, groups: int, remote: bool) -> dict[str, Any]:
+def measure(
+    size: int, at_once: int, workers: int, batches: int, groups: int, remote: bool, keep: bool
+) -> dict[str, Any]:
     """Train nothing of so many rollout batches, and time them from the first lease on."""
     with tempfile.TemporaryDirectory() as folder:
         data, start = Path(folder) / "prompts", multiprocessing.get_context("fork")
         with DatasetWriter(data, Schema([Column("tokens", "int32", role="token")])) as writer:
             for number in range(1000):
                 writer.add({"tokens": np.full(4, number)})
-        config = section(data, size, groups)
+        config = section(data, size, groups, keep)
         with Replay(config) as replay:
             url, gateway = None, []
             if remote:
@@ -106,6 +109,7 @@ def measure(size: int, at_once: int, workers: int, batches: int, groups: int, re
                 child.join()
         for child in gateway:
             child.join()
+        remove_garbage(config["shared_memory"]["prefix"], kept=True)
     pairs = batches * groups / elapsed_s
     return {"size": size, "at_once": at_once, "pairs_per_s": pairs, "responses_per_s": pairs * size}
 
@@ -117,12 +121,13 @@ def main() -> None:
     )
     parser.add_argument("--workers", type=int, default=2, help="rollout workers")
     parser.add_argument("--remote", action="store_true", help="workers lease through a gateway")
+    parser.add_argument("--keep", action="store_true", help="in a store that outlives its job")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     options = parser.parse_args()
     disturbance, sizes = Disturbance(), (4, 16) if options.quick else (24, 512)
-    cases = ((1, 1), (1, 64), (8, 16))
-    rows = [measure(size, n, options.workers, *sizes, options.remote) for size, n in cases]
+    cases, how = ((1, 1), (1, 64), (8, 16)), (options.remote, options.keep)
+    rows = [measure(size, n, options.workers, *sizes, *how) for size, n in cases]
     print_table(list(rows[0]), [list(row.values()) for row in rows])
     if options.json is not None:
         write_json(options.json, document(disturbance, rows))

@@ -38,6 +38,8 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.prompt_ledger import PromptSpec
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.table import Table
@@ -68,6 +70,9 @@ def save_table(
         to.mkdir()
         before = None if before is None else before / to.name
     is_saved = np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
+    if isinstance(table.ledger, KeptLedger):  # it has retired groups that no process reads
+        retired = table.ledger.retired()
+        is_saved[retired[~SelectionPins(table).pinned(retired)]] = False
     for stream in streams:
         is_saved[stream.state.skipped_slots] = True
     slots = np.nonzero(is_saved)[0]
@@ -334,14 +339,20 @@ def _mapped(path: Path, digest: str) -> np.ndarray:
         return found
 
 
-def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) -> None:
-    """Replace slots and rows of a table with room for them, after `open_rows`; requires the lock."""
+def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) -> np.ndarray:
+    """Replace slots and rows of a table with room for them, after `open_rows`; requires the lock.
+
+    Returns the slots of the trajectories, besides retired groups of a kept store.
+    """
     whole, shard, chosen = found.whole, table.spec.shard, division.chosen(_index_of(table))
     assert whole.slots is not None
     records = whole.slots[chosen]
-    placed = reshard.packed(records)
-    table.slots[:, Slot.STATE] = 0
-    table.slots[: len(placed)] = placed
+    if isinstance(table.ledger, KeptLedger) and whole.prompts is not None:
+        table.ledger.begin()
+        slots, placed = table.ledger.place(records, whole.prompts)
+    else:
+        slots, placed = np.arange(len(chosen)), reshard.packed(records)
+        table.slots[:, Slot.STATE] = 0
     order = reshard.in_rows(records)
     extents = np.stack(
         [placed[order, Slot.FIRST_ROW], records[order, Slot.FIRST_ROW], records[order, Slot.NUM_ROWS]], axis=1
@@ -350,12 +361,13 @@ def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) 
         files = list(chain.from_iterable(columns[column.name] for columns in found.columns))
         data = table.columns[column.name]
         if column.rows == "1":
-            data[: len(chosen)] = np.concatenate(files)[chosen]
+            data[slots] = np.concatenate(files)[chosen]
         else:
             _copy_rows(data, files, extents)
-    table.views["retention"][:] = 0
+    table.views["retention"][table.slots[:, Slot.STATE] != SlotState.EVICTED] = 0
     if whole.retention is not None:
-        table.views["retention"][: len(chosen)] = whole.retention[chosen]
+        table.views["retention"][slots] = whole.retention[chosen]
+    table.slots[slots] = placed
     counts = shard is None or shard.index == 0  # for all nodes together
     table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = whole.inserted if counts else (0, 0)
     table.control[Control.QUOTA] = 0
@@ -369,11 +381,14 @@ def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) 
     if table.groups is not None:
         groups = whole.groups if shard is None else reshard.groups_of(whole, division, shard.index)
         assert groups is not None
-        table.groups.restore(groups.records, groups.counts, groups.consumed)
+        words = np.zeros((len(table.slots), groups.records.shape[1]), np.int64)
+        words[slots] = groups.records
+        table.groups.restore(words, groups.counts, groups.consumed)
     if table.ledger is not None and whole.prompts is not None:
         drawn, spec = whole.slots[:, Slot.STATE] == SlotState.EVICTED, table.ledger.spec
         of_stores = np.bincount(division.owner[drawn], minlength=spec.num_stores)
         table.ledger.restore(whole.prompts, of_stores // spec.size)
+    return slots
 
 
 def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
@@ -526,11 +541,13 @@ class TableLoader:
             slots = np.arange(len(division.chosen(_index_of(table))))
             with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
-                    load_rows(table, found, division)
+                    slots = load_rows(table, found, division)
                 for stream in self._streams.get(name, {}).values():
                     stream.state.restore(slots, self._content(name, stream))
                 if found.whole.slots is not None:
                     table.extents.end_all()
+                if table.ledger is not None:
+                    table.ledger.lease(0)
 
     def _content(self, name: str, stream: BatchStream) -> reshard.Content:
         whole, division = self._found[name].whole, self._divisions[name]

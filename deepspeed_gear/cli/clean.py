@@ -14,7 +14,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from deepspeed_gear.store.shared_memory import SHM, remove_garbage, stores
+from deepspeed_gear.errors import show_bytes
+from deepspeed_gear.store.shared_memory import SHM, is_held, is_kept, opened, remove_garbage, stores
 
 _PROC = Path("/proc")
 
@@ -27,17 +28,21 @@ OPTIONS = {
     "--prefix PREFIX": (
         "first part of the names in /dev/shm (gear.shared_memory.prefix)",
         {"default": "gear"},
-    )
+    ),
+    "--kept": "also remove stores that jobs have left to the next one (gear.shared_memory.keep)",
 }
 
 
 def run(args: argparse.Namespace) -> int:
     """Remove stores and buffers that no process is attached to; never those of a running process."""
-    removed = remove_garbage(args.prefix)
+    removed = remove_garbage(args.prefix, args.kept)
     left = remove_unused_buffers()
     for path in [*removed, *left]:
         print(f"removed {path}")
-    print(f"{len(removed)} removed, {len(stores(args.prefix))} in use")
+    kept = [path for path, fd in opened(args.prefix) if is_kept(fd) and not is_held(fd, 0, 0)]
+    for path in kept:
+        print(f"kept {path}, {show_bytes(path.stat().st_size)}: --kept removes it")
+    print(f"{len(removed)} removed, {len(stores(args.prefix)) - len(kept)} in use")
     if left or buffers():
         print(f"DeepSpeed's buffers: {len(left)} removed, {len(buffers())} in use")
     return 0

@@ -25,7 +25,7 @@ DESCRIPTION = (
     "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
     "a checkpoint and what its tables hold; or also what the tables of running processes draw from."
 )
-_LIVING = "show the stores of a running process, or of all of this user, without touching them"
+_LIVING = "show stores of a running process, or all of this user and those that are kept; touch none"
 OPTIONS: Options = {
     "DEST": ("folder of a data set or checkpoint", {"nargs": "?"}),
     "--living PID": (_LIVING, {"nargs": "?", "type": int, "const": 0}),
@@ -197,7 +197,8 @@ def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
         run = {"id": store.run.id, "name": store.run.name or None}
         stores.append({"processes": list(store.processes), "run": run, "bytes": size, **found})
         processes = ", ".join(map(str, store.processes))
-        lines.append(f"table {store.table} of process {processes}: {show_bytes(size)}")
+        of = f"of process {processes}" if processes else "kept without a process"
+        lines.append(f"table {store.table} {of}: {show_bytes(size)}")
         lines += [f"  run           {store.run}", *_lines(found)]
     return {"stores": stores}, lines or ["no process of this user holds a store"]
 

@@ -98,6 +98,9 @@ def check_options(config: GearOptions) -> None:
             _check_prompts(config, table, Part(at, table))
         if table.rate_limiter is not None:
             _check_rate(config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter))
+    if config.shared_memory.keep and all(one.prompts is None for one in config.resolved_tables.values()):
+        rule, remedy = "must not be true without a table with prompts", "give tables.<name>.prompts"
+        Part("gear.shared_memory", config.shared_memory).refuse("keep", rule, remedy)
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))

@@ -59,7 +59,7 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
             table["data"] = {option: table["data"][option] for option in ("split", "replicate")}
     if "table" in section["sampler"]:
         section["sampler"]["table"] = config.sampled_tables[0]
-    section["shared_memory"] = {option: section["shared_memory"][option] for option in ("prefix", "run")}
+    section["shared_memory"] = {name: section["shared_memory"][name] for name in ("prefix", "run", "keep")}
     return section
 
 

@@ -171,6 +171,9 @@ class SharedMemoryConfig(GearModel):
     run: Name64 | None = None
     """Name of the run, by which actors select it where several runs of one config share a node. null: the
     environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."""
+    keep: Flag = False
+    """Whether the store of a table with `prompts` stays when the job ends, however it ends. The next job of
+    this config and `run` holds the groups that are in it, and `gear clean --kept` removes it. One node."""
 
 
 class TransferConfig(GearModel):

@@ -364,6 +364,9 @@ def prompt_spec_of(
     if count > 1 and prompts.order == "completion":
         rule, remedy = "must be lease on several nodes", "their groups are compared by number"
         raise ConfigError(f"{at}.prompts.order", rule, prompts.order, remedy)
+    if config.shared_memory.keep and (count > 1 or prompts.order == "completion"):
+        rule, remedy = "must be false on several nodes, and with the order of completion", "save more often"
+        raise ConfigError("gear.shared_memory.keep", rule, True, remedy)
     # A store alone may have the groups of a batch: where the other ones drop all of theirs.
     least = count * max(-(-(prompts.max_lag + 2) * size.size // count), size.size) * group.max_trajectories
     if slots * count < least:
@@ -381,6 +384,7 @@ def prompt_spec_of(
         key=key_of(name, "prompts"),
         num_stores=count,
         store=store,
+        members=group.size if config.shared_memory.keep else 0,
     )
 
 

@@ -19,7 +19,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
-from deepspeed_gear.errors import LostNodeError, PeerError, show_bytes
+from deepspeed_gear.errors import ConfigError, LostNodeError, PeerError, StoreError, show_bytes
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
@@ -27,11 +27,12 @@ from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.live_stores import new_run_name
-from deepspeed_gear.store.memory_layout import Region, RunIdentity
+from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
 from deepspeed_gear.store.memory_limits import read_file, tightest
 from deepspeed_gear.store.records import Peer
-from deepspeed_gear.store.shared_memory import remove_garbage
+from deepspeed_gear.store.shared_memory import is_held, is_kept, opened, remove_garbage
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
@@ -159,12 +160,14 @@ class ReplayParts:
 
 def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
     """Create the node's stores on one rank and attach the others. Collective. Names are removed as soon as
-    all are attached: no failure after that leaves a file; of a table with writers by a reaper, later.
+    all are attached: no failure after that leaves a file; of a table with writers by a reaper, later; a store
+    that outlives its job keeps its name.
     """
     config, topology, ops = plan.config, plan.topology, plan.ops
     memory, timeout_s = config.shared_memory, config.timeout_s
     named = plan.exchange.agree("naming the run", lambda: new_run_name(memory.run))
-    run_id, named = plan.exchange.broadcast((secrets.token_hex(16), named))
+    kept, new = plan.exchange.agree("the kept store", lambda: _kept(plan, named)), secrets.token_hex(16)
+    run_id, new, named = plan.exchange.broadcast((kept.id if kept else new, new, named))
     if topology.leads_node:
         remove_garbage(memory.prefix)
     tables: dict[str, Table] = {}
@@ -188,7 +191,8 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
             **{stream.name: stream.describe() for stream in of_table if stream.name == TRAIN},
             "writing": writing,
         }
-        file = f"{memory.prefix}-{run_id}-{spec.name}"
+        keeps = memory.keep and spec.prompts is not None
+        file = f"{memory.prefix}-{run_id if keeps else new}-{spec.name}"
         run = RunIdentity(run_id, named, digest(writing["options"]) if writing else "")
 
         def keep(table: Table) -> list[StreamState]:
@@ -198,11 +202,20 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
             return made
 
         def create() -> None:
-            if topology.leads_node:
+            if topology.leads_node and not (keeps and kept):
                 table = Table.create(spec, regions, meaning, run, ops, timeout_s, memory.huge_pages)
                 for state in keep(table):
                     state.initialise()
-                table.memory.link(file, reaped=spec.num_writers > 0)
+                table.memory.link(file, reaped=spec.num_writers > 0 and not keeps, kept=keeps)
+            elif kept and topology.leads_node:
+                layout = table_layout(spec, regions, meaning)
+                table = Table.attach(spec, file, layout, run_id, 0, ops, timeout_s)
+                with table.lock:
+                    assert isinstance(table.ledger, KeptLedger)
+                    table.ledger.begin([region.name for region in regions])
+                    table.peers[1 : topology.num_peers] = 0  # they attach after this
+                    for state in keep(table):
+                        state.initialise()
 
         def attach() -> None:
             if not topology.leads_node:
@@ -211,7 +224,7 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
 
         plan.exchange.agree(f"creating the store of table {spec.name}", create)
         plan.exchange.agree(f"attaching to the store of table {spec.name}", attach)
-        if topology.leads_node and not spec.num_writers:
+        if topology.leads_node and not spec.num_writers and not keeps:
             tables[spec.name].memory.unlink()
 
     try:
@@ -224,6 +237,24 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
             table.close()
         raise
     return tables, states
+
+
+def _kept(plan: Resolved, name: str) -> RunIdentity | None:
+    """Return the run of this name whose job has left its store; None: there is none."""
+    memory, topology = plan.config.shared_memory, plan.topology
+    if not memory.keep or not topology.leads_node:
+        return None
+    if topology.num_nodes > 1:
+        rule, remedy = "must not be true on several nodes", "train on one, or leave it out"
+        raise ConfigError("gear.shared_memory.keep", rule, f"{topology.num_nodes} nodes", remedy)
+    for path, fd in opened(memory.prefix):
+        run = read_header(fd, str(path))[1] if is_kept(fd) else None
+        if run is not None and run.name == name:
+            if is_held(fd, 0, topology.num_peers):
+                rule, remedy = "must have no living rank", "give each job a shared_memory.run of its own"
+                raise StoreError(str(path), rule, None, remedy)
+            return run
+    return None
 
 
 def _advise(tables: Iterable[Table]) -> None:

@@ -24,6 +24,7 @@ from deepspeed_gear.sampling.selection import Selection, SelectionPart, Selectio
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Control, Head, Peer, Position
@@ -264,10 +265,12 @@ class BatchStream:
         """Evict stale trajectories; return whether a batch is selected already. Requires the lock."""
         if key < self._words[Head.KEY]:
             return True
-        if self._is_online and time.monotonic() > self._next_cleaning:
+        ledger = self.table.ledger
+        has_kept = isinstance(ledger, KeptLedger) and ledger.has_groups
+        if self._is_online and (has_kept or time.monotonic() > self._next_cleaning):
             self.table.extents.end_abandoned()
-            if self.table.ledger is not None:
-                self.table.ledger.reclaim()
+            if ledger is not None:
+                ledger.lease(0)  # also holds the kept groups that are admitted by now
             self._next_cleaning = time.monotonic() + _CLEAN_S
         if self.state.staleness is not None and not self._control[Control.SELECTING]:
             self.masses.take_changes()

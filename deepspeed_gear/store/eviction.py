@@ -22,6 +22,7 @@ from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 
 _POLL_S, _AGREE_S = 200e-6, 0.25
+_PARTS = 4  # of a store that is kept one of so many parts of the retired slots is freed at once
 
 
 class Evictor:
@@ -71,8 +72,7 @@ class Evictor:
             if found >= 0:
                 return found
             if not is_clear:
-                self.free_retired()
-                is_clear = True
+                is_clear = self.free_retired()
                 continue
             if found == Refusal.SCATTERED and make_run(self.table, self.readers, num_rows):
                 continue
@@ -103,14 +103,20 @@ class Evictor:
         slots = self.table.extents.retired()
         return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
 
-    def free_retired(self) -> None:
-        """Free retired slots that no selection pins, and those of dead processes. Requires the lock."""
+    def free_retired(self) -> bool:
+        """Free retired slots that no selection pins, and those of dead processes. Requires the lock.
+
+        Of a store that is kept only the oldest ones. Returns whether all are free.
+        """
         self.table.extents.end_abandoned()
         # Open ones are freed by their writers, which have not detected the eviction yet.
-        slots = self._being_read()
-        for slot in slots[~self.readers.pinned(slots)].tolist() if len(slots) else ():
+        slots, prompts = self._being_read(), self.table.spec.prompts
+        free = slots[~self.readers.pinned(slots)].tolist() if len(slots) else []
+        count = -(-len(free) // _PARTS) if prompts is not None and prompts.members else len(free)
+        for slot in free[:count]:
             self.readers.forget(slot)
             self.table.extents.free(slot)
+        return count == len(free)
 
     # ---- waiting ---------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Read-only access to the stores of running processes.
+"""Read-only access to the stores of running processes, and to those that are kept without any.
 
 A store has no name once its ranks are attached, but /proc/PID/fd leads its user to the memory as long as a
 process holds it. It is mapped read-only and no lock is taken, so a reader can neither change nor block a run;
@@ -21,7 +21,7 @@ from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header
 from deepspeed_gear.store.reaper import NAME as REAPER
-from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, opened, opened_file
+from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, is_kept, opened, opened_file
 from deepspeed_gear.store.writer_options import differences, digest, filled
 
 _PROC = Path("/proc")
@@ -32,14 +32,14 @@ class LiveStore:
     """The store of a table of a run."""
 
     table: str  # its name
-    processes: tuple[int, ...]  # ids of the processes attached to it
+    processes: tuple[int, ...]  # ids of the processes attached to it; none: it is kept
     run: RunIdentity
     layout: Layout
     views: dict[str, np.ndarray]  # its regions, read-only; their contents change as the run goes on
 
 
 def living_stores(process: int | None = None) -> list[LiveStore]:
-    """Return the stores of this user's other processes, or of one process.
+    """Return the stores of this user's other processes and those that are kept, or those of one process.
 
     Raises:
         StoreError: The process does not exist, is another user's, or a store of it cannot be read.
@@ -60,9 +60,12 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
                 raise StoreError(f"process {pid}", rule, error.strerror) from error
+    for path, fd in opened(None) if process is None else ():
+        if is_kept(fd):
+            paths.setdefault((os.fstat(fd).st_dev, os.fstat(fd).st_ino), [path])
     stores = []
     for identity, candidates in paths.items():
-        holders = tuple(dict.fromkeys(int(path.parts[2]) for path in candidates))
+        holders = tuple(dict.fromkeys(int(path.parts[2]) for path in candidates if path.parent != SHM))
         for path in candidates:  # the first that is still open
             store = _open(path, identity, holders, strict=process is not None)
             if store is not None:

@@ -34,6 +34,7 @@ HEADER = np.dtype(
 )
 MUTEX_OFFSET, MUTEX_BYTES = 256, 128
 HOLDER_OFFSET = MUTEX_OFFSET + MUTEX_BYTES  # int64: process id while the lock is held, 0 otherwise
+KEPT_OFFSET = HOLDER_OFFSET + 8  # a byte: 1 if the file stays where no process is attached
 
 
 @dataclass(frozen=True)

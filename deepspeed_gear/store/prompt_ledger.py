@@ -100,6 +100,7 @@ class PromptSpec:
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
+    members: int = 0  # trajectories of a group, if the store outlives its job (`KeptLedger`); else 0
     num_stores: int = 1
     store: int = 0  # index of this one
 
@@ -115,6 +116,7 @@ class PromptSpec:
     def regions(self) -> list[Region]:
         """Return the regions of the ledger in a store."""
         return [
+            *([Region("life_words", "int64", (8,))] if self.members else []),
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
@@ -250,6 +252,9 @@ class PromptLedger:
     def lease(self, count: int) -> list[LeasedPrompt]:
         """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
         self.reclaim()
+        return self._take(count)
+
+    def _take(self, count: int) -> list[LeasedPrompt]:
         words, spec, version = self.counts, self.spec, version_of(self.spec, self._views)
         if version < 0:
             return []
@@ -522,7 +527,9 @@ def version_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
 
 
 def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
-    """Return how many groups of this store are in untrained batches. Cost: a pass over the slots."""
+    """Return how many groups of this store are in untrained batches. Cost: of several, a pass over slots."""
+    if spec.num_stores == 1:
+        return (int(views["stream/train/position"][Head.KEY]) - trained_batches(views)) * spec.groups
     is_drawn = views["slots"][:, Slot.STATE] == SlotState.EVICTED
     is_drawn &= views["stream/train/last_drawn"] >= trained_batches(views)
     return int(is_drawn.sum()) // spec.size

@@ -4,7 +4,8 @@ A file is created under no name, allocated, initialised and only then linked, so
 store. Each attached process holds a lock on one byte of the file; the kernel releases it when the process
 ends, however it ends. The lock belongs to an open file of its own: a map holds its open file, so that the map
 of a forked child would keep the lock. A file on which no process holds a lock is garbage: the last process to
-detach unlinks it, else its reaper does, else `remove_garbage`. All of them lock the whole file first.
+detach unlinks it, else its reaper does, else `remove_garbage`. All of them lock the whole file first. A store
+that is kept is no garbage.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
 from deepspeed_gear.liveness import hold, release
-from deepspeed_gear.store.memory_layout import MAGIC
+from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
 from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
 from deepspeed_gear.timeouts import wait_until
@@ -143,14 +144,15 @@ class SharedMemory:
         whole: Any = self.buffer.obj
         whole.madvise(option, first, self.num_bytes - first if num_bytes is None else num_bytes)
 
-    def link(self, name: str, reaped: bool = False) -> None:
+    def link(self, name: str, reaped: bool = False, kept: bool = False) -> None:
         """Name the initialised memory in /dev/shm. FileExistsError: the name is taken.
 
         A reaper (`reaped`) removes the name however the last process ends (20 ms, a process of 9 MB); if none
         can be started, a warning is logged. Without one, a name whose processes are all killed stays until
-        `remove_garbage`.
+        `remove_garbage`; a `kept` one stays however they end.
         """
         path, reaper = file_path(name), None
+        os.pwrite(self.fd, bytes([kept]), KEPT_OFFSET)
         try:
             reaper = self._reaper(path) if reaped else None
             # With a directory's descriptor Python calls linkat, which follows the symbolic link.
@@ -290,9 +292,11 @@ def _refuse_no_descriptor(path: Path, error: OSError) -> None:
         raise StoreError(str(path), rule, error.strerror, remedy) from error
 
 
-def _unlink_if_garbage(fd: int, path: Path) -> bool:
+def _unlink_if_garbage(fd: int, path: Path, kept: bool = False) -> bool:
     """Remove a store to which no process is attached. Of racing callers exactly one succeeds."""
-    if path == SHM or os.pread(fd, len(MAGIC), 0) != MAGIC or not try_lock(fd, fcntl.F_WRLCK, 0, WHOLE):
+    if path == SHM or os.pread(fd, len(MAGIC), 0) != MAGIC or (is_kept(fd) and not kept):
+        return False
+    if not try_lock(fd, fcntl.F_WRLCK, 0, WHOLE):
         return False
     return unlink_same(str(path), fd)
 
@@ -307,11 +311,16 @@ def is_held(fd: int, first: int, count: int) -> bool:
     return _record_lock(fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, first, count) != fcntl.F_UNLCK
 
 
-def opened(prefix: str) -> Iterator[tuple[Path, int]]:
-    """Iterate over this user's store files of a prefix, living or not, each open during its turn.
+def is_kept(fd: int) -> bool:
+    """Return whether a store stays where no process is attached."""
+    return os.pread(fd, 1, KEPT_OFFSET) == b"\1"
+
+
+def opened(prefix: str | None) -> Iterator[tuple[Path, int]]:
+    """Iterate over this user's store files of a prefix (None: any), living or not, each open in its turn.
     ConfigError: it could lead out of /dev/shm; StoreError: too many files are open.
     """
-    pattern = f"{glob.escape(file_path(prefix).name)}-*"
+    pattern = "*" if prefix is None else f"{glob.escape(file_path(prefix).name)}-*"
     try:
         paths = sorted(SHM.glob(pattern))
     except OSError as error:
@@ -342,11 +351,14 @@ def living(prefix: str) -> list[Path]:
     return [path for path, fd in opened(prefix) if is_held(fd, 0, WHOLE)]
 
 
-def remove_garbage(prefix: str) -> list[Path]:
-    """Remove the stores of runs that have ended, and return them; never one that a process is attached to."""
+def remove_garbage(prefix: str, kept: bool = False) -> list[Path]:
+    """Remove the stores of runs that have ended, and return them; never one that a process is attached to.
+
+    Those that are kept go if `kept`.
+    """
     removed = []
     for path, fd in opened(prefix):
-        if _unlink_if_garbage(fd, path):
+        if _unlink_if_garbage(fd, path, kept):
             removed.append(path)
         else:
             _await_removal(fd)  # by its reaper, where the run has just ended

@@ -16,11 +16,12 @@ import torch
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
-from deepspeed_gear.errors import StoreError, StoreFullError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.groups import TableGroups
+from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
@@ -30,6 +31,7 @@ from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.shared_memory import SharedMemory, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
+from deepspeed_gear.store.writer_options import differences
 
 
 class Table:
@@ -92,7 +94,9 @@ class Table:
         self.ledger: PromptLedger | None = None
         if spec.group is not None:
             if spec.prompts is not None:
-                self.ledger = PromptLedger(spec.prompts, views, self.columns[spec.group.column], memory)
+                given = spec.prompts, views, self.columns[spec.group.column], memory
+                keeps = spec.prompts.members > 0
+                self.ledger = KeptLedger(*given, self.extents) if keeps else PromptLedger(*given)
             extents = self.extents if spec.dataset is None else None
             self.groups = TableGroups(
                 spec.name, spec.group, spec.schema, views, self.columns, extents, self.ledger
@@ -143,16 +147,19 @@ class Table:
         ops: Ops,
         timeout_s: float,
     ) -> Table:
-        """Attach to a store of another process; StoreError: no store of this user, this run or its layout."""
+        """Attach to a store of another process of the node.
+
+        StoreError: no store of this user or this run; ConfigError: its layout differs.
+        """
         memory = SharedMemory.attach(name, peer)
         try:
             layout, found = read_header(memory.fd, str(memory.path))
             if found.id != run_id:
                 raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
             if layout.digest != expected.digest:
-                raise StoreError(
-                    str(memory.path), "must have the layout that this process expects", layout.description
-                )
+                differing = differences(expected.meaning, layout.meaning, "store") or [layout.description]
+                rule, remedy = "must have the layout that this process expects", "use `gear clean --kept`"
+                raise ConfigError(str(memory.path), rule, "; ".join(differing), remedy)
             table = cls(spec, memory, layout, ops, timeout_s)
             table.claim_peer(peer)
             return table

@@ -156,6 +156,8 @@ class RolloutWorker(ProcessBound):
         self._writer.check_goes_on()
 
         def take() -> list[LeasedPrompt] | None:
+            if self._spec.members and not self._writer.run_goes_on:
+                return None  # until the next job attaches to the store
             with self._table.lock:
                 found = self._ledger.lease(wanted)
                 if not found and self._table.groups is not None:
@@ -192,12 +194,12 @@ class RolloutWorker(ProcessBound):
         """Add the group of a lease, as `Lease.commit`."""
         self._writer.check_goes_on()
         checked, table, names = self._checked(lease, trajectories), self._table, self._table.spec.schema.names
-        slots, ids = list[int](), list[int]()
+        slots, ids, version = list[int](), list[int](), lease.version
 
         def publish() -> None:
             for slot, (_, _, present) in zip(slots, checked, strict=True):
                 ids.append(table.commit(slot, int(self._position[Head.KEY])))
-                table.views["retention"][slot, SlotRetention.PRESENT] = present
+                table.views["retention"][slot, SlotRetention.PRESENT : SlotRetention.OPEN] = present, version
 
         try:
             for columns, num_steps, _ in checked:

@@ -17,6 +17,7 @@ from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.sampling.mass_rules import check_weights
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
+from deepspeed_gear.store.shared_memory import is_kept
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
@@ -230,7 +231,7 @@ class TrajectoryWriter(ProcessBound, PublicNames):
     # ---- end -------------------------------------------------------------------------------------
 
     def check_goes_on(self, at_once: bool = False) -> None:
-        """Raise a StoreError unless the writer is open and a rank of the run is attached.
+        """Raise a StoreError unless the writer is open, and a rank is attached or the store is kept.
 
         Unless `at_once`, it looks for the rank only if the last time was longer than `_CHECK_S` ago.
         """
@@ -242,7 +243,7 @@ class TrajectoryWriter(ProcessBound, PublicNames):
             raise StoreError(name, "must be open", None, remedy)
         if at_once or now - self._looked > _CHECK_S:
             self._looked = now
-            if not self._table.has_living_rank:
+            if not self._table.has_living_rank and not is_kept(self._table.memory.fd):
                 raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
 
     @property

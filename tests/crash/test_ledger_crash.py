@@ -134,3 +134,36 @@ def test_death_while_groups_are_dropped_for_their_age() -> None:
         assert numbers in ([6, 6, 7, 7], [8, 8, 9, 9])  # the first two may be lost, as above
         stream.release(2)
         assert check(table, [stream])["dropped"]["too old"] == 2
+
+
+def cleared(table: Any) -> list[str]:
+    return [name for name in table.views if name.startswith("stream/")]
+
+
+def test_a_start_that_dies_at_any_line_begins_anew() -> None:
+    """Of a job in a store that is kept, which has groups that wait and one that was drawn."""
+
+    def make() -> StoreScene:
+        found = scene(replace(PROMPTS, members=2))
+        for one in lease(found.table, 6)[:5]:
+            commit(found.table, one)
+        found.streams[0].get(0)
+        found.streams[0].release(0)
+        return found
+
+    def act(table: Any, streams: Any) -> None:
+        with table.lock:
+            table.ledger.begin(cleared(table))
+            streams[0].state.initialise()
+        lease(table, 2)
+
+    for found in every_death(make, act, STRIDE):
+        table, streams = found.table, found.streams
+        table.recoveries.clear()  # as of a worker, which has no streams
+        check(table, [])
+        with table.lock:
+            table.ledger.begin(cleared(table))
+            streams[0].state.initialise()
+        assert check(table, streams)["issued"] == 0
+        assert [one.number for one in lease(table, 1)] == [5]
+        assert check(table, streams)["waiting"] == 5

@@ -284,7 +284,7 @@ WRONG = refusals(
     gear.data.pth is not an option; did you mean 'path'? (also: gear.data.path must be given; it is a
     non-empty string)
 {"shared_memory": {"strict": true}}
-    gear.shared_memory.strict is not an option; known are prefix, huge_pages, run
+    gear.shared_memory.strict is not an option; known are prefix, huge_pages, run, keep
 # Wrong types: nothing is converted.
 {"seed": "3"}
     gear.seed must be an integer in [0, 2^63), got '3'; write it without quotes

@@ -15,7 +15,7 @@ from gear_support import SHM, prefix, shared_files, trajectory
 from store_support import StoreScene, store_trajectory
 
 from deepspeed_gear.data.trajectory_checks import check_trajectory
-from deepspeed_gear.errors import DataError, StoreError, StoreFullError
+from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.memory_layout import HEADER, Layout
 
@@ -147,7 +147,7 @@ def test_attach_refuses(scenes: Any, num_bytes: Callable[[StoreScene], int] | No
 
 
 def test_attach_refuses_another_layout(scene: StoreScene) -> None:
-    with pytest.raises(StoreError, match="must have the layout that this process expects"):
+    with pytest.raises(ConfigError, match="must have the layout that this process expects"):
         scene.attach(1, expected=Layout.of([], {"table": "main"}))
 
 

@@ -1,0 +1,179 @@
+"""Ledger of a store that outlives its job: numbers whose groups it still has are held, not generated again.
+
+A group that was drawn, and one that a load does not know, is retired: its rows stay until writers need them.
+Where its number is to be leased, the group is committed again instead. So a new job and a load only retire
+what the store has (`begin`), and may die at any instruction: whole groups are found again by their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.group_spec import SlotGroup
+from deepspeed_gear.store.prompt_ledger import (
+    Entry,
+    EntryState,
+    LeasedPrompt,
+    PromptCount,
+    PromptLedger,
+    PromptSpec,
+    may_lease,
+)
+from deepspeed_gear.store.records import Control, Head, SlotRetention
+from deepspeed_gear.store.row_allocator import RowAllocator
+from deepspeed_gear.store.shared_memory import SharedMemory
+
+Views = Mapping[str, np.ndarray]
+# Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by `begin`;
+# numbers below _END may have retired groups; leases up to _TOKEN are from before the latest start or load.
+_IS_BEGUN, _END, _TOKEN = range(3)
+
+
+class KeptLedger(PromptLedger):
+    """The ledger of a table whose store outlives its job. Every method requires the table's lock."""
+
+    def __init__(
+        self, of: PromptSpec, views: Views, numbers: np.ndarray, memory: SharedMemory, extents: RowAllocator
+    ) -> None:
+        super().__init__(of, views, numbers, memory)
+        self._extents, self._life = extents, views["life_words"]
+        self._num_ranks = len(views["stream/train/consumed"])
+
+    def lease(self, count: int) -> list[LeasedPrompt]:
+        """Lease numbers as in any ledger; those that have a group are held instead."""
+        self.reclaim()
+        if self._life[_IS_BEGUN] and self._memory.peer >= self._num_ranks:
+            return []
+        self._life[_IS_BEGUN] = 0
+        found, held = list[LeasedPrompt](), list[int]()
+        selected = int(self._position[Head.KEY]) * self.spec.groups
+        while (number := self._next) < self._life[_END]:
+            slots = self.retired(number)
+            version = int(self._views["retention"][slots, SlotRetention.POLICY_VERSION].min(initial=1 << 62))
+            busy = int(((self._states != EntryState.FREE) & (self._of_entries < number)).sum())
+            in_time = may_lease(selected + busy, version, self.spec.groups, self.spec.max_lag)
+            is_kept = in_time and len(slots) == self.spec.members
+            taken = self._take(1) if is_kept or len(found) < count else []
+            if not taken:
+                break
+            if is_kept:
+                self.own(taken[0])[Entry.VERSION] = version
+                super().commit(taken[0], partial(self._revive, slots), len(slots))
+                held += slots.tolist()
+            else:
+                self._free(slots)
+                found += taken
+        else:
+            found += self._take(count - len(found))
+        if held:
+            self._extents.rebuild()
+        for slot in held:
+            self._extents.note(slot)
+        return found
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a number that was not issued yet may have a retired group."""
+        return bool(self.counts[PromptCount.ISSUED] < self._life[_END] or self._life[_IS_BEGUN])
+
+    @property
+    def _next(self) -> int:
+        """The number that is leased next."""
+        returned = self._of_entries[self._states == EntryState.RETURNED]
+        return int(returned.min(initial=self.counts[PromptCount.ISSUED]))
+
+    def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
+        """Publish a group; of a lease from before, whose number is open, as a retired one."""
+        number, is_open = lease.number, False
+        if lease.token <= self._life[_TOKEN] and not len(self.retired(number)):
+            is_returned = self._of_entries[self._states == EntryState.RETURNED] == number
+            is_open = bool(number >= self.counts[PromptCount.ISSUED] or is_returned.any())
+        if not is_open:
+            super().commit(lease, publish, members)
+            return
+        self._life[_END] = max(int(self._life[_END]), number + 1)
+        publish()
+        self._retire_others()
+
+    def renew(self, lease: LeasedPrompt) -> None:
+        if lease.token > self._life[_TOKEN]:
+            super().renew(lease)
+
+    def retired(self, number: int | None = None) -> np.ndarray:
+        """Return the retired slots, or those of a number. [n], int64."""
+        is_retired = self._slots[:, Slot.STATE] == SlotState.EVICTED
+        return np.nonzero(
+            is_retired if number is None else is_retired & (self.numbers[: len(is_retired)] == number)
+        )[0]
+
+    def _revive(self, slots: np.ndarray) -> None:
+        """Commit retired trajectories again, as new ones; the caller rebuilds what follows from slots."""
+        control = self._extents.control
+        self._slots[slots, Slot.ID] = control[Control.NEXT_ID] + np.arange(len(slots))
+        control[Control.NEXT_ID] += len(slots)
+        self._views["groups"][slots], self._views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0, 0
+        self._slots[slots, Slot.STATE] = SlotState.COMMITTED
+
+    def _retire_others(self) -> None:
+        """Retire committed trajectories of numbers that are not held."""
+        committed = np.nonzero(self._slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        held = self._of_entries[self._states == EntryState.HELD]
+        leaving = self._views["groups"][committed, SlotGroup.LEAVING] != 0
+        for slot in committed[~leaving & ~np.isin(self.numbers[committed], held)].tolist():
+            self._extents.retire(slot)
+
+    def _free(self, slots: np.ndarray) -> None:
+        for slot in slots.tolist():
+            self._extents.free(slot)
+
+    def begin(self, cleared: Sequence[str] = ()) -> None:
+        """Retire whole groups, free the rest, and begin at number 0; `cleared` regions become 0."""
+        life, counts, states = self._life, self.counts, self._slots[:, Slot.STATE]
+        life[_IS_BEGUN] = 1
+        life[_TOKEN] = leases = max(int(counts[PromptCount.LEASES]), int(life[_TOKEN]))
+        states[states == SlotState.COMMITTED] = SlotState.EVICTED
+        is_rank = self._slots[:, Slot.OWNER] < self._num_ranks
+        states[(states == SlotState.RESERVED) & is_rank] = SlotState.FREE
+        retired = self.retired()
+        numbers, index, sizes = np.unique(self.numbers[retired], return_inverse=True, return_counts=True)
+        states[retired[sizes[index] != self.spec.members]] = SlotState.FREE
+        life[_END] = numbers.max(initial=-1) + 1
+        self._states[:], self._left[:], self._reasons[:], counts[:] = EntryState.FREE, 0, b"", 0
+        counts[PromptCount.LEASES] = leases
+        for name in (*cleared, "groups", "group_counts"):
+            self._views[name][:] = 0
+        self._views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
+        self._extents.rebuild()
+
+    def place(self, records: np.ndarray, saved: Views) -> tuple[np.ndarray, np.ndarray]:
+        """Reserve slots and rows for a checkpoint's trajectories after `begin`; return them and the records.
+
+        Frees retired groups that the saved ledger holds or has counted, and others where there is no room.
+        Records of trajectories that fit into the store: [n, 8] -> [n] and [n, 8], int64.
+        """
+        entries, retired, moved = saved["prompt_entries"], self.retired(), records.copy()
+        is_open = np.isin(entries[:, Entry.STATE], (EntryState.LEASED, EntryState.RETURNED))
+        numbers, issued = self.numbers[retired], saved["prompt_counts"][PromptCount.ISSUED]
+        self._free(retired[(numbers < issued) & ~np.isin(numbers, entries[is_open, Entry.NUMBER])])
+        sizes = records[:, [Slot.NUM_ROWS, Slot.NUM_STEPS]].tolist()
+        while True:
+            placed = np.array([self._extents.reserve(*one) for one in sizes], np.int64)
+            if (placed >= 0).all():
+                moved[:, Slot.FIRST_ROW] = self._slots[placed, Slot.FIRST_ROW]
+                return placed, moved
+            retired = self.retired()
+            assert len(retired), "no other process holds rows"
+            last = retired[np.argsort(self.numbers[retired])][len(retired) // 2 :]
+            self._free(np.concatenate([placed[placed >= 0], last]))
+
+    def recover(self, retire: Callable[[int], None]) -> None:
+        """Repair as any ledger does; a start or load that was not finished begins anew."""
+        if self._life[_IS_BEGUN]:
+            self.begin()
+        else:
+            super().recover(retire)
+            self._retire_others()

@@ -1,0 +1,210 @@
+"""Stores that outlive their jobs: what a next job finds, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from gear_support import prefix, run_command, shared_files
+from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+
+from deepspeed_gear import ConfigError, LeaseExpiredError, Replay, RolloutWorker, StoreError
+from deepspeed_gear.cli import clean, inspect
+from deepspeed_gear.replay import builder
+from deepspeed_gear.store.shared_memory import remove_garbage
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_prompts(tmp_path / "prompts", 50)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    remove_garbage(prefix(), kept=True)
+
+
+def kept(data: Path, max_lag: int = 1, keep: bool = True, **options: Any) -> dict[str, Any]:
+    """Return a gear section with a store that is kept; batches of 3 groups."""
+    found = ledger_section(data, {"max_lag": max_lag, "lease_s": 60.0}, timeout_s=5.0, **options)
+    found["shared_memory"]["keep"] = keep
+    return found
+
+
+def commit(leases: Any) -> list[int]:
+    return [lease.number for lease in leases if lease.commit(responses(lease))]
+
+
+def train(replay: Replay) -> list[int]:
+    """Train a rollout batch; return its numbers."""
+    rollout = replay.rollout()
+    numbers: list[int] = rollout.values("prompt")[::SIZE].tolist()
+    for step in rollout:
+        list(step)
+    return numbers
+
+
+def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> None:
+    config = kept(data)
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        run = replay.run
+        commit(worker.lease(6)[:4])  # 0 to 3; leases of 4 and 5 are open
+        assert train(replay) == [0, 1, 2]
+        replay.save(tmp_path / "saved")
+        last = worker.lease(3)
+        commit(last[:2])
+        books = check_books(replay)
+        assert books["leased"] == 3
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        assert replay.run == run
+        assert worker.lease(timeout_s=0) == []  # until a rank asks
+        replay.load(tmp_path / "saved")
+        assert check_books(replay)["waiting"] == 1
+        leases = worker.lease(9)
+        books = check_books(replay)
+        assert (books["issued"], books["waiting"], books["trained"]) == (9, 3, 3)
+        assert sorted(commit(leases)) == [4, 5, 8]
+        assert [train(replay), train(replay)] == [[3, 4, 5], [6, 7, 8]]
+        assert check_books(replay)["largest_lag"] == 1
+    with Replay(config) as replay:  # without a checkpoint: 0 to 2 were drawn before it
+        worker = replay.rollout_worker()
+        assert commit(worker.lease(9)) == [0, 1, 2]
+        assert train(replay) == [0, 1, 2]
+        assert check_books(replay)["largest_lag"] == 0
+        assert worker.lease(timeout_s=0) == []
+        assert [train(replay), check_books(replay)["waiting"]] == [[3, 4, 5], 3]
+
+
+def test_commits_of_leases_from_before(data: Path, tmp_path: Path) -> None:
+    config = kept(data, max_lag=0)
+    with Replay(config) as replay:
+        worker = RolloutWorker.attach(config)
+        replay.save(tmp_path / "saved")
+        first = worker.lease(3)
+        commit(first[1:2])
+    assert worker.lease(timeout_s=0.01) == []  # waits for the next job
+    commit(first[2:])  # while none lives
+    with Replay(config) as replay:
+        first[0].heartbeat()
+        commit(first[:1])  # before its number is leased
+        with pytest.raises(LeaseExpiredError):
+            commit(first[:1])
+        replay.load(tmp_path / "saved")
+        books = check_books(replay)
+        assert (books["issued"], books["waiting"], books["leased"]) == (3, 3, 0)
+        assert train(replay) == [0, 1, 2]
+        late, failed, other = worker.lease(3)
+        commit([other])
+    with Replay(config) as replay:
+        assert train(replay) == [0, 1, 2]
+        again = worker.lease(9)
+        assert [lease.number for lease in again] == [3, 4]
+        for change in (partial(commit, [late]), partial(failed.fail, "late")):
+            with pytest.raises(LeaseExpiredError):
+                change()
+        again[0].fail("no answer")
+        commit([late])  # its number came back
+        assert [lease.number for lease in worker.lease(9, timeout_s=0)] == []
+        assert check_books(replay)["waiting"] == 2
+        worker.close()
+
+
+def test_groups_that_would_be_too_old_are_generated_again(data: Path) -> None:
+    config = kept(data, max_lag=0)
+    with Replay(config) as replay:
+        worker = replay.rollout_worker()
+        worker.lease(3)[0].fail("too long", retry=False)
+        commit(worker.lease(1))  # 3, in the batch of 1 and 2
+        assert check_books(replay)["dropped"] == {"too long": 1}
+    with Replay(config) as replay:
+        worker = replay.rollout_worker()
+        commit(worker.lease(9))
+        assert train(replay) == [0, 1, 2]
+        assert commit(worker.lease(9)) == [3, 4, 5]  # its version is 0
+        assert train(replay) == [3, 4, 5]
+
+
+def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(data: Path, tmp_path: Path) -> None:
+    config = kept(data, max_lag=0, capacity_trajectories=6 * SIZE, remove="none")
+    with Replay(config) as replay:
+        worker = replay.rollout_worker()
+        for batch in range(5):
+            assert commit(worker.lease(9)) == [3 * batch + place for place in range(3)]
+            train(replay)
+            if batch == 2:
+                replay.save(tmp_path / "saved")
+                assert len(list((tmp_path / "saved").rglob("slots.npy"))) == 1
+    for load in (True, False):  # it has room for two batches
+        with Replay(config) as replay:
+            worker = replay.rollout_worker()
+            if load:
+                replay.load(tmp_path / "saved")
+                assert worker.lease(timeout_s=0) == []
+                assert [train(replay), train(replay)] == [[9, 10, 11], [12, 13, 14]]
+            else:
+                assert commit(worker.lease(9)) == [0, 1, 2]
+            assert check_books(replay)["dropped"] == {}
+
+
+def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None:
+    other = write_prompts(tmp_path / "other", 8)
+    with Replay(kept(data)) as replay:
+        run = replay.run
+        with pytest.raises(StoreError, match=r"no living rank.*a shared_memory\.run of its own"):
+            Replay(kept(data))
+    wrong = [
+        (kept(data, capacity_trajectories=100), r"num_slots: 100 here, 200 there.*clean --kept"),
+        (kept(other), r"store\.sizes\.prompts\.fingerprint: "),
+        (kept(data, max_lag=2), r"store\.sizes\.prompts\.max_lag: 2 here, 1 there"),
+        (kept(data, seed=3), r"store\.seed: 3 here, 0 there"),
+    ]
+    for config, match in wrong:
+        with pytest.raises(ConfigError, match=match):
+            Replay(config)
+    named = kept(data)
+    named["shared_memory"]["run"] = "second"
+    with Replay(named) as replay:
+        assert replay.run != run
+    with Replay(kept(data)) as replay:
+        assert replay.run == run
+    plain = kept(data)
+    del plain["tables"]["main"]["prompts"]
+    with pytest.raises(
+        ConfigError, match=r"shared_memory\.keep must not be true without a table with prompts"
+    ):
+        Replay(plain)
+    memory = SimpleNamespace(keep=True)
+    topology: Any = SimpleNamespace(leads_node=True, num_nodes=2)
+    plan: Any = SimpleNamespace(config=SimpleNamespace(shared_memory=memory), topology=topology)
+    with pytest.raises(ConfigError, match="keep must not be true on several nodes, got '2 nodes'"):
+        builder._kept(plan, "")
+
+
+def test_a_kept_store_is_listed_and_removed(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = kept(data)
+    with Replay(config) as replay:
+        worker, run = RolloutWorker.attach(config), replay.run
+        commit(worker.lease(2))
+    with Replay(kept(data, keep=False)) as replay:  # another job leaves it alone
+        assert replay.run != run
+    (name,) = shared_files(prefix())
+    assert run_command(clean, "--prefix", prefix()) == 0
+    assert "0 removed, 1 in use" in capsys.readouterr().out
+    assert worker.lease(timeout_s=0) == []
+    worker.close()
+    run_command(clean, "--prefix", prefix())
+    assert f"kept /dev/shm/{name}, " in capsys.readouterr().out
+    assert run_command(inspect, "--living") == 0
+    text = capsys.readouterr().out
+    assert "table main kept without a process: " in text
+    assert "2 issued: 0 trained, 0 in training, 2 complete" in text
+    with Replay(config):
+        run_command(clean, "--prefix", prefix(), "--kept")
+    assert shared_files(prefix()) == [name]
+    run_command(clean, "--prefix", prefix(), "--kept")
+    assert shared_files(prefix()) == []
