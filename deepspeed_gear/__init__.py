@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from deepspeed_gear.replay.rollout import TrainStep as TrainStep
     from deepspeed_gear.schema import Column as Column
     from deepspeed_gear.schema import Schema as Schema
+    from deepspeed_gear.writer.fill_worker import FillLease as FillLease
+    from deepspeed_gear.writer.fill_worker import FillWorker as FillWorker
     from deepspeed_gear.writer.partial_publish import CompletedTrajectory as CompletedTrajectory
     from deepspeed_gear.writer.rollout_worker import Lease as Lease
     from deepspeed_gear.writer.rollout_worker import RolloutWorker as RolloutWorker
@@ -75,6 +77,7 @@ _NAMES = {  # public names by module
     "replay.normalizer": "Normalizer",
     "replay.rollout": "Rollout TrainStep",
     "schema": "Column Schema",
+    "writer.fill_worker": "FillLease FillWorker",
     "writer.partial_publish": "CompletedTrajectory",
     "writer.rollout_worker": "Lease RolloutWorker",
     "writer.trajectory_writer": "TrajectoryWriter",

@@ -91,8 +91,6 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         self.host_source = samples.source
         self.arrival: Any = None  # event that the device's stream must wait for
 
-    # ---- fields ----------------------------------------------------------------------------------
-
     @overload
     def __getitem__(self, key: str) -> torch.Tensor: ...
 
@@ -223,8 +221,6 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         records[:, Resolution.SLOT] = self._host_origin.to(records.device)
         return records
 
-    # ---- samples ---------------------------------------------------------------------------------
-
     @property
     def valid(self) -> torch.Tensor:
         """False for samples that only fill up the last batch of an evaluation pass. [B], bool."""
@@ -303,8 +299,6 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     def relabelled(self) -> torch.Tensor:
         """Which samples have a goal that was achieved instead of their own. [B], bool."""
         return self.goal_step >= 0
-
-    # ---- parts -----------------------------------------------------------------------------------
 
     def _taken(self, key: Samples) -> Batch:
         take = _taker(key, self.num_samples)
@@ -401,8 +395,6 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         made._host_origin = optional("origin", lambda b: _slots(b._host_origin, b.host_records))
         made.host_source = optional("source", lambda b: _sources(b.host_source, b.host_records))
         return made
-
-    # ---- forms -----------------------------------------------------------------------------------
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch with a function applied to every tensor; shared masks stay shared.

@@ -540,9 +540,6 @@ def affine(
     return tiled(mean), tiled(gain)
 
 
-# ---- packs -------------------------------------------------------------------------------------------
-
-
 class PackGatherer:
     """Gathers packs from one table. Not thread-safe."""
 

@@ -114,7 +114,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
     """
 
-    _internal = frozenset({"host_source", "pack_shape", "reported"})
+    _internal = frozenset({"flat", "host_source", "pack_shape", "reported"})
 
     def __init__(
         self,
@@ -129,8 +129,6 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         self._tensors, self.pack_shape, self._loss, self._sources = tensors, shape, loss, sources
         self._device, self._token = device, token
         self.targets = targets
-
-    # ---- fields ----------------------------------------------------------------------------------
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a field.
@@ -198,8 +196,6 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             has = f"there are: {', '.join(self._sources.opaque) or 'none'}"
             raise FieldError(f"opaque field {name!r}", "must be in the micro batch", None, has)
         return self._sources.opaque[name]
-
-    # ---- sequences -------------------------------------------------------------------------------
 
     @property
     def num_trajectories(self) -> int:
@@ -269,8 +265,6 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows
         return inputs | PackedModel(model).inputs(self, is_slice)
 
-    # ---- loss ------------------------------------------------------------------------------------
-
     @property
     def loss_mask(self) -> torch.Tensor:
         """Which places count in the loss: those that predict a token of the loss mask. [1, N], bool."""
@@ -298,7 +292,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values, 0 outside of the loss mask. [N], float32."""
-        flat = self._flat("values", values)
+        flat = self.flat("values", values)
         # Selected before they are multiplied: 0 * NaN is NaN, also in the gradient.
         return torch.where(
             self._loss.mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)
@@ -346,24 +340,25 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         return sums[owner].view(values.shape)
 
     def fill(self, **columns: torch.Tensor) -> None:
-        """Give per-step columns of this micro batch to its rollout batch, as `Rollout.forward` asks.
+        """Give columns of this micro batch to its rollout batch or table, as `forward` of either asks.
 
         Args:
-            **columns: Where the token is predicted, as the other fields. [1, N] or [N].
+            **columns: Where the token is predicted, [1, N] or [N]; of a table's per-trajectory column [S].
         Raises:
-            ShapeError: Another shape.
-            FieldError: The micro batch is not one of `Rollout.forward`, or a column is not one that it names.
+            ShapeError, DataError: Another shape; or a value is not finite, and the table's must be.
+            FieldError: The micro batch is not one of `forward`, or a column is not one that it names.
         """
         if self._sources.fill is None:
-            rule = "must be filled in micro batches of Rollout.forward"
+            rule = "must be filled in micro batches of Rollout.forward or Replay.forward"
             remedy = "for example rollout.forward('old_logp')"
             raise FieldError(f"columns {', '.join(columns)}", rule, None, remedy)
-        self._sources.fill(self, {name: self._flat(name, values) for name, values in columns.items()})
+        self._sources.fill(self, columns)
 
-    def _flat(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        rows = self._loss.mask.numel()
+    def flat(self, name: str, values: torch.Tensor, rows: int | None = None) -> torch.Tensor:
+        """Return values of this rank's places, or of other rows, in one dimension; ShapeError: others."""
+        rows = self._loss.mask.numel() if rows is None else rows
         if not isinstance(values, torch.Tensor) or values.numel() != rows or values.dim() not in (1, 2):
             got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             rule = f"must have shape [1, {rows}] or [{rows}]"
-            raise ShapeError(name, rule, got, "one value for each place")
+            raise ShapeError(name, rule, got, "one value for each place, or for each trajectory")
         return values.reshape(-1)

@@ -121,8 +121,6 @@ class PackedModel:
             given["cu_seq_lens_q"] = micro.cu_seqlens
         return given
 
-    # ---- what is known -----------------------------------------------------------------------------
-
     def _check_family(self) -> None:
         """Raise unless logits of this class of models are known to be of its places and their past alone."""
         if self.family not in BY_POSITIONS | BY_MASKS | BY_KERNELS.keys():

@@ -85,9 +85,6 @@ class ShardDivision:
         return np.nonzero(self.owner == index)[0]
 
 
-# ---- merging -------------------------------------------------------------------------------------
-
-
 def merge(shards: Sequence[SavedShard]) -> SavedShard:
     """Merge the shards of a table: rows come shard after shard; priority updates by id have slot -1."""
     before = _before([shard.num_slots for shard in shards])
@@ -218,9 +215,6 @@ def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndar
         return np.full(len(wanted), -1, np.int64)
     at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
     return np.where(known[at] == wanted, values[at], -1)
-
-
-# ---- dividing -----------------------------------------------------------------------------------
 
 
 def divide(

@@ -86,9 +86,6 @@ def compare(states: Sequence[State]) -> None:
             raise CheckpointError("the gear state", rule, f"saves {found}", remedy)
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Convert errors of the file system to CheckpointErrors with the path."""
@@ -223,9 +220,6 @@ def make(folder: Path) -> None:
 def _remove(path: Path) -> None:
     if path.exists():
         shutil.rmtree(path)
-
-
-# ---- finding -------------------------------------------------------------------------------------
 
 
 def read_position(folder: Path) -> dict[str, Any]:

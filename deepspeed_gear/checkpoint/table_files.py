@@ -52,9 +52,6 @@ _SEGMENT = "rows-"
 _BLOCK_BYTES = 1 << 20
 
 
-# ---- saving --------------------------------------------------------------------------------------
-
-
 def save_table(
     table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str, before: Path | None
 ) -> dict[str, str]:
@@ -207,9 +204,6 @@ def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], parts
                 while block:  # a raw file may take less than it is given
                     block = block[file.write(block) or 0 :]
     return digest.hexdigest()
-
-
-# ---- loading -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -431,9 +425,6 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
             to[first : first + count] = file[source : source + count]
 
 
-# ---- into the stores of this run ------------------------------------------------------------------
-
-
 class TableLoader:
     """The steps of a load. Main thread; only the constructor and `announce` are collective."""
 
@@ -461,8 +452,6 @@ class TableLoader:
         of_ranks = self._plan.exchange.gather(mine if self._plan.leads_shard else None)
         by_node = {nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
         return [by_node[node] for node in placement.order]
-
-    # ---- reading -----------------------------------------------------------------------------------
 
     def read(self, folder: Path, state: save_folders.State) -> None:
         """Read and check everything except the rows; nothing changes."""
@@ -532,8 +521,6 @@ class TableLoader:
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         return reshard.divide(name, whole, room, by_rows, numbers)
 
-    # ---- replacing ---------------------------------------------------------------------------------
-
     def replace(self) -> None:
         """Replace the contents of this node's tables."""
         for name, table in self._tables.items():
@@ -563,8 +550,6 @@ class TableLoader:
                 first = sum(rows[:index])
                 items = slice(first, first + rows[index])
         return reshard.part_of(whole, stream.spec.name, division, index, items)
-
-    # ---- over nodes --------------------------------------------------------------------------------
 
     def deliver(self) -> None:
         """Send the unused selections to the nodes that use them. Called on all nodes."""
@@ -606,8 +591,6 @@ class TableLoader:
             order = np.argsort(every)
             placement.loaded[name] = every[order], shards[order], next_id
 
-
-# ---- columns of a rollout batch whose training is under way -----------------------------------------
 
 _PREFIX, _SUFFIX = "rollout.", ".npz"
 

@@ -103,9 +103,6 @@ def read_answer(host: str, stdout: str) -> dict[str, Any]:
     return facts
 
 
-# ---- the facts of a machine ----------------------------------------------------------------------
-
-
 def examine(data: str | None = None) -> dict[str, Any]:
     """Return the facts of this machine and of a data set's folder, JSON-able. Loads or builds the op."""
     import torch
@@ -201,9 +198,6 @@ def summary(facts: Facts) -> dict[str, str]:
         "limits": f"open files {open_files}; locked memory {locked}; CPUs {facts['cpus']}",
         "registration": registration,
     }
-
-
-# ---- problems ------------------------------------------------------------------------------------
 
 
 def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:

@@ -63,9 +63,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- data sets -----------------------------------------------------------------------------------
-
-
 def returns_of(dataset: Dataset) -> NDArray[Any] | None:
     """Return the return of each trajectory: stored, or the sum of its rewards; None without either."""
     stored, reward = dataset.schema.role("return"), dataset.schema.role("reward")
@@ -185,9 +182,6 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.5g}"
 
 
-# ---- checkpoints and running processes -----------------------------------------------------------------
-
-
 def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
     """Return the stores of running processes, JSON-able and as lines."""
     stores: list[dict[str, Any]] = []
@@ -255,7 +249,7 @@ def _lines(summary: dict[str, Any]) -> list[str]:
     if summary["prompts"] is not None:
         dropped = summary["prompts"]["dropped"].items()
         now = "  prompts       {issued:,} issued: {trained:,} trained, {training:,} in training, "
-        now += "{waiting:,} complete, {leased:,} leased, {returned:,} returned"
+        now += "{waiting:,} complete, {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete"
         reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
         lines.append(now.format(**summary["prompts"]) + reasons)
     if "drawable" not in summary:

@@ -64,18 +64,16 @@ def _contents(table: str, train: Mapping[str, Any], lengths: np.ndarray, **more:
     }
 
 
-# ---- living --------------------------------------------------------------------------------------
-
-
 def of_living(store: LiveStore) -> dict[str, Any]:
     """Return what a store of a running process holds and, if it is sampled, draws from."""
     views, meaning = store.views, store.layout.meaning
     train, sizes, schema = meaning.get("train"), meaning.get("sizes", {}), Schema.from_json(meaning["schema"])
     groups = prompts = None
-    if sizes.get("prompts") is not None:
-        prompts = books_of(PromptSpec(**sizes["prompts"]), views)
     if sizes.get("group") is not None:  # groups are formed on copies
         views, groups = forecast_groups(store.table, GroupSpec.from_json(sizes["group"]), schema, views)
+    if sizes.get("prompts") is not None:
+        numbers = views["column/" + sizes["group"]["column"]]
+        prompts = books_of(PromptSpec(**sizes["prompts"]), views, numbers)
     slots = np.array(views["slots"])
     lengths = slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.NUM_STEPS]
     found = _contents(store.table, train or {}, lengths, groups=groups, prompts=prompts)
@@ -127,9 +125,6 @@ def drawing(masses: np.ndarray, priorities: np.ndarray | None, draws: np.ndarray
         mean, never = float(draws.mean()), float((draws == 0).mean())
         found["draws"] = {"mean": mean, "max": int(draws.max()), "never": never}
     return found
-
-
-# ---- saved ---------------------------------------------------------------------------------------
 
 
 def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:

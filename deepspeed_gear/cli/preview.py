@@ -100,9 +100,6 @@ def format_table(found: Preview) -> str:
     return "\n".join(lines)
 
 
-# ---- groups --------------------------------------------------------------------------------------
-
-
 def _groups_of_ranks(found: Preview) -> list[str]:
     """Return a paragraph for the ranks with the same fields."""
     lines = []

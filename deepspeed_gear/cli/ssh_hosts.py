@@ -122,9 +122,6 @@ def failed(host: str, stderr: str) -> PeerError:
     return PeerError(f"host {host}", rule, lines[-1], remedy)
 
 
-# ---- connections ---------------------------------------------------------------------------------
-
-
 def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
     """Connect each two hosts, both ways; return an error for each that fails.
 

@@ -249,8 +249,8 @@ def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
     if table.rate_limiter is not None:
         rate = Part(f"{part.at}.rate_limiter", table.rate_limiter)
         rate.leave_out("queue samples_per_insert", when, "prompts.max_lag bounds what waits")
-    remedy = "a lease commits whole groups with all their columns: compute rewards before it"
-    Part(f"{part.at}.group", table.group).leave_out("needs after_s member", when, remedy)
+    remedy = "a lease commits whole groups, of `size` trajectories"
+    Part(f"{part.at}.group", table.group).leave_out("after_s member", when, remedy)
     size = config.rollout_size
     if size is not None and size.tokens is not None:
         rule = f"must not be given {when}: batches of leases have a fixed number of groups"

@@ -116,8 +116,6 @@ def _power(bound: Any) -> str:
     return f"{sign}2^{exponent}" if exponent >= 20 and abs(bound) == 2**exponent else str(bound)
 
 
-# ---- pydantic's errors ------------------------------------------------------------------------------
-
 # Keys that users try and the options they mean; difflib finds misspelt ones, not synonyms.
 SYNONYMS = {
     "dtype": "as",

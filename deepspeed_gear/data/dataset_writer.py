@@ -388,9 +388,6 @@ def writing(dest: Path) -> Iterator[None]:
         raise DataError(str(dest), "must be writable", error.strerror or str(error), remedy) from error
 
 
-# ---- parts: contiguous slices, each a data set of its own ----------------------------------------------
-
-
 def write_parts(
     dataset: Dataset, folder: str | Path, bounds: NDArray[np.int64], overwrite: bool = False
 ) -> list[Dataset]:

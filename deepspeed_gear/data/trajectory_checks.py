@@ -186,9 +186,6 @@ def as_numbers(values: np.ndarray, column: Column) -> np.ndarray:
     return np.asarray(array.astype(np.uint32) << 16).view(np.float32)
 
 
-# ---- episodes ------------------------------------------------------------------------------------
-
-
 def split_episodes(
     name: str,
     schema: Schema,

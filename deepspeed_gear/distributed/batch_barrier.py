@@ -224,8 +224,6 @@ class BatchBarrier:
         with self._table.lock:
             return Outcome.read(self._outcomes[peer])
 
-    # ---- over nodes ------------------------------------------------------------------------------
-
     def _relay(self, error: Exception) -> None:
         """End the barrier that has failed; on a leader, send the other nodes the error."""
         if self._channel is not None and not isinstance(error, LostNodeError):

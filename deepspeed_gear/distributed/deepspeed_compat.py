@@ -186,9 +186,6 @@ def check_elasticity(config: Mapping[str, Any]) -> None:
         )
 
 
-# ---- gradients ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class GradientSettings:
     """What an engine does with the gradients of the losses that `backward` gets."""

@@ -180,8 +180,6 @@ class FailureDetector:
         self._failure = failure
         return True
 
-    # ---- threads ---------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         """Publish heartbeats, and look for lost ranks; end this rank if it stands still after a loss."""
         stuck_since, place = time.monotonic(), None
@@ -248,8 +246,6 @@ class FailureDetector:
                 self._ended.add(node)
             elif record["beat"] != beat:
                 self._beats[node] = int(record["beat"]), now
-
-    # ---- findings --------------------------------------------------------------------------------
 
     def _lost_rank(self) -> str:
         """Describe a rank of this node that is lost; "" if there is none."""

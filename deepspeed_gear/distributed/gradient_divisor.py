@@ -53,9 +53,6 @@ def gradient_divisor(model: Any) -> float:
     return _module_divisor(model)
 
 
-# ---- DeepSpeed -------------------------------------------------------------------------------------
-
-
 def engine_divisor(settings: GradientSettings) -> float:
     """Return an engine's divisor; a ConfigError says that it has several, or none that is fixed."""
     _check_exact(settings)
@@ -170,9 +167,6 @@ def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
         way = f"gradients are sent in {settings.messages}, the default for these weights"
         notes.append(f'{way}; "communication_data_type": "fp32" sends them unrounded')
     return notes
-
-
-# ---- torch -----------------------------------------------------------------------------------------
 
 
 def _module_divisor(module: nn.Module) -> float:

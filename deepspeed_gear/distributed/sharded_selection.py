@@ -217,8 +217,6 @@ class ShardedSelector(SelectionAgreement):
         #: Resolutions of the latest selection's samples that this node holds.
         self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
 
-    # ---- phases ----------------------------------------------------------------------------------
-
     @property
     def total(self) -> int:
         return int(self._totals.sum())
@@ -291,8 +289,6 @@ class ShardedSelector(SelectionAgreement):
         owner = np.zeros_like(asked)
         self._selection = NodeSelection(key, entry, count, offset, verifies, asked, owner, is_saved)
 
-    # ---- masses ----------------------------------------------------------------------------------
-
     def apply(self, key: int) -> int:
         if self.state.priorities is not None:
             self._apply_reports(key)
@@ -344,8 +340,6 @@ class ShardedSelector(SelectionAgreement):
                 masses.reports.take(self._due)
 
         self._apply_together(change)
-
-    # ---- draws -----------------------------------------------------------------------------------
 
     def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
         self._keep(done, first, *self._found(coordinates, first))
@@ -451,8 +445,6 @@ class ShardedSelector(SelectionAgreement):
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
 
-    # ---- exchange --------------------------------------------------------------------------------
-
     def finish(self, key: int, entry: int, count: int) -> int:
         """Exchange the resolutions and the rows of the selection; see `LocalSelector.finish`."""
         self._drawn = self._exchange.fill(self._selection)
@@ -483,9 +475,6 @@ class ShardedSelector(SelectionAgreement):
             least = self._records[:, StatusMessage.LEAST]
             return int(least[least > 0].min()), 1, beta
         return total, int(self._records[:, StatusMessage.ITEMS].sum()), beta
-
-
-# ---- quotas of writers --------------------------------------------------------------------------------
 
 
 def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:

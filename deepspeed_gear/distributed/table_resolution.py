@@ -55,9 +55,6 @@ STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config g
 EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
 
 
-# ---- streams -------------------------------------------------------------------------------------
-
-
 def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
     """Return the mixture of a config with several tables; None with one."""
     sampler = config.sampler
@@ -222,9 +219,6 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
     return AnchorRule(stride=anchors.every)
 
 
-# ---- stores --------------------------------------------------------------------------------------
-
-
 def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tuple[int, int]:
     """Return the steps and trajectories that fit into one of `count` equal shards of a table with a capacity.
     ConfigError: the longest trajectory or a group does not fit, or the bytes hold no step.
@@ -344,7 +338,7 @@ def prompt_spec_of(
     """Return the prompts of a table whose store holds so many trajectories; opens their data set.
 
     Raises:
-        ConfigError: The column of numbers is not int64, a late column is read, or the table is too small.
+        ConfigError: The column of numbers is not int64, or the table is too small.
         DataError: The data set is missing or broken, has a split, or is a part.
     """
     prompts, size, at = config.resolved_tables[name].prompts, config.rollout_size, f"gear.tables.{name}"
@@ -357,16 +351,16 @@ def prompt_spec_of(
     if schema[group.column].dtype != "int64":
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
         raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
-    if group.late:
-        rule = f"must not be late with {at}.prompts: batches read it, and a lease commits whole groups"
-        raise ConfigError(f"{at}.schema.columns.{group.late[0]}", rule)
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
     if count > 1 and prompts.order == "completion":
         rule, remedy = "must be lease on several nodes", "their groups are compared by number"
         raise ConfigError(f"{at}.prompts.order", rule, prompts.order, remedy)
-    if config.shared_memory.keep and (count > 1 or prompts.order == "completion"):
-        rule, remedy = "must be false on several nodes, and with the order of completion", "save more often"
-        raise ConfigError("gear.shared_memory.keep", rule, True, remedy)
+    if config.shared_memory.keep and (count > 1 or prompts.order == "completion" or group.late):
+        rule = "must be false on several nodes, with the order of completion and with late columns of groups"
+        raise ConfigError("gear.shared_memory.keep", rule, True, "save more often")
+    if count > 1 and group.late:
+        rule = f"must not be late with {at}.prompts on several nodes"
+        raise ConfigError(f"{at}.schema.columns.{group.late[0]}", rule, None, "give it in lease.commit")
     # A store alone may have the groups of a batch: where the other ones drop all of theirs.
     least = count * max(-(-(prompts.max_lag + 2) * size.size // count), size.size) * group.max_trajectories
     if slots * count < least:
@@ -385,6 +379,7 @@ def prompt_spec_of(
         num_stores=count,
         store=store,
         members=group.size if config.shared_memory.keep else 0,
+        needs=bool(group.late),
     )
 
 

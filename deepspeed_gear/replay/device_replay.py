@@ -120,8 +120,6 @@ class DeviceReplay(ReplayBase):
             raise StoreError("a table of a data set", "must not be changed")
         return found
 
-    # ---- sampling --------------------------------------------------------------------------------
-
     def new_batch(self) -> DeviceBatch:
         """Return tensors that `sample_` can fill; they belong to the caller."""
         return self._loader.new_batch()
@@ -155,8 +153,6 @@ class DeviceReplay(ReplayBase):
             for each, part in zip(self._mixture.tables, numbers, strict=True)
         ]
         return self._transform(batch.again(), torch.cat(keys))
-
-    # ---- adding ----------------------------------------------------------------------------------
 
     def add_(
         self, columns: Mapping[str, Tensor], lengths: Tensor | None = None, *, table: str | None = None
@@ -314,8 +310,6 @@ class DeviceReplay(ReplayBase):
             form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise ShapeError("ids", "must be a tensor [n], int64", form)
 
-    # ---- priorities ------------------------------------------------------------------------------
-
     def update_priorities_(self, batch: Batch, priorities: Tensor, mask: Tensor | None = None) -> None:
         """Set the priorities of a batch's items, for the next selection. Waits for nothing.
 
@@ -358,8 +352,6 @@ class DeviceReplay(ReplayBase):
         self._loader.update_(batch, float32_on_device(values.to(self.device)))
 
     update_priorities = update_priorities_
-
-    # ---- state -----------------------------------------------------------------------------------
 
     @property
     def num_steps(self) -> int:

@@ -20,6 +20,7 @@ from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.late_columns import absent
 
 # Of an optimizer step of packed batches: trajectories and tokens of all ranks, micro batches of this rank,
 # the part of its places that hold a trajectory's step, and the cost of the slowest rank in each micro step /
@@ -133,8 +134,13 @@ Selections = list[tuple[BatchStream, SelectionPart]]  # of one global batch: one
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
-    groups, prompts = {}, {}
+    groups, prompts, late = {}, {}, dict[str, dict[str, dict[str, int]]]()
     for table in tables:
+        columns = table.schema.late_columns if table.spec.dataset is None else ()
+        for column, claims in zip(columns, table.views.get("fill_claims", ()), strict=True):
+            with table.lock:
+                counts = {"absent": len(absent(table, column.name)), "repeated": int(claims[-1, 0])}
+            late.setdefault(table.spec.name, {})[column.name] = counts
         if table.groups is not None:
             with table.lock:
                 table.groups.update()
@@ -148,6 +154,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
         "store_bytes": sum(table.memory.num_bytes for table in tables),
         "huge_bytes": sum(table.memory.huge_bytes for table in tables),
         "stale": {table.spec.name: dropped(table) for table in tables},
+        **({"late": late} if late else {}),
         **({"groups": groups} if groups else {}),
         **({"prompts": prompts} if prompts else {}),
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),

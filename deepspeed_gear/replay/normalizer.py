@@ -173,8 +173,6 @@ class Normalizer:
         statistics = statistics_of(checked, data) if normalised else {}
         return cls.of(checked, fields, statistics, engine_dtype)
 
-    # ---- values ----------------------------------------------------------------------------------
-
     def normalize(self, name: str, values: Any) -> Any:
         """Convert values in the units of a field's column to those of the batch.
 
@@ -246,8 +244,6 @@ class Normalizer:
             return found
         return (found.float() if found.dtype == torch.bfloat16 else found).numpy()
 
-    # ---- files -----------------------------------------------------------------------------------
-
     def save(self, folder: str | Path) -> None:
         """Write `normalizer.json` into a folder, atomically; `Replay.save` does it.
 
@@ -277,8 +273,6 @@ class Normalizer:
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             rule = "must describe the conversion of each field"
             raise CheckpointError(str(path), rule, None, f"{error!r}; {save_folders.ANOTHER}") from error
-
-    # ---- the object ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         return {"fields": self.fields, "_placed": {}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -35,6 +35,7 @@ from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
+from deepspeed_gear.replay.table_forward import forward
 from deepspeed_gear.replay.table_warnings import warnings_of
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -157,8 +158,6 @@ class Replay(ReplayBase):
         super()._set_transform(transform)
         self._parts.assembler.use(transform)
 
-    # ---- tables --------------------------------------------------------------------------------
-
     @overload
     def add(
         self,
@@ -245,6 +244,24 @@ class Replay(ReplayBase):
             StoreError: The trajectory is not stored on this node.
         """
         fill(self.store(table), trajectory_id, columns, self.config.timeout_s)
+
+    def forward(
+        self, *names: str, tokens: int | None = None, table: str | None = None
+    ) -> Iterator[MicroBatch]:
+        """Yield micro batches of the trajectories that lack late columns, to be filled. Collective.
+
+        `for micro in replay.forward("ref_logp"): micro.fill(ref_logp=logp(micro))`. Each stored trajectory
+        that lacks one of the columns, with one number per step ("T") or trajectory, is in one micro batch of
+        one replica, of at most `tokens` steps (None: `gear.pack.tokens`); every rank has as many, without
+        fields of late columns. `micro.fill` writes at once. The next call has what is added meanwhile, and
+        what is not filled where a rank raises or dies.
+
+        Raises:
+            ConfigError: There is no such column or `gear.pack`, or the table lies on several nodes.
+            StoreError, PeerError: As `Rollout.forward`.
+        """
+        packed, sampled = self._packed(), self.config.sampled_tables
+        return forward(self.tables[self._table_name(table, sampled, sampled)], names, tokens, packed)
 
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer of trajectories for simulators in this process.
@@ -346,8 +363,6 @@ class Replay(ReplayBase):
     def num_steps(self) -> int:
         """Number of steps in this node's stores of the sampled tables."""
         return sum(table.num_steps for table in self._sampled)
-
-    # ---- sampling --------------------------------------------------------------------------------
 
     def sample(self) -> Batch:
         """Return this rank's next micro batch of the training stream.
@@ -495,8 +510,6 @@ class Replay(ReplayBase):
         else:
             barrier.agree(action, windows.take_digest)
 
-    # ---- priorities ------------------------------------------------------------------------------
-
     def update_priorities(
         self,
         batch: Batch | MicroBatch | None,
@@ -576,8 +589,6 @@ class Replay(ReplayBase):
             raise ConfigError("gear.sampler.kind", rule, self.config.item_sampler.kind)
         return masses
 
-    # ---- state -----------------------------------------------------------------------------------
-
     @property
     def fingerprint(self) -> dict[str, str]:
         """Fingerprint of each table's data set."""
@@ -642,8 +653,6 @@ class Replay(ReplayBase):
             **metrics.of_selection(self._parts.train),
             **({} if transfer is None else {"transfer": transfer.describe()}),
         }
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def _check_reads(self) -> None:
         self._check_open()

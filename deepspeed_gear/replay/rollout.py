@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.describe_options import translate
@@ -57,8 +56,6 @@ class Rollout(PublicNames):
             f"{self.num_tokens} tokens, {self.steps_done} of {len(self)} steps done)"
         )
 
-    # ---- contents --------------------------------------------------------------------------------
-
     @property
     def lengths(self) -> torch.Tensor:
         """Steps of each trajectory. [n], int64."""
@@ -86,8 +83,6 @@ class Rollout(PublicNames):
         self._data.session.agree_on(READ, (name,), partial(self._data.check_values, name))
         return torch.from_numpy(self._data.values(name))
 
-    # ---- columns of this rollout batch -------------------------------------------------------------
-
     def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
         """Yield micro batches of the whole batch, each of which the program fills with columns. Collective.
 
@@ -110,13 +105,8 @@ class Rollout(PublicNames):
 
         def check() -> None:
             data.check_names(missing)
-            if not missing or tokens is None:
-                return
-            multiple, longest = data.settings.pack.pad.multiple, int(data.lengths.max(initial=1))
-            if arguments.count("tokens", tokens) // multiple * multiple < longest:
-                rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
-                remedy = f"at least {-(-longest // multiple) * multiple}"
-                raise ConfigError("rollout.forward: tokens", rule, tokens, remedy)
+            if missing:
+                data.check_tokens(tokens)
 
         # Rows move between nodes: after it no rank reads those of another batch.
         data.session.agree(check)
@@ -124,30 +114,15 @@ class Rollout(PublicNames):
         if not missing:
             return
         made = {name: torch.zeros(self.num_tokens) for name in missing}
-        filled: dict[str, set[int]] = {name: set() for name in missing}  # numbers of micro batches
 
-        def fill(number: int, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
-            for name, values in columns.items():
-                if name not in made:
-                    rule = f"must be one of those that forward names ({', '.join(missing)})"
-                    raise FieldError(f"column {name!r}", rule)
-                data.write(made[name], micro, values)
-                filled[name].add(number)
+        def write(name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+            data.write(made[name], micro, micro.flat(name, values))
 
         packs = PackSequence(data, np.arange(self.num_trajectories), tokens)
         data.fetch(packs)
-        for number in range(len(packs)):
-            yield data.pack(packs, number, partial(fill, number))
+        for micro in data.forward(packs, missing, write):
+            yield micro
             self.check_open()  # the loop may be resumed after the batch has ended
-
-        def check_filled() -> None:
-            for name, numbers in filled.items():
-                if len(numbers) != len(packs):
-                    at, rule = f"column {name!r}", f"must be filled in each of the {len(packs)} micro batches"
-                    remedy = f"call micro.fill({name}=...) in the loop"
-                    raise StoreError(f"rollout.forward: {at}", rule, len(numbers), remedy)
-
-        data.session.agree(check_filled)
         for name, values in made.items():
             if data.settings.place.tensor_rank != 0:
                 values.zero_()
@@ -291,8 +266,6 @@ class Rollout(PublicNames):
             values = (values - counted.mean()) / deviation
         data.columns[name] = torch.from_numpy(values.astype(np.float32))
 
-    # ---- steps -----------------------------------------------------------------------------------
-
     def __len__(self) -> int:
         """Return the number of optimizer steps of the whole batch, the same on every rank."""
         return self._size.epochs * self._minibatches
@@ -333,8 +306,6 @@ class Rollout(PublicNames):
         chosen = np.zeros(count, bool)
         chosen[order[first:end].numpy()] = True
         return TrainStep(self, self._data, np.nonzero(chosen[self._data.item])[0], number)
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
         """Raise StoreError if the batch has ended."""

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import PackGatherer, read_opaque, steps_of
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
@@ -24,7 +25,7 @@ from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, DataError, FieldError
+from deepspeed_gear.errors import ConfigError, DataError, FieldError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.gather_spec import GatherSpec, lower
@@ -38,6 +39,7 @@ from deepspeed_gear.store.table import Table
 TARGETS, MASK = "\0targets", "\0mask"  # what is gathered and is no field of a micro batch
 _STEPS = lower([GatherSpec(Source.STEPS)])
 Fill = Callable[[MicroBatch, Mapping[str, torch.Tensor]], None]
+Write = Callable[[str, MicroBatch, torch.Tensor], None]  # of a column's values
 StepObserver = Callable[[Any], None]  # takes a TrainStep
 T = TypeVar("T")
 
@@ -432,6 +434,38 @@ class RolloutData:
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
+
+    def forward(self, packs: PackSequence, names: Sequence[str], write: Write) -> Iterator[MicroBatch]:
+        """Yield this rank's packs to be filled with columns, which `write` takes; StoreError: one was not."""
+        filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of micro batches
+
+        def fill(number: int, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+            for name, values in columns.items():
+                if name not in filled:
+                    rule = f"must be one of those that forward names ({', '.join(names)})"
+                    raise FieldError(f"column {name!r}", rule)
+                write(name, micro, values)
+                filled[name].add(number)
+
+        for number in range(len(packs)):
+            yield self.pack(packs, number, partial(fill, number))
+
+        def check_filled() -> None:
+            for name, numbers in filled.items():
+                if len(numbers) != len(packs):
+                    at, rule = f"column {name!r}", f"must be filled in each of the {len(packs)} micro batches"
+                    remedy = f"call micro.fill({name}=...) in the loop"
+                    raise StoreError(f"forward: {at}", rule, len(numbers), remedy)
+
+        self.session.agree(check_filled)
+
+    def check_tokens(self, tokens: int | None) -> None:
+        """Raise ConfigError unless micro batches of so many steps hold the longest trajectory."""
+        most = self.settings.pack.tokens if tokens is None else arguments.count("tokens", tokens)
+        multiple, longest = self.settings.pack.pad.multiple, int(self.lengths.max(initial=1))
+        if most // multiple * multiple < longest:
+            rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+            raise ConfigError("forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}")
 
     def _own_columns(self, index: np.ndarray, shape: PackShape) -> dict[str, torch.Tensor]:
         """Gather the columns of this rollout batch only, and the loss mask as MASK."""

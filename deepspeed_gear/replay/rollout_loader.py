@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,10 +101,9 @@ class RolloutLoader:
             reduce=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
         )
         statistics = plan.statistics(plan.needs.fields)
-        self._gatherers = [
-            PackGatherer(self.settings.gathered(), stream.table, statistics, engine_dtype)
-            for stream in self._streams
-        ]
+        self.gatherer = partial(PackGatherer, statistics=statistics, engine_dtype=engine_dtype)
+        gathered = self.settings.gathered()
+        self._gatherers = [self.gatherer(gathered, stream.table) for stream in self._streams]
         self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None

@@ -98,8 +98,6 @@ class BatchStream:
         """Sum of all masses over all nodes; in an evaluation pass, the number of its items."""
         return self.masses.total if self._num_items is None else self._num_items
 
-    # ---- selections ------------------------------------------------------------------------------
-
     def take(self, key: int, part: int, num_parts: int) -> SelectionPart:
         """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one end of
         it. One native call makes and reads a plain selection; `get`, whose errors it has, makes the others.
@@ -331,8 +329,6 @@ class BatchStream:
             self.state.limiter_wait.wait()
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
-
-    # ---- waiting for the rate limiter ------------------------------------------------------------
 
     def _wait_for_items(self, key: int, few: _FewItems) -> None:
         """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`."""

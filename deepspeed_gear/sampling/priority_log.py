@@ -120,8 +120,6 @@ class PriorityLog:
         """Spin briefly until the updates for a global batch are complete."""
         self._peers.wait_awake(key - self.rule.lag)
 
-    # ---- adding ----------------------------------------------------------------------------------
-
     def add_items(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
         """As `add`, of any items: slot, generation, anchor [n, 3]; sample numbers or BY_ID [n]. int64."""
         samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
@@ -193,8 +191,6 @@ class PriorityLog:
                 "raise the batch size or gear.prefetch to what they were",
             )
 
-    # ---- taking ----------------------------------------------------------------------------------
-
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the updates of each process that a selection of a global batch applies."""
         batch, size, due = key - self.rule.lag, self.rule.log_size, []
@@ -231,8 +227,6 @@ class PriorityLog:
             else:
                 ends[LogEnds.NEXT] = ends[LogEnds.HEAD]
         self.ends[0, LogEnds.TAKING] = 0
-
-    # ---- content ---------------------------------------------------------------------------------
 
     def waiting(self) -> np.ndarray:
         """Return all waiting updates, in their order. [n, 6], int64."""

@@ -100,8 +100,6 @@ class PriorityMasses(ItemMasses):
         self.counts[UpdateCount.HIGHEST_PRIORITY] = np.ones(1, np.float32).view(np.int32)[0]
         super().initialise()
 
-    # ---- changes ---------------------------------------------------------------------------------
-
     def restart(self, key: int) -> None:
         """Reset the requests of all processes, after a checkpoint at `key` was loaded."""
         self.reports.restart(key)
@@ -305,8 +303,6 @@ class PriorityMasses(ItemMasses):
             self.ops.minima_build_(self._minima, self.sums, self.num_items)
         self.counts[UpdateCount.DRAWABLE] = np.count_nonzero(self.leaves)
 
-    # ---- draws -----------------------------------------------------------------------------------
-
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
         if not self.by_step:
             super().resolve(rows, coordinates, first)
@@ -371,8 +367,6 @@ class PriorityMasses(ItemMasses):
             "priorities_applied_recent": applied,
             "priorities_clamped_recent": clamped,
         }
-
-    # ---- content ---------------------------------------------------------------------------------
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         self.take_changes()

@@ -180,11 +180,8 @@ class SelectionLimiter:
         if self._table.groups is not None:
             self._table.groups.update()
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        if self._table.ledger is not None:
-            committed = self._table.ledger.in_order(committed)
-        return np.asarray(committed[self._masses.of(committed) > 0])
-
-    # ---- how often -------------------------------------------------------------------------------
+        drawable = np.asarray(committed[self._masses.of(committed) > 0])
+        return drawable if self._table.ledger is None else self._table.ledger.in_order(drawable)
 
     def num_admitted(self, slots: np.ndarray, counted: np.ndarray) -> int:
         """Return how many draws, of slots [n], come before the first that uses up a trajectory, after the
@@ -236,7 +233,8 @@ class SelectionLimiter:
             rule = f"must be filled{within}, as its {limit} requires, for {needed}"
         found = f"{size}; here {held}" if size else held
         if self._table.ledger is not None:
-            now = "; prompts: {waiting} complete, {leased} leased, {returned} returned"
+            now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
+            now += "{incomplete} incomplete"
             found += now.format(**self._table.ledger.books())
             remedy = "check the rollout workers, of every node: batches are in the order of leases, and wait "
             remedy += "for the first"
@@ -247,8 +245,6 @@ class SelectionLimiter:
             remedy = f"check that the {who}"
         kind = EmptyTableError if is_empty else NotReadyError
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
-
-    # ---- over nodes ------------------------------------------------------------------------------
 
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
         """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed` nothing

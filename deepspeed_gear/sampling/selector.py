@@ -47,8 +47,6 @@ class LocalSelector:
         limiter = state.limiter
         self._counting = limiter if limiter is not None and limiter.most else None
 
-    # ---- phases ----------------------------------------------------------------------------------
-
     @property
     def total(self) -> int:
         """Sum of all masses, as of the latest selection."""
@@ -140,8 +138,6 @@ class LocalSelector:
     def restart(self) -> None:
         """Reset the selector after the table's contents were replaced."""
 
-    # ---- the selection ---------------------------------------------------------------------------
-
     def select(self, key: int, entry: int) -> bool:
         """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
         Requires the table's lock where no other node takes part. NothingToSampleError: too few items have a
@@ -206,8 +202,6 @@ class LocalSelector:
             self.resolve(rows, 0, self._coordinates_of(count, first, total), first)
             words[Position.AHEAD] = key
 
-    # ---- samples ---------------------------------------------------------------------------------
-
     def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
         """Return the places of the items that a selection draws, and their number."""
         rows, count = self.state.drawn[entry][0], self.spec.num_samples(key)
@@ -246,8 +240,6 @@ class LocalSelector:
                 raise empty.final() from None
             coordinates = self._coordinates_of(len(rows) - done, first + done, total)
             done += self.resolve_until(rows, done, coordinates, first + done, counted)
-
-    # ---- epochs ----------------------------------------------------------------------------------
 
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
         """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.

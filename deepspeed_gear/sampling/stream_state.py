@@ -139,8 +139,6 @@ class StreamState:
         assert isinstance(self.masses, AgeMasses)
         return self.masses
 
-    # ---- changes ---------------------------------------------------------------------------------
-
     def ask(self, key: int) -> None:
         """Record that this process requests a global batch: its later priorities belong to that one."""
         if self.reports is not None:

@@ -118,8 +118,6 @@ class ItemMasses:
         present = self.table.views["retention"][slots, SlotRetention.PRESENT]
         return np.where(present & self._late == self._late, masses, 0)
 
-    # ---- changes ---------------------------------------------------------------------------------
-
     def take_changes(self) -> None:
         """Queue the slots of the table that changed since the last call."""
         if self._groups is not None:
@@ -229,8 +227,6 @@ class ItemMasses:
     def _build(self) -> None:
         self.ops.tree_build_(self.sums, self.num_items)
 
-    # ---- draws -----------------------------------------------------------------------------------
-
     @property
     def total(self) -> int:
         """Sum of all masses in the tree."""
@@ -265,8 +261,6 @@ class ItemMasses:
             coordinates += (siblings * before).sum(1)
             nodes = nodes // FAN_OUT
         return coordinates
-
-    # ---- content ---------------------------------------------------------------------------------
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
         """Return the masses of slots, for a checkpoint."""

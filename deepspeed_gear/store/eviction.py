@@ -40,8 +40,6 @@ class Evictor:
         self._position = table.views.get("stream/train/position")
         self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1
 
-    # ---- rates -----------------------------------------------------------------------------------
-
     def may_insert(self, num_steps: int) -> bool:
         """Return whether the rate admits a trajectory now."""
         rate, control = self.retention.rate_limiter, self.table.control
@@ -56,8 +54,6 @@ class Evictor:
             return False
         sampled = 0 if self._position is None else int(self._position[Head.SAMPLES])
         return rate.may_insert(size + pending, inserted + pending, sampled, count)
-
-    # ---- reserving -------------------------------------------------------------------------------
 
     def reserve(self, num_steps: int, inserts: int | None = None) -> int:
         """Reserve a slot with rows for `num_steps`, `inserts` of them inserted now (None: all); evict as the
@@ -117,8 +113,6 @@ class Evictor:
             self.readers.forget(slot)
             self.table.extents.free(slot)
         return count == len(free)
-
-    # ---- waiting ---------------------------------------------------------------------------------
 
     def wait(self, refusal: int, num_steps: int, until: float) -> None:
         """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time; StoreFullError:

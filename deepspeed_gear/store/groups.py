@@ -64,8 +64,6 @@ class TableGroups:
         self._conditions = [(one, columns[one.column], schema[one.column]) for one in spec.where]
         self._is_kept = False
 
-    # ---- reading ---------------------------------------------------------------------------------
-
     def numbers(self, slots: np.ndarray) -> np.ndarray:
         """Return the group's number of each slot. [n] -> [n], int64."""
         return np.asarray(self._numbers[slots].astype(np.int64))
@@ -144,8 +142,6 @@ class TableGroups:
         is_in = wanted[at] == numbers
         return slots[is_in], at[is_in]
 
-    # ---- adding ----------------------------------------------------------------------------------
-
     def check_room(self, slot: int) -> None:
         """Raise if the group of a written slot has `max_trajectories` already."""
         if self.spec.member is None:  # what comes after `size` is late
@@ -162,11 +158,9 @@ class TableGroups:
         self.words[slot] = 0
         self.note_time(slot)
 
-    def note_time(self, slot: int) -> None:
-        """Restart `after_s` of a slot's group: it was committed or gets a late column."""
+    def note_time(self, slot: int | np.ndarray) -> None:
+        """Restart `after_s` of the group of a slot, or of several: it was committed or gets a late column."""
         self.words[slot, SlotGroup.TIME] = time.monotonic_ns()
-
-    # ---- forming ---------------------------------------------------------------------------------
 
     @property
     def waiting(self) -> bool:
@@ -325,8 +319,6 @@ class TableGroups:
         words[leaders, SlotGroup.LEADER] = leaders + 1  # the commit points
         return np.asarray(leaders)
 
-    # ---- evicting --------------------------------------------------------------------------------
-
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
         """Evict the whole groups of committed slots; return the evicted slots, [n] -> [m]. With `removed` the
         program removes them, and may add groups of the same numbers again.
@@ -357,8 +349,6 @@ class TableGroups:
         self.counts[word] += len(slots)
         self._evict(slots)
 
-    # ---- groups that have left the table ---------------------------------------------------------
-
     @property
     def consumed(self) -> np.ndarray:
         """Numbers of the groups that have left the table and are remembered, the oldest first. [n], int64."""
@@ -382,8 +372,6 @@ class TableGroups:
     def forget(self) -> None:
         """Forget the groups that have left the table: any number may be added again."""
         self._count_words[GroupCount.CONSUMED] = 0
-
-    # ---- repair and content ----------------------------------------------------------------------
 
     def recover(self) -> None:
         """Finish evictions and groups that a dead process has begun; count the groups again."""

@@ -172,8 +172,6 @@ class SelectionPins:
             found |= reader.last_drawn[slots] >= consumed[attached].min(initial=NEVER_LATE)
         return found
 
-    # ---- rows ------------------------------------------------------------------------------------
-
     def forget(self, slot: int) -> None:
         """Clear the priorities of a retired slot's rows, so that another trajectory can use them."""
         first, count = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()

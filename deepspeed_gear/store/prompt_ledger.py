@@ -13,7 +13,7 @@ numbers; what a store needs of the others comes with their selections (`progress
 Order of writes, so that a process may die at any instruction: an entry's words before its state, the state
 before the number of issued ones. An entry that leaves is marked with its counter; new counters are written
 and marked as complete, replace the old ones, and the marked entries are free. A commit writes the number of
-its trajectories, publishes them, and then the state: `recover` finds all, or evicts those that are there.
+its trajectories, publishes them, and then the state, before which `recover` evicts those that are there.
 """
 
 from __future__ import annotations
@@ -101,6 +101,7 @@ class PromptSpec:
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
     members: int = 0  # trajectories of a group, if the store outlives its job (`KeptLedger`); else 0
+    needs: bool = False  # whether a committed group waits for late columns
     num_stores: int = 1
     store: int = 0  # index of this one
 
@@ -169,8 +170,6 @@ class PromptLedger:
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
         self._first = 0  # of several stores: the first open number of all, as this process has agreed on it
 
-    # ---- reading ---------------------------------------------------------------------------------
-
     def in_order(self, slots: np.ndarray) -> np.ndarray:
         """Return the leaders of groups that the next batch may have, in order. [n] -> [m], int64.
 
@@ -189,8 +188,9 @@ class PromptLedger:
 
     @property
     def _first_open(self) -> int:
-        """The first number of this store that is leased, returned, or not issued yet."""
+        """The first number of this store that is leased, returned, incomplete, or not issued yet."""
         is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
+        is_open |= incomplete(self.spec, self._views, self.numbers)
         return int(self._of_entries[is_open].min(initial=self._next))
 
     def _by_completion(self, slots: np.ndarray) -> np.ndarray:
@@ -245,9 +245,7 @@ class PromptLedger:
 
     def books(self) -> dict[str, Any]:
         """Return the account, as `books_of`."""
-        return books_of(self.spec, self._views)
-
-    # ---- leases ----------------------------------------------------------------------------------
+        return books_of(self.spec, self._views, self.numbers)
 
     def lease(self, count: int) -> list[LeasedPrompt]:
         """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
@@ -368,8 +366,6 @@ class PromptLedger:
             self._states[entry] = EntryState.LEFT + counter
             self._sweep()
 
-    # ---- over nodes ------------------------------------------------------------------------------
-
     def progress(self) -> np.ndarray:
         """Return what stores agree on: the first open number, and the batches trained here. [2], int64."""
         return np.array([self._first_open, trained_batches(self._views)])
@@ -398,8 +394,6 @@ class PromptLedger:
         drawn = int(self._left[0, Left.DRAWN])
         self.counts[PromptCount.OTHERS] = selected + num_held - before - drawn
 
-    # ---- leaving ---------------------------------------------------------------------------------
-
     def leave(self, numbers: np.ndarray, counter: int) -> None:
         """Count held numbers whose groups leave the table; others are ignored. [n], int64."""
         entries = np.nonzero((self._states == EntryState.HELD) & np.isin(self._of_entries, numbers))[0]
@@ -423,8 +417,6 @@ class PromptLedger:
         self._states[self._states >= EntryState.LEFT] = EntryState.FREE
         self.counts[PromptCount.SWEEPING] = 0
 
-    # ---- repair and content ----------------------------------------------------------------------
-
     def recover(self, retire: Callable[[int], None]) -> None:
         """Finish what a dead process has begun, before groups are formed of it; `retire` evicts a slot."""
         if self.counts[PromptCount.SWEEPING]:
@@ -434,16 +426,10 @@ class PromptLedger:
         issued = self.spec.issued_below(int(self._of_entries[used].max(initial=-1)) + 1)
         self.counts[PromptCount.ISSUED] = max(int(self.counts[PromptCount.ISSUED]), issued)
         begun = (self._states == EntryState.LEASED) & (self.entries[:, Entry.MEMBERS] > 0)
-        for entry in np.nonzero(begun)[0].tolist():
-            words = self.entries[entry]
-            is_own = self.numbers[: len(self._slots)] == words[Entry.NUMBER]
-            slots = np.nonzero(is_own & (self._slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
-            if len(slots) == words[Entry.MEMBERS]:
-                words[Entry.STATE] = EntryState.HELD
-                continue
-            for slot in slots.tolist():
-                retire(slot)
-            words[Entry.MEMBERS] = 0
+        is_begun = np.isin(self.numbers[: len(self._slots)], self._of_entries[begun])
+        for slot in np.nonzero(is_begun & (self._slots[:, Slot.STATE] == SlotState.COMMITTED))[0].tolist():
+            retire(slot)
+        self.entries[begun, Entry.MEMBERS] = 0
 
     def export(self) -> dict[str, np.ndarray]:
         """Return what a checkpoint holds: entries, words, counters and names of reasons."""
@@ -535,13 +521,25 @@ def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
     return int(is_drawn.sum()) // spec.size
 
 
-def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def incomplete(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> np.ndarray:
+    """Return which entries hold a group that has no leader yet: it lacks late columns. [entries], bool."""
+    words, slots = views["prompt_entries"], views["slots"]
+    is_held: np.ndarray = words[:, Entry.STATE] == EntryState.HELD
+    if not (spec.needs and is_held.any()):
+        return np.zeros(len(words), bool)
+    is_led = views["groups"][:, SlotGroup.LEADER] == np.arange(1, len(slots) + 1)
+    leaders = np.nonzero(is_led & (slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
+    return is_held & ~np.isin(words[:, Entry.NUMBER], numbers[leaders])
+
+
+def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> dict[str, Any]:
     """Return the account of a store, JSON-able; the sums over all stores are that of the table.
 
     `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
-    not drawn), `leased`, `returned`, and of the values of `dropped`, by reason: of one store, and of several
-    together once they were loaded.
+    not drawn), `incomplete` (without late columns), `leased`, `returned`, and of the values of `dropped`, by
+    reason: of one store, and of several together once they were loaded. `numbers` of groups, by slot.
     """
+    num_incomplete = int(incomplete(spec, views, numbers).sum())
     counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
     states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
     reasons = [*_FIXED, *(name.decode(errors="replace") for name in names[len(_FIXED) : _OTHER]), "other"]
@@ -549,7 +547,8 @@ def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> dict[str, Any
         "issued": counts[PromptCount.ISSUED],
         "trained": int(left[Left.DRAWN]) - training,
         "training": training,
-        "waiting": int((states == EntryState.HELD).sum()),
+        "waiting": int((states == EntryState.HELD).sum()) - num_incomplete,
+        "incomplete": num_incomplete,
         "leased": int((states == EntryState.LEASED).sum()),
         "returned": int((states == EntryState.RETURNED).sum()),
         "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},

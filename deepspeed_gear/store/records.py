@@ -57,6 +57,16 @@ class SlotRetention:
     NUM_WORDS: Final = 4
 
 
+class FillClaim:
+    """Words of a slot's late column: which process computes it, so that others take other ones."""
+
+    ID: Final = 0  # of the trajectory, plus 1, written last; 0: there is none
+    OWNER: Final = 1  # index of the process
+    DEADLINE: Final = 2  # monotonic nanoseconds at which the claim ends
+    REPEATED: Final = 0  # in the row after the slots: fills ever that were ignored since the column was there
+    NUM_WORDS: Final = 3
+
+
 class SlotLink:
     """Neighbours of a slot in the lists by address and by age."""
 

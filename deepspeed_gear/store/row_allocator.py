@@ -108,8 +108,6 @@ class RowAllocator:
         #: Free a reserved or retired slot and its rows.
         self.free: Callable[[int], None] = self.handle.free
 
-    # ---- changing --------------------------------------------------------------------------------
-
     def note(self, slot: int) -> None:
         """Log a changed slot, which the next selection of each stream reads; wake a sampler that waits."""
         self.log[self.control[Control.CHANGED] % len(self.log)] = slot
@@ -157,8 +155,6 @@ class RowAllocator:
     def _copy(self, source: int, to: int, count: int) -> None:
         for rows in self._arrays:
             rows[to : to + count] = rows[source : source + count]
-
-    # ---- open slots: reserved, or of trajectories that still grow ---------------------------------
 
     def open(self, slot: int, num_steps: int) -> None:
         """Mark a reserved slot as open, and set the steps that its commit publishes."""
@@ -231,8 +227,6 @@ class RowAllocator:
         dead = [owner for owner in set(owners.tolist()) if not self._memory.is_alive(owner)]
         return np.asarray(slots[is_among(owners, dead)])
 
-    # ---- repair ----------------------------------------------------------------------------------
-
     def recover(self) -> None:
         """Repair what dead processes have left: a move, reserved slots, ends and commits; then `rebuild`."""
         self._finish_move()  # first: the rows of its extent are at neither place until then
@@ -280,8 +274,6 @@ class RowAllocator:
         ring = np.concatenate([[sentinel], members, [sentinel]])
         self.links[ring[:-1], on] = ring[1:]
         self.links[ring[1:], back] = ring[:-1]
-
-    # ---- reading ---------------------------------------------------------------------------------
 
     @property
     def moments(self) -> np.ndarray:

@@ -178,8 +178,6 @@ class Table:
         own, count = self.memory.peer, self.spec.num_peers
         return (own < count and self.memory.is_alive(own)) or is_held(self.memory.fd, 0, count)
 
-    # ---- reading ---------------------------------------------------------------------------------
-
     @property
     def run(self) -> RunIdentity:
         """The run that the store belongs to."""
@@ -241,8 +239,6 @@ class Table:
         end = first + int(self.slots[slot, Slot.NUM_STEPS])
         at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
         return {column.name: self.columns[column.name][at[column.rows], ...] for column in self.spec.schema}
-
-    # ---- writing ---------------------------------------------------------------------------------
 
     def rows_for(self, num_steps: int) -> int:
         """Return the rows that a trajectory takes."""
@@ -335,14 +331,13 @@ class Table:
         """A name for as long as no id is given to another trajectory: until a checkpoint is loaded."""
         return f"{self._token}.{self.control[Control.LOADS]}"
 
-    # ---- derived state ---------------------------------------------------------------------------
-
     def restored(self, next_id: int) -> None:
         """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the lock."""
         self.control[Control.NEXT_ID] = next_id
         self.control[Control.LOADS] += 1
         if self.spec.dataset is None:
             self.extents.rebuild()
+            self.views["fill_claims"][:, :-1] = 0
         used = self.slots[self.slots[:, Slot.STATE] != SlotState.FREE]
         self._derive_returns(np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
 

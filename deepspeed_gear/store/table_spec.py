@@ -14,7 +14,7 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.memory_layout import Layout, Region
 from deepspeed_gear.store.prompt_ledger import PromptSpec
-from deepspeed_gear.store.records import Control, MomentHead, Peer, SlotLink, SlotRetention
+from deepspeed_gear.store.records import Control, FillClaim, MomentHead, Peer, SlotLink, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
@@ -131,6 +131,8 @@ class TableSpec:
                 Region("retention", "int64", (self.num_slots, SlotRetention.NUM_WORDS)),
                 Region("stale", "int64", (2, STALE_BINS)),
             ]
+            late = len(self.schema.late_columns)
+            regions.append(Region("fill_claims", "int64", (late, self.num_slots + 1, FillClaim.NUM_WORDS)))
         if self.normalized:
             shape = 2, Moment.NUM_WORDS, moments_size(self.normalized_columns)
             regions += [

@@ -13,6 +13,7 @@ from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
 from deepspeed_gear.store.memory_layout import read_header
+from deepspeed_gear.store.records import FillClaim
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
@@ -74,6 +75,8 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
             raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
         with attached.lock:  # an earlier process with this index may have died while writing
             attached.extents.end_abandoned(memory.peer)
+            claims = attached.views["fill_claims"][:, :-1]
+            claims[claims[:, :, FillClaim.OWNER] == memory.peer] = 0
             if attached.ledger is not None:
                 attached.ledger.release(memory.peer)
         attached.claim_peer(memory.peer)

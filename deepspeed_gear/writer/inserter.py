@@ -109,8 +109,6 @@ class Inserter:
         self.growing.difference_update(orphans)
         return orphans
 
-    # ---- adding ----------------------------------------------------------------------------------
-
     def add(self, trajectory: Mapping[str, Any]) -> int:
         """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.
 

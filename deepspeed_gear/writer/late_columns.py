@@ -11,10 +11,10 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
-from deepspeed_gear.ops.records import Slot
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import quiet
-from deepspeed_gear.store.records import SlotRetention
+from deepspeed_gear.store.records import FillClaim, SlotRetention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -61,22 +61,58 @@ def fill(
         if written:
             rule = "must be written once"
             raise DataError(f"{name}: column {written[0]}", rule, f"id {trajectory_id} has it")
-        _write(table, slot, arrays)
+        rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
+        for column, array in arrays.items():
+            if rows[column].shape != array.shape:
+                rule = f"must have the rows of {steps} steps"
+                raise DataError(f"{name}: column {column}", rule, len(array))
+        for column, array in arrays.items():
+            rows[column][...] = array
         if table.groups is not None:
             table.groups.note_time(slot)
         retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
         table.extents.note(slot)
 
 
-def _write(table: Table, slot: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Check the lengths of late columns, then write their rows. Requires the lock."""
-    rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
-    for column, array in arrays.items():
-        if rows[column].shape != array.shape:
-            rule = f"must have the rows of {steps} steps"
-            raise DataError(f"table {table.spec.name}: column {column}", rule, len(array))
-    for column, array in arrays.items():
-        rows[column][...] = array
+def fill_each(table: Table, column: Column, records: np.ndarray, values: Any, lineage: str) -> None:
+    """Write a late column of records of `absent`, as `fill` with `lineage`; what is there already is counted.
+
+    `values` are the rows of one trajectory after the other.
+    """
+    name, schema = f"table {table.spec.name}", table.spec.schema
+    ids, slots, counts = records[:, [Resolution.ID, Resolution.SLOT, Resolution.NUM_STEPS]].T
+    counts = {"1": np.ones_like(counts), "T": counts, "T+1": counts + 1}[column.rows]
+    array = as_stored(values, column, name, int(counts.sum()))
+    check_finite(name, schema, {column.name: array})
+    rows, present = table.columns[column.name], table.views["retention"][:, SlotRetention.PRESENT]
+    with quiet(table, table.lock.timeout_s):
+        lives = (table.slots[slots, Slot.ID] == ids) & (table.slots[slots, Slot.STATE] == SlotState.COMMITTED)
+        lives &= lineage == table.lineage
+        lacks = present[slots] & schema.late_bits([column.name]) == 0
+        repeated = np.count_nonzero(lives & ~lacks)
+        table.views["fill_claims"][schema.late_columns.index(column), -1, FillClaim.REPEATED] += repeated
+        first = slots if column.rows == "1" else table.slots[slots, Slot.FIRST_ROW]
+        places = np.stack([first, counts, np.cumsum(counts)], axis=1)[lives & lacks]
+        for at, count, end in places.tolist():
+            rows[at : at + count] = array[end - count : end]
+        slots = slots[lives & lacks]
+        if table.groups is not None:
+            table.groups.note_time(slots)
+        present[slots] |= schema.late_bits([column.name])  # the commit points
+        for slot in slots.tolist():
+            table.extents.note(slot)
+
+
+def absent(table: Table, *names: str) -> np.ndarray:
+    """Return resolutions of trajectories that lack a late column, by group and id. Requires the lock."""
+    retention, bits = table.views["retention"], table.spec.schema.late_bits(names)
+    is_whole = (table.slots[:, Slot.STATE] == SlotState.COMMITTED) & (retention[:, SlotRetention.OPEN] == 0)
+    slots = np.nonzero(is_whole & (retention[:, SlotRetention.PRESENT] & bits != bits))[0]
+    found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
+    found[:, [Resolution.ID, Resolution.NUM_STEPS]] = table.slots[slots][:, [Slot.ID, Slot.NUM_STEPS]]
+    numbers = found[:, Resolution.ID] if table.groups is None else table.groups.numbers(slots)
+    found[:, Resolution.SLOT], found[:, Resolution.SAMPLE_NUMBER] = slots, numbers
+    return found[np.lexsort((found[:, Resolution.ID], numbers))]
 
 
 class EpisodeReturns:

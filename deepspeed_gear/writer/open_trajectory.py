@@ -124,8 +124,6 @@ class OpenTrajectory(ProcessBound):
         stored: np.ndarray = np.array(given)
         return stored
 
-    # ---- publishing ------------------------------------------------------------------------------
-
     @property
     def _num_steps(self) -> int:
         """Number of complete steps."""
@@ -138,8 +136,6 @@ class OpenTrajectory(ProcessBound):
             publisher.publish([PublishedPart(self._growing, self._num_steps, {**self._rows, **once})])
         finally:
             self.trajectory_id = self._growing.trajectory_id
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def set(self, **per_trajectory: Any) -> None:
         """Set columns of one value per trajectory.

@@ -151,8 +151,6 @@ class Publisher:
             rule, remedy = self.unsuited
             raise DataError(self._name, rule, None, remedy)
 
-    # ---- publishing ------------------------------------------------------------------------------
-
     def publish(self, parts: Sequence[PublishedPart]) -> None:
         """Publish the steps so far for the next selection; raises as `Inserter.add` (new ones: nothing)."""
         until = time.monotonic() + self.inserter.timeout_s
@@ -214,8 +212,6 @@ class Publisher:
                 raise
         growing.words[Growing.PUBLISHED] = part.num_steps
         self._num_begun += 1
-
-    # ---- ends ------------------------------------------------------------------------------------
 
     def end(
         self, growing: GrowingTrajectory, truncated: bool = False, env: int = 0

@@ -177,8 +177,6 @@ class RolloutWorker(ProcessBound):
         self._table.ops.permute_(index, spec.seed, spec.key, epoch, place, spec.num_prompts)
         return self.prompts.trajectory(int(index))
 
-    # ---- ends of leases ----------------------------------------------------------------------------
-
     def _change(self, change: str, lease: LeasedPrompt, *more: Any) -> None:
         """Call a method of the ledger that changes a lease, with the lock held."""
         self._writer.check_goes_on()

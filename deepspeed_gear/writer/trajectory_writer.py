@@ -141,8 +141,6 @@ class TrajectoryWriter(ProcessBound, PublicNames):
         """Total seconds that this writer has waited for ranks."""
         return self._inserter.evictor.waited_s
 
-    # ---- adding ----------------------------------------------------------------------------------
-
     @overload
     def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
     @overload
@@ -227,8 +225,6 @@ class TrajectoryWriter(ProcessBound, PublicNames):
     def store_name(self) -> str:
         """Name of the table's store in /dev/shm."""
         return self._table.memory.path.name
-
-    # ---- end -------------------------------------------------------------------------------------
 
     def check_goes_on(self, at_once: bool = False) -> None:
         """Raise a StoreError unless the writer is open, and a rank is attached or the store is kept.

@@ -133,8 +133,6 @@ class VectorWriter(ProcessBound, PublicNames):
             f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added)"
         )
 
-    # ---- staging ---------------------------------------------------------------------------------
-
     def _use(self, staging: Staging, native: ModuleType | None) -> None:
         self._staging = staging
         self._state_rows, self._done_rows = staging.rows(self._state), staging.rows(self._done_by)
@@ -199,8 +197,6 @@ class VectorWriter(ProcessBound, PublicNames):
         if name in self._schema.names and self._schema[name].late:
             remedy = "the column is late: write it by fill, when the trajectory was added"
         raise DataError(f"{call}: column {name}", f"must be a column that {call} takes", None, remedy)
-
-    # ---- steps -----------------------------------------------------------------------------------
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
         """Begin an episode of all environments, or of some.
@@ -343,8 +339,6 @@ class VectorWriter(ProcessBound, PublicNames):
             self._end(at, envs, finals, state)
         self._next[envs] += 1
         return _PUBLISH_LEFT
-
-    # ---- transitions -----------------------------------------------------------------------------
 
     def take_after(self, observed: Any, columns: Mapping[str, Any]) -> bool:
         """Append and publish a step by one native call; return False, without effect, if that cannot be.
@@ -489,8 +483,6 @@ class VectorWriter(ProcessBound, PublicNames):
     def _begin(self, envs: np.ndarray) -> None:
         """Hook: an episode of some environments begins, at their first rows."""
 
-    # ---- ends ------------------------------------------------------------------------------------
-
     def _end(
         self, at: np.ndarray, envs: np.ndarray, finals: Mapping[str, np.ndarray], state: list[Any]
     ) -> None:
@@ -563,8 +555,6 @@ class VectorWriter(ProcessBound, PublicNames):
         """Return a column's rows of an environment's open trajectory; a hook."""
         return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
 
-    # ---- publishing ------------------------------------------------------------------------------
-
     def _publish(self) -> None:
         """Publish all open trajectories."""
         publisher = checked(self._publisher)
@@ -621,8 +611,6 @@ class VectorWriter(ProcessBound, PublicNames):
             self._publisher.inserter.growing.difference_update(self._growing)
             self._growing = []
         return self._take_completed()
-
-    # ---- room ------------------------------------------------------------------------------------
 
     def _truncate(self, envs: np.ndarray) -> None:
         """Add trajectories of max_length as truncated; the next ones begin at their last states."""

@@ -12,7 +12,7 @@ import pytest
 from group_support import check_groups
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 
-from deepspeed_gear import Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker
+from deepspeed_gear import FillWorker, Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.prompt_ledger import may_lease
 
@@ -22,7 +22,9 @@ LEASE_S, PROMPTS = 6.0, 23
 class Run:
     """A run of a model: what it has trained follows from the checkpoint that is loaded."""
 
-    def __init__(self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str) -> None:
+    def __init__(
+        self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str, needs: bool
+    ) -> None:
         self.words, self.folder, self.groups, self.max_lag = random.Random(seed), folder, groups, max_lag
         data = folder / "prompts"
         options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3, "order": order, "late": late}
@@ -30,7 +32,8 @@ class Run:
         if not data.exists():
             write_prompts(data, PROMPTS)
         where = {"weight": {"mean": {"min": 0.0}}}
-        self.config = ledger_section(data, options, groups, group={"where": where}, writers=3)
+        group = {"where": where, "needs": ["reward"] if needs else []}
+        self.config = ledger_section(data, options, groups, group=group, writers=4)
         self.replay, self.now = Replay(self.config), 0.0
         self.workers: list[RolloutWorker] = []
         self.ends: list[tuple[float, Lease, RolloutWorker]] = []  # when each lease ends
@@ -81,6 +84,13 @@ class Run:
                 self.rejected.add(lease.number)
         except LeaseExpiredError:
             self.counts["expired"] += 1
+
+    def fill(self) -> None:
+        """Give a reward to some trajectories that wait for it, and lease others in vain."""
+        with FillWorker.attach(self.config, "reward") as worker:
+            for lease in worker.lease(self.words.randint(1, 6), timeout_s=0):
+                if self.words.random() < 0.9:
+                    lease.fill(np.float32(lease.trajectory_id))
 
     def die(self) -> None:
         """Detach a worker as the kernel does, without returning its leases."""
@@ -147,14 +157,14 @@ def consume(rollout: Rollout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "groups", "max_lag", "order", "late"),
+    ("seed", "groups", "max_lag", "order", "late", "needs"),
     [
-        (0, 3, 0, "lease", "wait"),
-        (1, 4, 1, "lease", "wait"),
-        (2, 3, 3, "lease", "wait"),
-        (3, 3, 2, "completion", "wait"),
-        (4, 2, 4, "completion", "wait"),
-        (5, 3, 1, "completion", "drop"),
+        (0, 3, 0, "lease", "wait", False),
+        (1, 4, 1, "lease", "wait", True),
+        (2, 3, 3, "lease", "wait", False),
+        (3, 3, 2, "completion", "wait", False),
+        (4, 2, 4, "completion", "wait", True),
+        (5, 3, 1, "completion", "drop", False),
     ],
 )
 def test_each_prompt_once_within_the_lag(
@@ -163,13 +173,14 @@ def test_each_prompt_once_within_the_lag(
     max_lag: int,
     order: str,
     late: str,
+    needs: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(seed, tmp_path, groups, max_lag, order, late)
+    run = Run(seed, tmp_path, groups, max_lag, order, late, needs)
     clock = SimpleNamespace(monotonic_ns=lambda: int(run.now * 1e9))
     monkeypatch.setattr(prompt_ledger, "time", clock)
-    events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4
+    events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * needs
     for turn in range(400):
         run.words.choice(events)()
         run.check()

@@ -46,9 +46,9 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.ledger is not None
         assert table.groups is not None
         table.groups.update()
-        books, complete = table.ledger.books(), table.groups.statistics["complete"]
-    parts = [books[name] for name in ("trained", "training", "waiting", "leased", "returned")]
+        books, groups = table.ledger.books(), table.groups.statistics
+    parts = [books[name] for name in ("trained", "training", "waiting", "incomplete", "leased", "returned")]
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0, books
-    assert books["waiting"] == complete, books
+    assert (books["waiting"], books["incomplete"]) == (groups["complete"], groups["incomplete"]), books
     return books

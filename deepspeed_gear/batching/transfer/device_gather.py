@@ -103,8 +103,6 @@ class DeviceGatherer(Gatherer):
     def totals(self) -> torch.Tensor:
         return self.counters + self._counters_seen
 
-    # ---- transfer methods ---------------------------------------------------------------------
-
     def _divide(self, num_samples: int) -> None:
         transfer = self._transfer
         self._ways = copy_engine.ways_of(
@@ -156,8 +154,6 @@ class DeviceGatherer(Gatherer):
             rows.append(replace(known, column=columns[i], shift=shift, gain=gain))
         return FieldGroup(which, self._specs, rows)
 
-    # ---- buffers ---------------------------------------------------------------------------------
-
     def buffers(self, num_samples: int) -> Buffers:
         sizes = self._sizes(num_samples)
         staged = [i for i, is_staged in enumerate(self._is_staged) if is_staged]
@@ -174,8 +170,6 @@ class DeviceGatherer(Gatherer):
             self._pinned.append(_Pinned(pinned, host))
         known = dict(zip([*staged, *placed], views, strict=True))
         return self._named([known[i] for i in range(len(sizes))])
-
-    # ---- a batch ---------------------------------------------------------------------------------
 
     def gather(
         self, records: torch.Tensor, goal_step: torch.Tensor | None = None
@@ -257,8 +251,6 @@ class DeviceGatherer(Gatherer):
         if self._estimated and not self._estimates_here:
             self._estimate(ops, buffers)
         self._counters_seen.copy_(counters, non_blocking=True)
-
-    # ---- the copy engine -------------------------------------------------------------------------
 
     def _divide_copies(self, which: list[int], num_samples: int) -> None:
         """Assign each field of the copy engine a place in scratch memory, which later batches reuse."""

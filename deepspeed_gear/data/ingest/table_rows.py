@@ -107,9 +107,6 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
         yield {name: [row.get(name) for row in flat] for name in names}
 
 
-# ---- JSON --------------------------------------------------------------------------------------------
-
-
 def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
     """Yield the objects of JSON lines, or of one array."""
     file_bytes, num_bytes, number = path.stat().st_size, 0, 0
@@ -134,9 +131,6 @@ def _opened(path: Path) -> Any:
     if path.suffix not in _COMPRESSED:
         return path.open("rb")
     return io.BufferedReader(pyarrow_for(str(path)).input_stream(str(path), compression="detect"))
-
-
-# ---- Arrow -------------------------------------------------------------------------------------------
 
 
 def record_batches(
@@ -238,9 +232,6 @@ def _nested(values: Any, offsets: np.ndarray) -> Any:
     if isinstance(values, np.ndarray) and len(lengths) and (lengths == lengths[0]).all():
         return values.reshape(len(lengths), lengths[0], *values.shape[1:])
     return [values[low:high] for low, high in pairwise(offsets.tolist())]
-
-
-# ---- values ------------------------------------------------------------------------------------------
 
 
 def numeric(value: Any) -> np.ndarray | None:

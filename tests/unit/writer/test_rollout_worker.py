@@ -20,6 +20,7 @@ from deepspeed_gear import (
     CheckpointError,
     ConfigError,
     DataError,
+    FillWorker,
     LeaseExpiredError,
     NotReadyError,
     Replay,
@@ -53,7 +54,7 @@ def test_leases_end_in_any_order_and_groups_are_trained_in_that_of_leases(data: 
         for lease in leases[:0:-1]:  # the straggler is the first
             lease.commit(responses(lease))
             assert not replay.can_sample()
-        with pytest.raises(NotReadyError, match="5 complete, 1 leased, 0 returned"):
+        with pytest.raises(NotReadyError, match="5 complete, 1 leased, 0 returned, 0 incomplete"):
             replay.rollout()
         first = leases[0].commit(responses(leases[0]))
         assert trained(replay)[0] == first
@@ -138,9 +139,8 @@ def test_the_books_of_a_running_process_are_shown(data: Path, capsys: pytest.Cap
         assert contents["prompts"] == check_books(replay)
         assert run_command(inspect, "--living", str(os.getpid())) == 0
         text = capsys.readouterr().out
-        assert (
-            "4 issued: 0 trained, 0 in training, 1 complete, 2 leased, 0 returned; 1 dropped: too_lo" in text
-        )
+        now = "1 complete, 2 leased, 0 returned, 0 incomplete; 1 dropped: too_lo"
+        assert f"4 issued: 0 trained, 0 in training, {now}" in text
         json.dumps(contents)
 
 
@@ -173,8 +173,7 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         (changed(max_times_sampled=0), "main.max_times_sampled must be 1 with"),
         (changed(sampler={"kind": "lifo"}), "main.prompts must not be given unless gear.sampler"),
-        (changed(group={"needs": ["reward"]}), "group.needs must not be given with"),
-        (changed(fields={"reward": {}}), "columns.reward must not be late with"),
+        (changed(group={"after_s": 1.0, "min_size": 1}), "group.after_s must not be given with"),
         (changed(rate_limiter={"queue": 8}), "rate_limiter.queue must not be given with"),
         (changed(batch={"groups": 3, "tokens": 99}), "gear.batch.tokens must not be given with"),
         (changed(capacity_trajectories=23), "capacity_trajectories must be at least 24"),
@@ -278,3 +277,50 @@ def test_a_death_while_a_number_is_counted(data: Path, words: int) -> None:
         ledger.recover(lambda _: None)
         books = check_books(replay)
         assert (books["issued"], books["leased"], books["dropped"]) == (2, 1, {"lease expired": 1})
+
+
+def test_a_group_is_open_until_its_late_columns_are_filled(data: Path, tmp_path: Path) -> None:
+    config = ledger_section(data, {"max_lag": 1}, group={"needs": ["reward"]})
+    with Replay(config) as replay, replay.rollout_worker() as worker:  # it never waits
+        leases = worker.lease(9)
+        ids = [lease.commit(responses(lease)) for lease in leases]
+        books = check_books(replay)
+        assert (books["waiting"], books["incomplete"], replay.can_sample()) == (0, 6, False)
+        assert worker.lease(1, timeout_s=0) == []  # they are under way
+        rewards = FillWorker.attach(config, "reward")
+        taken = rewards.lease(99)
+        assert [lease.trajectory_id for lease in taken] == [number for group in ids for number in group]
+        for lease in taken[2:]:  # the first group is the straggler
+            lease.fill(np.float32(1))
+        assert (check_books(replay)["waiting"], replay.can_sample()) == (5, False)
+        with pytest.raises(NotReadyError, match="5 complete, 0 leased, 0 returned, 1 incomplete"):
+            replay.rollout()
+        replay.save(tmp_path / "saved")
+        for lease in taken[:2]:
+            lease.fill(np.float32(0))
+        assert trained(replay) == ids[:3]
+        replay.load(tmp_path / "saved")
+        assert (check_books(replay)["incomplete"], replay.can_sample()) == (1, False)
+        taken[0].fill(np.float32(2))  # of the run before the load
+        again = rewards.lease(99)
+        assert [lease.trajectory_id for lease in again] == ids[0]
+        for lease in again:
+            lease.fill(np.float32(3))
+        assert trained(replay) == ids[:3]
+        assert replay.read(ids[3])[0]["reward"] == 1
+        rewards.close()
+
+
+def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> None:
+    """Late columns that came with the group are marked after its trajectories are there."""
+    config = ledger_section(data, group={"needs": ["reward"]})
+    with Replay(config) as replay, replay.rollout_worker() as worker:
+        (lease,) = worker.lease()
+        table = replay.tables["main"]
+        ledger, group = table.ledger, [one | {"reward": np.float32(0)} for one in responses(lease)]
+        assert ledger is not None
+        lease.commit(group)
+        ledger._states[lease._lease.entry] = EntryState.LEASED
+        with table.lock:
+            ledger.recover(table.extents.retire)
+        assert (len(replay), check_books(replay)["leased"]) == (0, 1)

@@ -1,0 +1,129 @@
+"""Forward passes over a table: late columns that the ranks compute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rollout_support import COLUMNS, STORED, filled, ranks_of, section
+
+from deepspeed_gear import Replay
+from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
+
+LATE = {
+    "ref": {"dtype": "float32", "late": True},
+    "value": {"dtype": "bfloat16", "late": True},
+    "score": {"dtype": "float32", "rows": "1", "late": True},
+}
+FIELDS = {name: {} for name in COLUMNS} | {"value": {"offset": 0}}
+
+
+@pytest.fixture
+def made() -> Iterator[Replay]:
+    with filled(section(COLUMNS | LATE, fields=FIELDS)) as replay:
+        yield replay
+
+
+def check(replay: Replay, name: str, numbers: Any) -> None:
+    for number in numbers:
+        (found,) = replay.read([number])
+        expected = {"ref": STORED[number]["logp"] * (np.arange(len(STORED[number]["logp"])) > 0)}
+        expected["value"] = np.arange(len(expected["ref"]))
+        expected["score"] = np.float32(len(expected["ref"]))
+        np.testing.assert_array_equal(found[name].float(), expected[name])
+
+
+def test_columns_are_where_their_steps_are(made: Replay) -> None:
+    seen: list[int] = []
+    assert not made.can_sample()  # the field "value" is absent
+    for micro in made.forward("ref", "value", "score", tokens=256):
+        assert "ref" not in micro
+        assert "value" not in micro
+        assert micro.loss_mask.any()
+        micro.fill(ref=micro["logp"], score=micro.lengths.float())
+        micro.fill(value=micro.position_ids.float())
+        seen += micro.trajectory_id.tolist()
+    assert sorted(seen) == list(range(len(STORED)))
+    for name in LATE:
+        check(made, name, seen)
+    assert made.can_sample()
+    assert list(made.forward("ref")) == []
+    more = made.add(STORED[5])
+    micro = next(made.forward("ref", "score"))
+    assert micro.trajectory_id.tolist() == [more]
+
+
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(made: Replay, sequence: int) -> None:
+    loader, slices, passes = made._rollouts, list[Any](), []
+    assert loader is not None
+    settings = loader.settings
+
+    def reduce(part: Any) -> Any:  # of two sequence ranks, one after the other
+        slices.append(part)
+        return part if len(slices) % 2 else part + slices[-2]
+
+    for place in ranks_of(3, sequence):
+        where = replace(
+            place, sequence_rank=sequence - 1 - place.sequence_rank
+        )  # the one that writes comes last
+        loader.settings = replace(settings, place=where, reduce=reduce if sequence > 1 else None)
+        micros = made.forward("ref", "score", tokens=128)
+        passes.append(itertools.chain([next(micros)], micros))  # all of them begin before any is filled
+    seen: list[int] = []
+    for step in zip(*passes, strict=True):
+        for index, micro in enumerate(step):
+            micro.fill(ref=micro["logp"], score=micro.lengths.float())
+            seen += micro.trajectory_id.tolist() if index % sequence == 0 else []
+    assert sorted(seen) == list(range(len(STORED)))
+    check(made, "ref", seen)
+    check(made, "score", seen)
+    assert made.statistics()["late"]["responses"]["ref"] == {"absent": 0, "repeated": 0}
+
+
+def test_what_is_refused_or_left_out(made: Replay) -> None:
+    wrong: list[tuple[Any, Any, type[Exception], str]] = [
+        (("logp",), {}, ConfigError, "must be late, with one number per step"),
+        (("ref",), {"tokens": 32}, ConfigError, "must hold the longest trajectory"),
+    ]
+    for names, options, kind, match in wrong:
+        with pytest.raises(kind, match=match):
+            next(made.forward(*names, **options))
+    with pytest.raises(StoreError, match="column 'ref' must be filled in each of the"):
+        list(made.forward("ref"))
+    micros = made.forward("ref", "score")
+    micro = next(micros)
+    for columns, error, match in (
+        ({"logp": micro["logp"]}, FieldError, "must be one of those that forward names"),
+        ({"score": micro["logp"]}, ShapeError, "must have shape"),
+        ({"ref": torch.full_like(micro["logp"], torch.nan)}, DataError, "must be finite"),
+    ):
+        with pytest.raises(error, match=match):
+            micro.fill(**columns)
+    gone, *others = micro.trajectory_id.tolist()
+    made.remove([gone])
+    kept = others[0]
+    made.fill(kept, score=np.float32(-1))
+    micro.fill(ref=micro["logp"], score=micro.lengths.float())
+    check(made, "ref", others)
+    check(made, "score", others[1:])
+    assert made.read([kept])[0]["score"] == -1
+    assert made.statistics()["late"]["responses"]["score"]["repeated"] == 1
+    later = next(micros).trajectory_id.tolist()
+    made.remove(later)
+    made.add(STORED[0])  # into rows of theirs
+    micros.close()
+    left = [
+        number for micro in made.forward("ref") for number in micro.trajectory_id.tolist() if fills(micro)
+    ]
+    assert not {gone, *others, *later}.intersection(left)
+
+
+def fills(micro: Any) -> bool:
+    micro.fill(ref=micro["logp"])
+    return True

@@ -1,0 +1,84 @@
+"""Fill workers: leases of trajectories that lack a late column."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from group_support import add, section
+from process_support import exit_status, in_child
+
+from deepspeed_gear import ConfigError, DataError, FillWorker, Replay, StoreError
+
+
+@pytest.fixture
+def config() -> dict[str, Any]:
+    return section({"column": "prompt", "size": 2, "needs": ["reward"]}, writers=2)
+
+
+def ids(leases: Any) -> list[int]:
+    return [lease.trajectory_id for lease in leases]
+
+
+def test_leases_are_of_other_trajectories_until_they_end(config: dict[str, Any]) -> None:
+    with Replay(config) as replay:
+        for prompt in (3, 1, 2):
+            add(replay, prompt, 0)
+            add(replay, prompt, 1)
+        first, second = FillWorker.attach(config, "reward"), FillWorker.attach(config, "reward", lease_s=0)
+        assert ids(first.lease(2)) == [2, 3]  # by group
+        third, fourth = second.lease(2)
+        assert ids((third, fourth)) == [4, 5]
+        assert sorted(third.columns) == ["prompt", "sample", "tokens", "weight"]
+        assert third.columns["tokens"].tolist() == [3, 3, 3]
+        assert ids(first.lease(9)) == [4, 5, 0, 1]  # the time of the second one's has passed
+        assert first.lease(timeout_s=0.01) == second.lease(timeout_s=0) == []
+        third.fill(np.float32(4))
+        third.fill(np.float32(5))
+        assert replay.read([4])[0]["reward"] == 4
+        assert replay.statistics()["late"]["main"] == {"reward": {"absent": 5, "repeated": 1}}
+        first.close()
+        again = second.lease(9)
+        assert ids(again) == [2, 3, 5, 0, 1]
+        with pytest.raises(DataError, match="must be finite"):
+            again[1].fill(np.float32(np.nan))
+        replay.remove([0])  # and 1, of the same group
+        again[3].fill(np.float32(1))
+        fourth.fill(np.float32(1))
+        assert ids(second.lease(9)) == [2, 3]
+        with pytest.raises(DataError, match="have shape"):
+            again[0].fill(np.zeros(3, np.float32))
+        second.close()
+        with pytest.raises(StoreError, match="must be open"):
+            again[0].fill(np.float32(1))
+        with pytest.raises(ConfigError, match="must be a late column; there are: reward"):
+            FillWorker.attach(config, "weight")
+
+
+def test_a_killed_worker_returns_its_leases(config: dict[str, Any]) -> None:
+    with Replay(config) as replay:
+        for sample in range(4):
+            add(replay, 1 + sample // 2, sample)
+
+        def work() -> None:
+            worker = FillWorker.attach(config, "reward")
+            for lease in worker.lease(3)[:1]:
+                lease.fill(np.float32(7))
+            time.sleep(60)
+
+        child = in_child(work)
+        until = time.monotonic() + 30
+        while replay.statistics()["late"]["main"]["reward"]["absent"] == 4:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        with FillWorker.attach(config, "reward") as worker:
+            (free,) = worker.lease(9, timeout_s=0)
+            assert free.trajectory_id == 3
+            os.kill(child, signal.SIGKILL)
+            exit_status(child)
+            assert ids(worker.lease(9)) == [1, 2]
+            assert replay.read([0])[0]["reward"] == 7
