@@ -15,6 +15,7 @@ from ledger_support import SIZE, check_books, ledger_section, responses, write_p
 from deepspeed_gear import ConfigError, LeaseExpiredError, Replay, RolloutWorker, StoreError
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.replay import builder
+from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 
@@ -185,7 +186,9 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
         builder._kept(plan, "")
 
 
-def test_a_kept_store_is_listed_and_removed(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kept_store_is_listed_and_removed(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = kept(data)
     with Replay(config) as replay:
         worker, run = RolloutWorker.attach(config), replay.run
@@ -199,6 +202,8 @@ def test_a_kept_store_is_listed_and_removed(data: Path, capsys: pytest.CaptureFi
     worker.close()
     run_command(clean, "--prefix", prefix())
     assert f"kept /dev/shm/{name}, " in capsys.readouterr().out
+    found = [store for store in living_stores() if store.run.id == run]
+    monkeypatch.setattr(inspect, "living_stores", lambda process: found)  # none of another test
     assert run_command(inspect, "--living") == 0
     text = capsys.readouterr().out
     assert "table main kept without a process: " in text
