@@ -178,7 +178,7 @@ class Node:
             pin=lambda key, records: None,
             spec=self.spec,
             masses=Items(self.spec, routes.index),
-            table=SimpleNamespace(lock=contextlib.nullcontext()),
+            table=SimpleNamespace(lock=contextlib.nullcontext(), ledger=None),
             ring=torch.empty(1, batch, 8, dtype=torch.int64),
             origins=torch.empty(1, batch, dtype=torch.int64),
             counts=None,
