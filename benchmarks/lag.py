@@ -34,7 +34,7 @@ POLL_S = 2e-3
 
 def config_of(data: Path, order: str, late: str) -> dict[str, Any]:
     """Return a gear section for groups of long responses."""
-    config = section(data, SIZE, GROUPS)
+    config = section(data, SIZE, GROUPS, keep=False)
     table = config["tables"]["rollouts"]
     table |= {"max_length": LONGEST, "capacity_steps": 2048 * table["capacity_trajectories"]}
     table["prompts"] |= {"max_lag": MAX_LAG, "order": order, "late": late}
