@@ -19,6 +19,7 @@ from process_support import exit_status, in_child
 from deepspeed_gear import Replay, RolloutWorker
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
+LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 GROUPS, PROMPTS, BEFORE, AFTER = 4, 11, 6, 8  # batches before all are killed at least, and after it
 
 
@@ -36,17 +37,22 @@ def generate(config: dict[str, Any], seed: int) -> None:
                 lease.commit(responses(lease))
 
 
-def train(folder: Path, rank: int, config: dict[str, Any], resume: bool) -> None:
-    """Train, `AFTER` batches if it resumes, saving now and then; log each batch once it is trained."""
-    name = f"rendezvous-{resume}"
+def lines_of(folder: Path, life: int) -> list[dict[str, Any]]:
+    path = folder / f"log-{life}"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: int = 10**6) -> None:
+    """Train from the latest save on, saving now and then; log each batch once it is trained."""
+    name = f"rendezvous-{life}"
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=2)
     with Replay(config, info=BatchInfo(1, 1, 2)) as replay:
-        if resume:
+        if (folder / "saved").exists():
             replay.load(folder / "saved")
-        for _ in range(AFTER if resume else 10**6):
+        for _ in range(batches):
             rollout = replay.rollout()
             numbers = rollout.values("prompt")[::SIZE].tolist()
-            lags = [rollout.number + 1 - length for length in rollout.lengths[::SIZE].tolist()]
+            lags = [(rollout.number + 1 - length) % 20 for length in rollout.lengths[::SIZE].tolist()]
             if rollout.number % 3 == 1:
                 replay.save(folder / "saved")  # while a batch is in training
             for step in rollout:
@@ -55,7 +61,7 @@ def train(folder: Path, rank: int, config: dict[str, Any], resume: bool) -> None
             if rank == 0:
                 books = check_books(replay)
                 line = {"batch": rollout.number, "numbers": numbers, "lags": lags, "books": books}
-                with (folder / f"log-{resume}").open("a") as log:
+                with (folder / f"log-{life}").open("a") as log:
                     log.write(json.dumps(line) + "\n")
         dist.barrier()
 
@@ -72,32 +78,31 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
         own = next(seeds)
         return in_child(lambda: generate(config, own))
 
-    def lines(resume: bool) -> list[dict[str, Any]]:
-        path = tmp_path / f"log-{resume}"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    for resume in (False, True):
+    for life, most in ((0, 10**6), (1, AFTER)):
         ranks = [
-            in_child(lambda r=rank, again=resume: train(tmp_path, r, config, again)) for rank in range(2)
+            in_child(lambda r=rank, at=life, n=most: train(tmp_path, r, config, at, n)) for rank in range(2)
         ]
         workers = [worker() for _ in range(2)]
         kills, done = 0, 0  # since a batch was trained
-        while len(lines(resume)) < (AFTER if resume else BEFORE):
+        while len(lines_of(tmp_path, life)) < (AFTER if life else BEFORE):
             for rank in ranks:
                 ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 assert ended is None or ended.si_status == 0
-            kills, done = (kills + 1 if len(lines(resume)) == done else 0), len(lines(resume))
+            kills, done = (
+                (kills + 1 if len(lines_of(tmp_path, life)) == done else 0),
+                len(lines_of(tmp_path, life)),
+            )
             time.sleep(words.random() * 0.1 * (1 + kills / 4))  # at last a worker lives long enough
             victim = workers.pop(0)
             os.kill(victim, signal.SIGKILL)
             exit_status(victim)
             workers.append(worker())
-        for child in (*workers, *([] if resume else ranks)):
+        for child in (*workers, *([] if life else ranks)):
             os.kill(child, signal.SIGKILL)
             exit_status(child)
-        if resume:
+        if life:
             assert [exit_status(rank) for rank in ranks] == [0, 0]
-    before, after = lines(False), lines(True)
+    before, after = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
     kept = [line for line in before if line["batch"] < after[0]["batch"]]
     assert kept
     numbers = [number for line in (*kept, *after) for number in line["numbers"]]
@@ -105,3 +110,50 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
     assert max(lag for line in (*before, *after) for lag in line["lags"]) <= 1
     assert after[-1]["books"]["dropped"] == {}
     assert after[-1]["books"]["leases_returned"] > 0
+
+
+@pytest.mark.skipif(not LONG, reason="long: GEAR_LONG_TESTS=1")
+@pytest.mark.timeout(1800)
+def test_three_hundred_kills(tmp_path: Path) -> None:
+    """Of workers, a rank, and all, while they start, lease, commit, train and save: the books stay right."""
+    words, seeds, kills = random.Random(7), itertools.count(), 0
+    data = write_prompts(tmp_path / "prompts", PROMPTS)
+    config = ledger_section(data, {"max_lag": 1, "attempts": 10**6}, GROUPS, writers=8, timeout_s=30.0)
+    config["pack"]["pad"]["multiple"] = 4
+    kept = list[dict[str, Any]]()
+
+    def worker() -> int:
+        own = next(seeds)
+        return in_child(lambda: generate(config, own))
+
+    for life in itertools.count():
+        is_last = kills >= 300
+        ranks = [in_child(lambda r=rank, at=life: train(tmp_path, r, config, at)) for rank in range(2)]
+        workers = [worker() for _ in range(3)]
+        until = time.monotonic() + words.uniform(0.3, 4.0)
+        while (time.monotonic() < until) if not is_last else (len(lines_of(tmp_path, life)) < AFTER):
+            time.sleep(words.random() * 0.2)
+            victim = workers.pop(0)
+            os.kill(victim, signal.SIGKILL)
+            exit_status(victim)
+            workers.append(worker())
+            kills += 1
+        if words.random() < 0.5:  # of one rank: the other one ends with an error
+            lost, other = words.sample(ranks, 2)
+            os.kill(lost, signal.SIGKILL)
+            assert (exit_status(lost), exit_status(other)) == (-signal.SIGKILL, 1)
+            kills, ranks = kills + 1, []
+        for child in (*ranks, *workers):
+            os.kill(child, signal.SIGKILL)
+            exit_status(child)
+        kills += len(ranks) + len(workers)
+        lines = lines_of(tmp_path, life)
+        if lines:
+            assert lines[0]["batch"] <= len(kept)
+            kept = kept[: lines[0]["batch"]] + lines
+        if is_last:
+            break
+    numbers = [number for line in kept for number in line["numbers"]]
+    assert numbers == list(range(GROUPS * len(kept)))
+    assert max(lag for line in kept for lag in line["lags"]) <= 1
+    print(f"{kills} kills in {life + 1} lives; {len(kept)} batches; {kept[-1]['books']}")
