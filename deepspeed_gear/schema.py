@@ -8,7 +8,6 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +31,10 @@ FLOATING = ("float16", "bfloat16", "float32", "float64")
 OPAQUE = ("bytes", "json")  # one value per trajectory, in a row of fixed size: never a tensor of a batch
 LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian
 MOST_OPAQUE_BYTES = (1 << 31) - 1
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
+    **{name: np.dtype("uint16" if name == "bfloat16" else name) for name in DTYPES},
+    **dict.fromkeys(OPAQUE, np.dtype(np.uint8)),
+}
 ROLES = (
     *("observation", "next_observation", "action", "reward", "terminated", "truncated", "return", "length"),
     *("token", "loss_mask", "timestep", "return_to_go", "other"),
@@ -134,12 +137,10 @@ class Column:
         """Dtype of a stored element."""
         return torch.uint8 if self.is_opaque else DTYPES[self.dtype]
 
-    @cached_property
+    @property
     def numpy_dtype(self) -> np.dtype[Any]:
         """NumPy's view of the stored bytes; bfloat16 as uint16, opaque values as uint8."""
-        if self.is_opaque:
-            return np.dtype(np.uint8)
-        return np.dtype("uint16" if self.dtype == "bfloat16" else self.dtype)
+        return _NUMPY_DTYPES[self.dtype]
 
     @property
     def num_elements(self) -> int:
@@ -176,6 +177,12 @@ class Schema:
             if not isinstance(column, Column):
                 raise SchemaError("schema", "must be a list of Columns", type(column).__name__)
         self._by_name = {column.name: column for column in self.columns}
+        self.names = tuple(self._by_name)
+        self.step_columns = tuple(c for c in self.columns if c.rows != "1")
+        self.trajectory_columns = tuple(c for c in self.columns if c.rows == "1")
+        self.late_columns = tuple(c for c in self.columns if c.late)
+        #: Whether an extent of T steps holds T+1 rows.
+        self.has_final_row = any(c.rows == "T+1" for c in self.columns)
         #: Columns of the roles terminated and truncated.
         self.end_columns = tuple(c for c in self.columns if c.role in ("terminated", "truncated"))
         if not self.columns:
@@ -200,31 +207,10 @@ class Schema:
             rule = "has role return_to_go: must be late, in a table with a reward column"
             raise SchemaError(f"column {to_go.name}", rule, None, "it is written when the episode has ended")
 
-    @cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._by_name)
-
-    @cached_property
-    def step_columns(self) -> tuple[Column, ...]:
-        return tuple(c for c in self.columns if c.rows != "1")
-
-    @cached_property
-    def trajectory_columns(self) -> tuple[Column, ...]:
-        return tuple(c for c in self.columns if c.rows == "1")
-
-    @cached_property
-    def late_columns(self) -> tuple[Column, ...]:
-        return tuple(c for c in self.columns if c.late)
-
     def late_bits(self, names: Iterable[str]) -> int:
         """Return the bits that mark the named late columns as written; other columns have no bit."""
         requested = set(names)
         return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in requested)
-
-    @cached_property
-    def has_final_row(self) -> bool:
-        """Whether an extent of T steps holds T+1 rows."""
-        return any(c.rows == "T+1" for c in self.columns)
 
     @property
     def row_bytes(self) -> int:
