@@ -90,7 +90,8 @@ class GearRollout(RolloutEngine):
         leases, num_committed = self.worker.lease(arguments.count("count", count), timeout_s), 0
         try:
             prompts = [torch.as_tensor(np.asarray(lease.prompt[self._prompt], np.int64)) for lease in leases]
-            groups = self._groups(self.generator.generate(self._request(prompts, count), sampling), sampling)
+            batch = self.generator.generate(self._request(prompts, count), sampling)
+            groups = list(self._groups(batch, sampling))  # its forward pass is one of every rank
             for lease, group in zip(leases, groups, strict=False):
                 responses = [one[self._tokens][mask] for one, mask in group]
                 others = self._rewards(lease.prompt, responses)

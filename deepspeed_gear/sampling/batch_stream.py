@@ -31,7 +31,7 @@ from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Control, Head, Pee
 
 _POLL_S = 100e-6
 _IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
-_LOOK_S = 2e-3
+_LOOK_S = 2e-3  # least time between looks for groups of prompts: each takes the lock from workers
 _LISTEN_S = 0.02  # after which a wait checks whether to end
 _CLEAN_S = 1.0  # how often a selection checks for dead writers
 # Regions of a stream whose addresses its native call takes under their names.
@@ -352,9 +352,7 @@ class BatchStream:
             time.sleep(_IDLE_S)
         else:
             self._events.wait(0, few.awaited, _LISTEN_S)
-        if (
-            self.table.ledger is not None
-        ):  # each look takes the lock from workers, and a batch needs many commits
+        if self.table.ledger is not None:
             time.sleep(_LOOK_S)
 
     def _is_ahead(self, key: int) -> bool:
