@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STAGE_S = 530.0
 LEAST_S = 10.0  # a step that would have less is not begun
 TAIL = 4000  # characters of a step's output in the record
-SHARDS = 8
+# Processes of a step: 16 cores run the steps of a wave, and one card takes turns between them.
+SHARDS, EXAMPLE_SHARDS, GRAPH_SHARDS = 4, 8, 4
 PYTHON = sys.executable
 # Modules that builds and tests import, and what DeepSpeed depends on. The second ones are installed without
 # what they depend on, which is torch or numpy.
@@ -92,6 +93,28 @@ def pytest_step(name: str, *arguments: str, limit_s: float, **options: Any) -> S
     return Step(name, tests(*arguments), limit_s, **options)
 
 
+def shards(
+    name: str,
+    count: int,
+    *arguments: str,
+    limit_s: float,
+    dry: Sequence[str] | None = None,
+    elsewhere: str,
+) -> Wave:
+    """Split the tests of a step over processes; a dry run has the first one."""
+    return [
+        pytest_step(
+            f"{name} {i} of {count}",
+            *arguments,
+            limit_s=limit_s,
+            dry=dry if i == 1 else None,
+            elsewhere=elsewhere,
+            env={"GEAR_TEST_SHARD": f"{i}/{count}"},
+        )
+        for i in range(1, count + 1)
+    ]
+
+
 def tests(*arguments: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
@@ -151,109 +174,88 @@ def stage_a(here: Machine) -> list[Wave]:
     )
     both = builds(here)[0]
     support = "tests/unit/test_gpu_support.py"
+    ops = pytest_step(
+        "ops against the reference",
+        "tests/gpu/test_cuda_ops.py",
+        limit_s=150,
+        dry=tests(support, "-k", "arguments"),
+    )
+    waits = pytest_step(
+        "no hidden waits",
+        "tests/gpu/test_sync_debug.py",
+        limit_s=60,
+        elsewhere="nothing: torch watches for waits of CUDA",
+    )
+    captured = shards(
+        "captured and compiled steps",
+        GRAPH_SHARDS,
+        "tests/gpu/test_device_graphs.py",
+        limit_s=200,
+        dry=tests(support, "-k", "repeated and uniform"),
+        elsewhere="the first shard",
+    )
+    taken = figures_step(
+        "figures of device tables",
+        here,
+        "--figures",
+        "gather",
+        "selection",
+        "steps",
+        "online",
+        limit_s=150,
+        smoke=("--figures", "steps"),
+    )
     return [
         [Step("environment", ("bash", "-c", facts), 150, needs=()), *both],
-        [
-            pytest_step(
-                "ops against the reference",
-                "tests/gpu/test_cuda_ops.py",
-                limit_s=150,
-                dry=tests(support, "-k", "arguments"),
-            )
-        ],
-        [
-            pytest_step(
-                "no hidden waits",
-                "tests/gpu/test_sync_debug.py",
-                limit_s=60,
-                elsewhere="nothing: torch watches for waits of CUDA",
-            )
-        ],
-        [
-            figures_step(
-                "figures of device tables",
-                here,
-                "--figures",
-                "gather",
-                "selection",
-                "steps",
-                "online",
-                limit_s=150,
-                smoke=("--figures", "steps"),
-            )
-        ],
-        [
-            pytest_step(
-                "captured and compiled steps",
-                "tests/gpu/test_device_graphs.py",
-                limit_s=200,
-                dry=tests(support, "-k", "repeated and uniform"),
-            )
-        ],
+        [ops, waits, *captured],
+        [taken],
     ]
 
 
 def stage_b(here: Machine) -> list[Wave]:
     """Equivalence in processes, tables in host memory, two ranks on one card, the examples."""
-    dry = tests("--collect-only", "tests/equivalence/test_selection_ops.py")
-    equivalence = [
-        pytest_step(
-            f"equivalence {shard} of {SHARDS}",
-            "tests/equivalence",
-            "-k",
-            "not kernels_on_host",  # which a machine without a GPU runs
-            limit_s=240,
-            dry=dry if shard == 1 else None,
-            elsewhere="launch/test.sh runs all of them",
-            env={"GEAR_TEST_SHARD": f"{shard}/{SHARDS}"},
-        )
-        for shard in range(1, SHARDS + 1)
-    ]
-    examples = [
-        pytest_step(
-            f"examples {shard} of 4",
-            "tests/gpu/test_device_programs.py",
-            "-k",
-            "example",
-            limit_s=200,
-            elsewhere="tests/unit/test_learning_examples.py",
-            env={"GEAR_TEST_SHARD": f"{shard}/4"},
-        )
-        for shard in range(1, 5)
-    ]
-    return [
-        *builds(here),
-        equivalence,
-        [
-            pytest_step(
-                "host placement",
-                "tests/gpu/test_host_placement.py",
-                limit_s=150,
-                elsewhere="tests/unit/batching has its CPU lane",
-            )
-        ],
-        [
-            figures_step(
-                "ways and calibration",
-                here,
-                "--figures",
-                "host",
-                "--tables",
-                "small",
-                limit_s=120,
-                smoke=("--figures", "host", "--tables", "small"),
-            )
-        ],
-        [
-            pytest_step(
-                "two ranks on one card",
-                "tests/distributed/test_device_ranks.py",
-                limit_s=150,
-                elsewhere="tests/distributed runs the same programs",
-            )
-        ],
-        examples,
-    ]
+    equivalence = shards(
+        "equivalence",
+        SHARDS,
+        "tests/equivalence",
+        "-k",
+        "not kernels_on_host",  # which a machine without a GPU runs
+        limit_s=240,
+        dry=tests("--collect-only", "tests/equivalence/test_selection_ops.py"),
+        elsewhere="launch/test.sh runs all of them",
+    )
+    examples = shards(
+        "examples",
+        EXAMPLE_SHARDS,
+        "tests/gpu/test_device_programs.py",
+        "-k",
+        "example",
+        limit_s=200,
+        elsewhere="tests/unit/test_learning_examples.py",
+    )
+    host = pytest_step(
+        "host placement",
+        "tests/gpu/test_host_placement.py",
+        limit_s=150,
+        elsewhere="tests/unit/batching has its CPU lane",
+    )
+    ranks = pytest_step(
+        "two ranks on one card",
+        "tests/distributed/test_device_ranks.py",
+        limit_s=150,
+        elsewhere="tests/distributed runs the same programs",
+    )
+    ways = figures_step(
+        "ways and calibration",
+        here,
+        "--figures",
+        "host",
+        "--tables",
+        "small",
+        limit_s=120,
+        smoke=("--figures", "host", "--tables", "small"),
+    )
+    return [*builds(here), [*equivalence, *examples, host, ranks], [ways]]
 
 
 def stage_c(here: Machine) -> list[Wave]:
@@ -277,35 +279,28 @@ def stage_c(here: Machine) -> list[Wave]:
     chosen = ("--kernel-name-base", "demangled", "--kernel-name", "regex:gear", "--launch-count", "300")
     profile = (here.tool("ncu"), "--set", "basic", *chosen, "--force-overwrite", "--export", str(report))
     profiled = (PYTHON, "benchmarks/gpu.py", "--figures", "steps")
-    return [
-        *builds(here),
-        sanitizers,
-        [
-            Step(
-                "profiles",
-                (*profile, *profiled),
-                120,
-                needs=("gpu", "ncu"),
-                elsewhere="tests/unit/ops/test_cuda_compile.py counts registers",
-            )
-        ],
-        [
-            figures_step(
-                "figures, once more",
-                here,
-                "--figures",
-                "gather",
-                "selection",
-                "steps",
-                "online",
-                "host",
-                "--tables",
-                "small",
-                limit_s=150,
-            )
-        ],
-        [pytest_step("Hopper", "tests/gpu/test_hopper.py", limit_s=300, elsewhere="tests/examples")],
-    ]
+    hopper = pytest_step("Hopper", "tests/gpu/test_hopper.py", limit_s=300, elsewhere="tests/examples")
+    profiles = Step(
+        "profiles",
+        (*profile, *profiled),
+        120,
+        needs=("gpu", "ncu"),
+        elsewhere="tests/unit/ops/test_cuda_compile.py counts registers",
+    )
+    again = figures_step(
+        "figures, once more",
+        here,
+        "--figures",
+        "gather",
+        "selection",
+        "steps",
+        "online",
+        "host",
+        "--tables",
+        "small",
+        limit_s=150,
+    )
+    return [*builds(here), [*sanitizers, hopper], [profiles], [again]]
 
 
 STAGES = {"A": stage_a, "B": stage_b, "C": stage_c}
