@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,13 @@ class _DeepSpeedOp(NativeOp):
     def include_paths(self) -> list[str]:
         """Headers resolve as "common/x.h", "gather/gather.h"."""
         return [str(self.csrc)]
+
+    def extra_ldflags(self) -> list[str]:
+        """Name the shared C++ runtime, as torch does: with one of its own in the op, an exception that
+        torch catches ends the process; some compilers link that without being asked.
+        """
+        flags: list[str] = super().extra_ldflags()  # type: ignore[misc]
+        return [*flags, *toolchain.shared_runtime()]
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the op can be built here; a reason is printed when `verbose`."""
@@ -125,9 +133,18 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         return [*kept, *_NVCC_FLAGS]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
-        """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at 6.0."""
-        if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        """Return flags of architectures that CUDA 13 still builds; DeepSpeed's defaults begin at 6.0, and it
+        reads no "9.0a" or "10.0f", of whose instructions no kernel here has any.
+        """
+        given = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").strip(";")
+        if not given:
             cross_compile_archs = cross_compile_archs or _CUDA_ARCHITECTURES
+        else:
+            plain = re.sub(r"(\d)[af](?=[;+]|$)", r"\1", given)
+            if not re.fullmatch(r"(\d+\.\d+(\+PTX)?;*)+", plain):
+                remedy = 'unset it, or name capabilities as in "8.0;9.0+PTX"'
+                raise BuildError("TORCH_CUDA_ARCH_LIST", "must be capabilities of devices", given, remedy)
+            os.environ["TORCH_CUDA_ARCH_LIST"] = self._jit_arch_list = plain
         args: list[str] = super().compute_capability_args(cross_compile_archs)
         return args
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,8 @@ PROGRAMS = {
 def test_an_example(run_python: Run, checkout: Path, algorithm: str, flags: tuple[str, ...]) -> None:
     pytest.importorskip("gymnasium", reason="the examples act in its environments")
     program = f"examples/{algorithm}_device.py"
-    options, environment = ("--device", "cuda", *PROGRAMS[algorithm]), {"PYTHONPATH": str(checkout)}
+    paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
+    options, environment = ("--device", "cuda", *PROGRAMS[algorithm]), {"PYTHONPATH": paths}
     run = run_python(program, *options, *flags, env=environment, timeout_s=LONG_S)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+
 PIPE = subprocess.PIPE
 # What ranks import; other modules a program imports itself. The first optimizer of a process imports
 # torch._dynamo, the first engine Muon: together 4 s, where all the rest of a short program takes 0.4 s.
@@ -31,6 +33,8 @@ _IMPORTED = (
 ).split()
 _MOST_BYTES = 1 << 17  # of a request
 _server: socket.socket | None = None
+#: A fork cannot use a GPU that DeepSpeed has looked for: every program starts anew there.
+HAS_GPU = torch.cuda.is_available()
 
 
 class WarmProcess(subprocess.Popen):
@@ -58,6 +62,9 @@ class WarmProcess(subprocess.Popen):
 
     def _execute_child(self, *given: Any) -> None:
         """Send the server what Popen has prepared; -1 is a stream of this process."""
+        if HAS_GPU:
+            super()._execute_child([sys.executable, "-u", *given[0]], *given[1:])
+            return
         arguments, cwd, env, is_session = given[0], given[5], given[6], given[21]
         pipes = given[10:16]  # stdin, stdout, stderr: the end to read from, the end to write to
         theirs = [end if end != -1 else number for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
@@ -77,6 +84,8 @@ class WarmProcess(subprocess.Popen):
         self._child_created = True
 
     def _wait(self, timeout: float | None) -> int:
+        if HAS_GPU:
+            return super()._wait(timeout)
         if self.returncode is None:
             if not select.select([self._status], [], [], None if timeout is None else max(timeout, 0))[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
@@ -86,7 +95,9 @@ class WarmProcess(subprocess.Popen):
             self.returncode = int(status)
         return self.returncode
 
-    def _internal_poll(self, **_: Any) -> int | None:
+    def _internal_poll(self, **given: Any) -> int | None:
+        if HAS_GPU:
+            return super()._internal_poll(**given)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._wait(0)
         return self.returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
-from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, register
+from deepspeed_gear.errors import BuildError
+from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, nvcc_flags, register
 from deepspeed_gear.ops.load import load_native
 
 # What DeepSpeed sees
@@ -95,6 +98,30 @@ def test_sources_have_unlike_stems() -> None:
     for builder in (GearBuilder(), GearCudaBuilder()):
         stems = [Path(source).stem for source in builder.sources()]
         assert len(stems) == len(set(stems))
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [("7.5 8.0 9.0a", "7.5;8.0;9.0"), ("10.0f+PTX;9.0a", "9.0;10.0+PTX"), ("9.0+PTX;", "9.0+PTX")],
+)
+def test_architectures_of_images(given: str, read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of CUDA list those with instructions of one device, "9.0a", which DeepSpeed cannot read."""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    assert "arch=compute_90,code=sm_90" in " ".join(nvcc_flags())
+    assert os.environ["TORCH_CUDA_ARCH_LIST"] == read
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "Hopper")
+    with pytest.raises(BuildError, match="must be capabilities of devices, got 'Hopper'; unset it"):
+        nvcc_flags()
+
+
+def test_the_shared_runtime_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a compiler that would link its own, with which an exception for torch ends the process."""
+    monkeypatch.setenv("CXX", "c++ -static-libstdc++ -static-libgcc")
+    source, made = tmp_path / "small.cpp", tmp_path / "small.so"
+    source.write_text('#include <stdexcept>\nvoid refuse() { throw std::runtime_error("it"); }\n')
+    command = [*toolchain.compiler(), "-shared", "-fPIC", str(source), *GearBuilder().extra_ldflags()]
+    subprocess.run([*command, "-o", str(made)], check=True)
+    assert "libstdc++.so.6" in subprocess.run(["ldd", str(made)], capture_output=True, text=True).stdout
 
 
 # The prebuilt op
