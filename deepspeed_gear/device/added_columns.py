@@ -22,9 +22,9 @@ AUTORESET = ("same_step", "next_step", "disabled")
 
 def _check_names(what: str, given: Columns, known: Collection[str], needed: Collection[str]) -> None:
     arguments.tensors(what, given)
-    for name in sorted({*needed} - given.keys()):
+    for name in sorted({*needed} - {*given}):
         raise SchemaError(f"{what}: column {name}", "must be given")
-    for name in sorted(given.keys() - {*known}):
+    for name in sorted({*given} - {*known}):
         raise SchemaError(f"{what}: column {name}", f"must be one of {', '.join(sorted(known))}")
 
 

@@ -158,8 +158,7 @@ def test_converted_rows_at_any_address(
     samples = (20 << 20) // (9 * elements * source.itemsize) if elements > 1000 else 700
     resolutions, order = resolutions_of(samples, slots=10), torch.randperm(samples)
     rows, spec = torch.randint(-99, 99, (400, elements)).to(source), window(torch.zeros(1, elements), -4, 9)
-    wide = torch.float64 if torch.float64 in (source, target) else torch.float32
-    scale = torch.rand(2, elements, dtype=wide)
+    scale = torch.rand(2, elements, dtype=torch.float64)
 
     def gather(ops: Ops, device: str, start: int, threads: int, shift: Tensor, gain: Tensor) -> list[Tensor]:
         column, out = (

@@ -284,10 +284,10 @@ def test_a_cut_is_kept_until_the_lane_has_read_it(way: str) -> None:
             torch.cuda._sleep(SLEEP)
         replay.sample()
         assert int(consumed[0]) == 3
-        placing.guards.settle()
+        replay._parts.releases.settle()
         assert int(consumed[0]) == 3
         torch.cuda.synchronize()
-        placing.guards.settle()
+        replay._parts.releases.settle()
         assert int(consumed[0]) == 4
 
 
