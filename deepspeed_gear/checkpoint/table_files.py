@@ -19,6 +19,7 @@ import hashlib
 import io
 import os
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -36,7 +37,7 @@ from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.eviction import quiet
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.pins import SelectionPins
@@ -49,7 +50,7 @@ FORMAT = 4
 _MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
 _LEAST_SEGMENT_BYTES = 4 << 20
 _SEGMENT = "rows-"
-_BLOCK_BYTES = 1 << 20
+_BLOCK_BYTES, _WRITERS = 1 << 20, 4
 
 
 def save_table(
@@ -118,10 +119,9 @@ def _save_rows(
     for name, array in ({} if table.ledger is None else table.ledger.export()).items():
         np.save(folder / f"{name}.npy", array)
     schema, known = table.spec.schema, _linkable(table, before)
-    segments, digests = dict[str, Any](), dict[str, str]()
+    segments, digests, files = dict[str, Any](), dict[str, str](), list[tuple[Any, ...]]()
     for column in schema.trajectory_columns:
-        parts, name = [table.columns[column.name][slots]], file_of(column.name)
-        digests[name] = _write_array(folder / name, column.numpy_dtype, column.shape, parts)
+        files.append((file_of(column.name), column, [table.columns[column.name][slots]]))
     order = reshard.in_rows(records)
     order = order[records[order, Slot.NUM_ROWS] > 0]
     # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are filled.
@@ -144,8 +144,10 @@ def _save_rows(
         runs = _runs(own)
         for column, name in zip(schema.step_columns, names, strict=True):
             if name not in digests:
-                parts = [table.columns[column.name][start:stop] for start, stop in runs]
-                digests[name] = _write_array(folder / name, column.numpy_dtype, column.shape, parts)
+                files.append((name, column, [table.columns[column.name][start:stop] for start, stop in runs]))
+    with ThreadPoolExecutor(_WRITERS) as pool:  # hashing, copying and the disk at once
+        written = pool.map(lambda file: _write_array(folder / file[0], *file[1:]), files)
+        digests.update(zip((file[0] for file in files), written, strict=True))
     return segments, digests
 
 
@@ -187,13 +189,13 @@ def _runs(extents: np.ndarray) -> list[list[int]]:
     return found
 
 
-def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], parts: list[np.ndarray]) -> str:
+def _write_array(path: Path, column: Column, parts: list[np.ndarray]) -> str:
     """Write parts as one NumPy file, hashed block by block while they are cached; return its SHA-256."""
     digest, header = hashlib.sha256(), io.BytesIO()
-    described = np.lib.format.dtype_to_descr(dtype)
+    described = np.lib.format.dtype_to_descr(column.numpy_dtype)
     rows = sum(len(part) for part in parts)
     np.lib.format.write_array_header_1_0(
-        header, {"descr": described, "fortran_order": False, "shape": (rows, *shape)}
+        header, {"descr": described, "fortran_order": False, "shape": (rows, *column.shape)}
     )
     with path.open("wb", buffering=0) as file:
         for part in (np.frombuffer(header.getvalue(), np.uint8), *parts):
@@ -203,6 +205,7 @@ def _write_array(path: Path, dtype: np.dtype[Any], shape: tuple[int, ...], parts
                 digest.update(block)
                 while block:  # a raw file may take less than it is given
                     block = block[file.write(block) or 0 :]
+        os.fsync(file.fileno())
     return digest.hexdigest()
 
 
