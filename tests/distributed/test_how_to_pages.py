@@ -1,4 +1,4 @@
-"""The programs of docs/how-to/change-ranks.md and hugging-face.md, as they are printed."""
+"""The programs of docs/how-to/change-ranks.md, hugging-face.md and fsdp.md, as they are printed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from batch_records import priorities, samples_of
 from engine_parts import Model
-from gear_support import STEP, config_of
+from gear_support import STEP, config_of, prefix
 from page_support import page_code, run_program
 from process_support import call_on_ranks
 
@@ -36,7 +37,7 @@ TRAINERS = {  # where they get the sizes from
     "GearTrainer": {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
     "DummyOptim": {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2},
 }
-PACKED = "PackedTrainer"
+PACKED, FSDP = "PackedTrainer", "fully_shard"
 Ran = list[dict[str, Any]]  # what each rank has seen, by program
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 
@@ -72,7 +73,10 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ra
     first = {name: (HALF, config) for name, config in runs.items()} | whole
     rest = {name: (STEPS, config) for name, config in runs.items()}
     progress = ds_config(dataset, "uniform", 0, **sizes)
-    trainers = [*TRAINERS, PACKED] if HAS_TRAINERS else []
+    (out / FSDP).mkdir()
+    gear = packed_config(out / "texts")["gear"]
+    (out / FSDP / "gear.json").write_text(json.dumps(gear | {"shared_memory": {"prefix": prefix()}}))
+    trainers = [*TRAINERS, PACKED, FSDP] if HAS_TRAINERS else []
     return {
         1: call_on_ranks(1, run_pages, out, first, [], timeout_s=280.0),
         2: call_on_ranks(2, run_pages, out, rest, trainers, progress, timeout_s=280.0),
@@ -132,6 +136,16 @@ def test_a_trainer_of_packed_batches_resumes(ran: dict[int, Ran]) -> None:
     assert min(map(len, texts)) > STEPS
 
 
+@pytest.mark.skipif(not HAS_TRAINERS, reason="the model is of transformers")
+def test_fsdp_goes_on_as_if_it_had_not_ended(ran: dict[int, Ran]) -> None:
+    """Every text of the epoch comes once; the weights are those of a run in one piece."""
+    for name in ("resumed", "whole"):
+        texts = sorted(text for rank in ran[2] for text in rank[FSDP][name][0] if text)  # 0 is padding
+        assert texts == list(range(1, STEPS * BATCH + 1))
+    weights = [rank[FSDP][name][1] for rank in ran[2] for name in ("resumed", "whole")]
+    assert all(np.array_equal(weights[0], one) for one in weights[1:])
+
+
 def test_the_loop_of_the_page_on_progress(ran: dict[int, Ran]) -> None:
     """It prints on rank 0 after every 100 steps; the text is what `str` of a Progress has."""
     lines = ran[2][0]["progress"].splitlines()
@@ -177,7 +191,8 @@ def run_pages(
         found["progress"] = with_progress(progress)
     if trainers:
         use_gloo()
-    return found | {mark: with_trainer(mark, out / mark) for mark in trainers}
+    sharded = {FSDP: with_fsdp(out / FSDP)} if FSDP in trainers else {}
+    return found | {mark: with_trainer(mark, out / mark) for mark in trainers if mark != FSDP} | sharded
 
 
 def train(name: str, config: dict[str, Any], steps: int, out: Path) -> tuple[list[Any], list[float]]:
@@ -225,6 +240,29 @@ def with_trainer(mark: str, folder: Path) -> list[int]:
         AcceleratorState._reset_state(reset_partial_state=True)  # as in a process of its own
         run_program("hugging-face.md", mark, [str(until), str(HALF)], make_model=make_model)
     return codes
+
+
+def with_fsdp(folder: Path) -> dict[str, Any]:
+    """Run the program of fsdp.md half-way and on, and in one piece; return texts and weights of both."""
+    os.chdir(folder)  # has gear.json
+    found = {}
+    for name, ends in {"resumed": (HALF, STEPS), "whole": (STEPS,)}.items():
+        texts, models = list[int](), list[torch.nn.Module]()
+
+        def make_model(texts: list[int] = texts, models: list[torch.nn.Module] = models) -> torch.nn.Module:
+            torch.manual_seed(0)
+            models.append(text_model(texts))
+            return models[-1]
+
+        for until in ends:
+            run_program("fsdp.md", FSDP, [str(until), str(HALF)], make_model=make_model)
+        weights = [parameter.full_tensor().detach() for parameter in models[-1].parameters()]
+        found[name] = texts, torch.cat([weight.flatten() for weight in weights]).numpy()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree("out")
+        dist.barrier()
+    return found
 
 
 def text_model(texts: list[int]) -> torch.nn.Module:
