@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from cluster_support import Cluster
+from gear_support import ROOT, prefix
 from ledger_support import SIZE, ledger_section, responses, write_prompts
-from process_support import exit_status, in_child, kill
+from process_support import exit_status, in_child, kill, run_ranks
 
 from deepspeed_gear import LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -101,3 +104,24 @@ def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(cluster: Clu
         assert books_after["trained"] == GROUPS * BATCHES
         assert books_after["largest_lag"] <= 1
     assert exit_status(child) == 0
+
+
+def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
+    """Two nodes, by pdsh, train four batches of four groups with a worker each; two ranks of one go on."""
+    config = json.loads((ROOT / "configs" / "grpo_async.json").read_text())
+    config["gear"]["rollout"]["groups"] = 4
+    config["gear"]["tables"]["rollouts"]["group"].pop("where")  # so few right answers make few such groups
+    config["gear"]["shared_memory"] = {"prefix": prefix()}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path), "--warm-accuracy", "0"]
+    options += ["--goal", "2", "--workers", "1", "--max-lag", "1", "--save-every", "2"]
+    program = ROOT / "examples" / "grpo_async.py"
+    first = cluster.run(program, *options, "--iterations", "4", timeout_s=240.0)
+    last, *_ = run_ranks(program, 2, *options, "--resume", "--iterations", "6")
+    results = [json.loads(re.findall(r'{"greedy.*}', output)[-1]) for output in (first, last)]
+    assert [(found["ranks"], found["iterations"]) for found in results] == [(2, 4), (2, 6)]
+    assert [found["prompts"]["trained"] for found in results] == [
+        4 * 4 // 2,
+        4 * 6,
+    ]  # of the first node, of all
+    assert max(found["largest_lag"] for found in results) <= 1
