@@ -31,7 +31,7 @@ BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 
 
-FIGURES = ("gather", "selection", "steps", "online", "host")
+FIGURES = ("gather", "selection", "kernels", "steps", "online", "host")
 
 
 def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES) -> dict[str, Figure]:
@@ -49,6 +49,7 @@ def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table
     return {
         "gather": lambda: gpu_device_table.gathers(clock, device),
         "selection": lambda: gpu_device_table.selection(clock, device),
+        "kernels": lambda: gpu_device_table.kernels(clock, device),
         "steps": lambda: gpu_device_table.steps(clock, device),
         "online": lambda: gpu_device_table.online(clock, device),
         "host": lambda: gpu_host_table.collections(clock, host),

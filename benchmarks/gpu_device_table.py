@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,6 +234,37 @@ def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         found = rows_against("sample and update", case, times, COPY, 1, source.numel())
         found["gear"].judged, found["gear"].at_most = "us", 12.0
         yield from found.values()
+
+
+def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
+    """What each op of a captured step adds to a graph that has it 20 times, and an empty node."""
+    count, items = 256, sizes.items
+    sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
+    options: dict[str, Any] = {"sampler": sampler, "fields": {n: {} for n in TRANSITION}, "batch_size": count}
+    with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
+        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
+        gatherer, nothing = replay._mixture.tables[0].gatherer, torch.zeros(32, device=clock.device)
+        assert batch.importance is not None
+        runs: dict[str, Run] = {
+            "a node": lambda: nothing.add_(1),
+            f"draw {count}": partial(replay._mixture.select_, batch.records, batch.importance),
+            f"gather {count}": lambda: gatherer.fill(batch.buffers, batch.records),
+            f"update {count}": lambda: replay.update_priorities_(batch, td),
+        }
+        for envs in sizes.envs:
+            given = dict(_content(TRANSITION, envs, 1, clock.device))
+            lengths = torch.ones(envs, dtype=torch.int64, device=clock.device)
+            runs[f"add {envs}"] = partial(replay.add_, given, lengths)
+        graphs = {name: clock.graph(partial(_repeat, run)) for name, run in runs.items()}
+        for name, seconds in clock.compare(graphs).items():
+            yield Row(
+                "kernels", f"{name}, {items} items, {CALLS} in a graph", "gear", median_us(seconds, CALLS)
+            )
+
+
+def _repeat(run: Run) -> None:
+    for _ in range(CALLS):
+        run()
 
 
 def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
