@@ -20,7 +20,6 @@ import errno
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.file_system import exchange_names, sync
@@ -396,7 +396,6 @@ def digest_of(state: State) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-LOG = logging.getLogger("deepspeed_gear")
 FILE = ".saves.lock"
 _MOST_HELD = 64  # folders: an engine saves into one for each tag, and each lock is a descriptor
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import GearError, LostNodeError, NotReadyError, PeerError
 from deepspeed_gear.store.memory_layout import Region
@@ -28,7 +28,6 @@ from deepspeed_gear.timeouts import wait_until
 
 MOST_BEAT_S = 1.0
 SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
-LOG = logging.getLogger("deepspeed_gear")
 SOME_NODE = "another node"  # name in the error of a failure whose node is not known
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114

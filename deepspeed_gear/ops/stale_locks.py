@@ -9,17 +9,17 @@ it compiles, so a lock that no process has open is stale.
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import signal
 import time
 from pathlib import Path
 
+from deepspeed_gear.context import LOG
+
 from ..errors import BuildError
 from .jit import build_folder, build_lock
 from .toolchain import output
 
-LOG = logging.getLogger("deepspeed_gear")
 _GUARD_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.5  # between closing its lock and removing it, a holder needs some microseconds
 _LEAST_AGE_S = 2.0  # of a lock that is removed
