@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +113,16 @@ class LostNodeError(PeerError):
 
 class CheckpointError(GearError, RuntimeError):
     """A checkpoint does not fit the replay that loads it."""
+
+
+@contextmanager
+def undo_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Call `undo` where the block raises anything: what was made before it must not stay."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise
 
 
 def near_name(name: str, known: Iterable[str]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from deepspeed_gear.actors.inference_mailbox import SUFFIX, InferenceMailbox, PlaceState
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.shared_memory import living
 from deepspeed_gear.timeouts import check_timeout, wait_until
@@ -54,13 +54,10 @@ class InferenceClient(VectorWriter):
         count, mode = resolve(num_envs, autoreset)
         schema = writer.schema
         slots, places = attach_places(writer.store_name, count, wait_s)
-        try:
+        with undo_on_error(lambda: slots.leave(places)):
             staging = Staging(schema.step_columns, slots.columns, places, slots.native)
             add, limit, publisher = writer.add, writer.limit, writer.publisher
             super().__init__(schema, add, count, mode, limit, slots.native, staging, publisher)
-        except BaseException:
-            slots.leave(places)
-            raise
         self._slots, self._places = slots, places
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from deepspeed_gear.errors import NotReadyError, PeerError, StoreError
+from deepspeed_gear.errors import NotReadyError, PeerError, StoreError, undo_on_error
 from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
@@ -94,19 +94,16 @@ class InferenceMailbox:
         """Create the mailbox file of a rank, beside the store of a table, with every place free."""
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
-        try:
+        with undo_on_error(memory.close):
             slots = cls(places, memory, table.ops, layout)
             slots.lock.initialise()
             write_header(memory.buffer, layout, table.run)
-            memory.link(f"{table.memory.path.name}{SUFFIX}{peer}", reaped=True)
+            try:
+                memory.link(f"{table.memory.path.name}{SUFFIX}{peer}", reaped=True)
+            except FileExistsError:
+                rule = "must have one inference loader of a rank"
+                raise StoreError(f"table {places.table}", rule, None, "close the other") from None
             return slots
-        except FileExistsError:
-            memory.close()
-            rule = "must have one inference loader of a rank"
-            raise StoreError(f"table {places.table}", rule, None, "close the other") from None
-        except BaseException:
-            memory.close()
-            raise
 
     @classmethod
     def attach(cls, name: str) -> InferenceMailbox:
@@ -119,7 +116,7 @@ class InferenceMailbox:
                 memory = SharedMemory.attach(name, peer)
             except PeerTakenError:
                 continue
-            try:
+            with undo_on_error(memory.close):
                 layout, _ = read_header(memory.fd, str(memory.path))
                 known = layout.meaning["inference"]
                 known |= {name: tuple(known[name]) for name in ("asks", "answers")}
@@ -130,9 +127,6 @@ class InferenceMailbox:
                 # Otherwise places of a dead process are still to be freed.
                 if peer not in slots.owners[slots.states != PlaceState.FREE]:
                     return slots
-            except BaseException:
-                memory.close()
-                raise
             memory.close()
         rule = "must have a place for another process"
         raise StoreError(str(SHM / name), rule, None, "raise num_simulators")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.shared_memory import SharedMemory, file_path
@@ -69,14 +69,11 @@ class PolicyBoard(ProcessBound):
         ]
         layout, run = Layout.of(regions, {"board": shapes}), RunIdentity(os.urandom(16).hex())
         memory = SharedMemory.create(layout.total_bytes, _PUBLISHER, huge_pages=False)
-        try:
+        with undo_on_error(memory.close):
             write_header(memory.buffer, layout, run)
             board = cls(memory, layout)
             board.publish(module)
             memory.link(f"{prefix}-board.{run.id}", reaped=True)
-        except BaseException:
-            memory.close()
-            raise
         return board
 
     @classmethod
@@ -89,14 +86,11 @@ class PolicyBoard(ProcessBound):
             StoreError: There is no such board, or it has `MAX_READERS` readers.
         """
         memory = SharedMemory.attach_one_of(name, range(1, 1 + MAX_READERS))
-        try:
+        with undo_on_error(memory.close):
             layout, _ = read_header(memory.fd, str(memory.path))
             if "board" not in layout.meaning:
                 raise StoreError(str(memory.path), "must be a policy board")
             return cls(memory, layout)
-        except BaseException:
-            memory.close()
-            raise
 
     @property
     def name(self) -> str:

@@ -6,7 +6,7 @@ import argparse
 import logging
 import signal
 
-from ..errors import ConfigError
+from ..errors import ConfigError, undo_on_error
 from . import Options
 
 DESCRIPTION = (
@@ -52,11 +52,8 @@ def run(args: argparse.Namespace) -> int:
     max_bytes = args.max_message << 20
     Gateway.check(args.host, certificate, args.insecure, max_bytes)  # before the wait for the store
     writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
-    try:
+    with undo_on_error(writer.close):
         gateway = Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
-    except BaseException:
-        writer.close()
-        raise
     print(f"serving table {gateway.table} at {gateway.url}\nrun {gateway.run_id}", flush=True)
     reason = gateway.run(lambda: bool(ended))
     print(f"added {gateway.sessions.num_added:,} trajectories; ended: {reason}")

@@ -39,7 +39,7 @@ from deepspeed_gear.data.dataset_files import (
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, undo_on_error
 from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import Column, Schema
@@ -243,12 +243,8 @@ class DatasetWriter:
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
         """Discard all files on an exception; one of the file system becomes a DataError."""
-        try:
-            with writing(self.dest):
-                yield
-        except BaseException:
-            self.discard()
-            raise
+        with undo_on_error(self.discard), writing(self.dest):
+            yield
 
     def _complete(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int64)

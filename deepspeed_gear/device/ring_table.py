@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed_gear.batching.gather import SOURCES
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.errors import ConfigError, SchemaError
+from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62, minima_size, tree_size
 from deepspeed_gear.ops.records import (
@@ -112,7 +112,7 @@ class HostRows:
         self.columns = self.on_host
         if device.type == "cpu" and runtime is None:
             return
-        try:
+        with undo_on_error(self.close):
             used = CudaRuntime(device) if runtime is None else runtime
             self._registration = Registration.of(self._memory, self.on_host, used)
             for name, why in self._registration.left_out.items():
@@ -120,9 +120,6 @@ class HostRows:
                 raise ConfigError(f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device")
             if device.type == "cuda":
                 self.columns = {name: as_device_tensor(rows, device) for name, rows in self.on_host.items()}
-        except BaseException:
-            self.close()
-            raise
 
     @property
     def num_bytes(self) -> int:
@@ -247,11 +244,8 @@ class RingTable:
         self.slots.copy_(torch.from_numpy(records))
         for column in self.schema:
             self.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
-        try:
+        with undo_on_error(self.close):  # rows in host memory stay registered otherwise
             dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
-        except BaseException:
-            self.close()  # rows in host memory stay registered otherwise
-            raise
         if len(self.returns_to_go) and self._rewards is not None:
             extents = self.slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].contiguous()
             self.ops.suffix_sum_(self.returns_to_go, self._rewards, extents)

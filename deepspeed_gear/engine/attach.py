@@ -23,7 +23,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
 from deepspeed_gear.engine.launch_environment import be_single_rank_unless_launched
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
@@ -96,11 +96,8 @@ def attach(
     owns = replay is None
     if replay is None:
         replay = _make_replay(engine, config, schemas, checkpoint)
-        try:
+        with undo_on_error(replay.close):
             engine_checkpoint.load_late(engine, replay, checkpoint)
-        except BaseException:
-            replay.close()
-            raise
     else:
         _check_shared(engine, replay, checkpoint)
     engine.gear = replay

@@ -19,7 +19,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
-from deepspeed_gear.errors import ConfigError, LostNodeError, PeerError, StoreError, show_bytes
+from deepspeed_gear.errors import ConfigError, LostNodeError, PeerError, StoreError, show_bytes, undo_on_error
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
@@ -61,7 +61,7 @@ class ReplayParts:
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
         self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in states}
-        try:
+        with undo_on_error(self.release):
             first = self.tables[config.sampled_tables[0]]
             self.detector = _start_detector(plan, first)
             if turns is not None:
@@ -90,9 +90,6 @@ class ReplayParts:
                 lambda: BatchAssembler(plan, self.train, relabelling, engine_dtype, device, self.releases),
             )
             agree_on_quotas(plan.exchange, plan.leads_shard, self.all_streams)
-        except BaseException:
-            self.release()
-            raise
         self.leave_inner_stage()
 
     @property

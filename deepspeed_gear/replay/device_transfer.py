@@ -24,7 +24,7 @@ from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
-from deepspeed_gear.errors import BuildError, ConfigError, show_bytes
+from deepspeed_gear.errors import BuildError, ConfigError, show_bytes, undo_on_error
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.table import Table
@@ -80,15 +80,12 @@ class DeviceTransfer:
             self._names[table.spec.name] = [name for name in names if name not in table.compressed]
         self._ops: Ops | None = self._tables[0].ops
         self._reaches: dict[str, Reach] = {}
-        try:
+        with undo_on_error(self.close):
             if self.lane.device.type != "cpu":
                 self._ops = self._kernels(backend)
             for table in self._tables:
                 self._reaches[table.spec.name] = self._reach(table)
             self.way = self._choose(self._tables[0], num_samples)
-        except BaseException:
-            self.close()
-            raise
         LOG.info("gear: batches are transferred to %s: %s", self.lane.device, self.describe())
 
     def gatherer(self, table: Table, depth: int, way: str | None = None) -> DeviceGatherer:

@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, undo_on_error
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
@@ -122,7 +122,7 @@ class Table:
         """
         layout = table_layout(spec, extra, meaning)
         memory = SharedMemory.create(layout.total_bytes, 0, huge_pages)
-        try:
+        with undo_on_error(memory.close):
             table = cls(spec, memory, layout, ops, timeout_s)
             table.lock.initialise()
             if spec.dataset is None:
@@ -132,9 +132,6 @@ class Table:
             write_header(memory.buffer, layout, run)
             table.claim_peer(0)
             return table
-        except BaseException:
-            memory.close()
-            raise
 
     @classmethod
     def attach(
@@ -152,7 +149,7 @@ class Table:
         StoreError: no store of this user or this run; ConfigError: its layout differs.
         """
         memory = SharedMemory.attach(name, peer)
-        try:
+        with undo_on_error(memory.close):
             layout, found = read_header(memory.fd, str(memory.path))
             if found.id != run_id:
                 raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
@@ -163,9 +160,6 @@ class Table:
             table = cls(spec, memory, layout, ops, timeout_s)
             table.claim_peer(peer)
             return table
-        except BaseException:
-            memory.close()
-            raise
 
     def claim_peer(self, peer: int) -> None:
         """Record this process's id at its index, for error texts."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config import ds_config
-from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
 from deepspeed_gear.store.memory_layout import read_header
@@ -65,7 +65,7 @@ def attach(
 def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
     """Attach to a store; StoreGoneError: its run has ended."""
     memory = SharedMemory.attach_one_of(store.file, store.places)
-    try:
+    with undo_on_error(memory.close):
         layout, _ = read_header(memory.fd, str(memory.path))
         meaning = layout.meaning
         spec = TableSpec.of_capacity(str(meaning["table"]), meaning["schema"], meaning["sizes"])
@@ -81,9 +81,6 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
                 attached.ledger.release(memory.peer)
         attached.claim_peer(memory.peer)
         return attached, meaning["writing"]
-    except BaseException:
-        memory.close()
-        raise
 
 
 class _Search:
