@@ -202,7 +202,7 @@ def failures(pages: list[Path]) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    import deepspeed_gear.engine  # noqa: F401 - once, before the forks
+    import deepspeed_gear.engine.attach  # noqa: F401 - once, before the forks
     from deepspeed_gear.ops.backends import load_backend
 
     load_backend("cpu")
