@@ -444,6 +444,7 @@ def store_of(
     table, is_sampled = config.resolved_tables[name], name in config.sampled_tables
     returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
     read = read_columns(config.item_sampler, fields, table.group)
+    spec = partial(TableSpec, name, schema, return_to_go=returns, num_peers=num_peers, shard=shard)
     if dataset is not None:
         assert table.data is not None
         own = dataset.first_id, dataset.first_id + len(dataset)
@@ -455,16 +456,11 @@ def store_of(
                 str(dataset.part or f"{len(dataset)} trajectories"),
                 "give this node the whole data set, or its own part and every other node another one",
             )
-        return TableSpec(
-            name,
-            schema,
+        return spec(
             num_slots=end - first,
             num_rows=dataset.row_of(end - own[0]) - dataset.row_of(first - own[0]),
             dataset=dataset,
             in_memory=table.data.load == "memory",
-            return_to_go=returns,
-            num_peers=num_peers,
-            shard=shard,
             group=None if table.group is None else group_spec_of(table.group, schema, read),
         )
     steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
@@ -473,16 +469,11 @@ def store_of(
     retention = retention_of(config, name, (steps, slots), batch)
     spare = spare_rows_for(retention, rows, None if longest is None else longest + int(schema.has_final_row))
     group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
-    return TableSpec(
-        name,
-        schema,
+    return spec(
         num_slots=slots,
         num_rows=rows + spare,
         dataset=None,
         in_memory=True,
-        return_to_go=returns,
-        num_peers=num_peers,
-        shard=shard,
         num_writers=table.writers,
         retention=retention,
         spare_rows=spare,
