@@ -206,6 +206,24 @@ def rows_put(targets: int, columns: Sequence[Any], rows: Any, /) -> int:
         not left out holds NaN or an infinity and must not; then nothing has happened.
     """
 
+def late_rows_write(
+    store: int, column: int, bit: int, records: Any, values: Any, offset: int, slots: Any, /
+) -> tuple[int, int, int]:
+    """Write a late column of stored trajectories that lack its bit; list their slots. Wants the lock.
+
+    Args:
+        records: Resolutions, of which ids, slots and steps count. [n, 8], int64.
+        values: Rows in the stored form, one trajectory after the other.
+        offset: How many places before its row a value is; rows without one are zeros.
+        slots: Takes the slots that were written. [n], int64.
+    Returns:
+        Slots written; trajectories that had the column; the first row of `values` that holds NaN or an
+        infinity and must not, with nothing written, or -1.
+    """
+
+def late_rows_mark(store: int, bit: int, slots: Any, /) -> None:
+    """Let rows that were written count as present, and log their slots. Wants the lock."""
+
 def vector_step(steps: int, columns: Any, final: Any, observed: Any, publish: bool, /) -> int:
     """Take a step of all environments, store the trajectories that end, publish the others.
 

@@ -78,33 +78,32 @@ def _write(rows: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> 
         rows[column][...] = array
 
 
-def fill_each(table: Table, column: Column, records: np.ndarray, values: Any, lineage: str) -> None:
+def fill_each(
+    table: Table, column: Column, records: np.ndarray, values: Any, lineage: str, offset: int = 0
+) -> None:
     """Write a late column of records of `absent`, as `fill` with `lineage`; what is there already is counted.
 
-    `values` are the rows of one trajectory after the other.
+    `values` are the rows of one trajectory after the other; row i takes the one that is `offset` before it in
+    its trajectory, or zeros. Cost: a copy of the rows, with the lock held.
     """
-    name, schema = f"table {table.spec.name}", table.spec.schema
-    ids, slots, counts = records[:, [Resolution.ID, Resolution.SLOT, Resolution.NUM_STEPS]].T
-    counts = {"1": np.ones_like(counts), "T": counts, "T+1": counts + 1}[column.rows]
-    array = as_stored(values, column, name, int(counts.sum()))
-    check_finite(name, schema, {column.name: array})
-    rows, present = table.columns[column.name], table.views["retention"][:, SlotRetention.PRESENT]
+    name, schema, slots = f"table {table.spec.name}", table.spec.schema, np.empty(len(records), np.int64)
+    counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
+    counts = np.ones_like(counts) if column.rows == "1" else counts
+    array = np.ascontiguousarray(as_stored(values, column, name, int(counts.sum())))
+    native, store, bit = table.ops.native, table.extents.handle.address, schema.late_bits([column.name])
+    given = schema.names.index(column.name), bit, records, array, offset, slots
     with quiet(table, table.lock.timeout_s):
-        lives = (table.slots[slots, Slot.ID] == ids) & (table.slots[slots, Slot.STATE] == SlotState.COMMITTED)
-        lives &= lineage == table.lineage
-        lacks = present[slots] & schema.late_bits([column.name]) == 0
-        repeated = np.count_nonzero(lives & ~lacks)
+        if lineage != table.lineage:
+            return
+        num, repeated, wrong = native.late_rows_write(store, *given)
+        if wrong >= 0:  # the row of a value; nothing is written
+            at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
+            place = f"step {wrong - ends[at] + counts[at] + offset} of id {records[at, Resolution.ID]}"
+            check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
         table.views["fill_claims"][schema.late_columns.index(column), -1, FillClaim.REPEATED] += repeated
-        first = slots if column.rows == "1" else table.slots[slots, Slot.FIRST_ROW]
-        places = np.stack([first, counts, np.cumsum(counts)], axis=1)[lives & lacks]
-        for at, count, end in places.tolist():
-            rows[at : at + count] = array[end - count : end]
-        slots = slots[lives & lacks]
         if table.groups is not None:
-            table.groups.note_time(slots)
-        present[slots] |= schema.late_bits([column.name])  # the commit points
-        for slot in slots.tolist():
-            table.extents.note(slot)
+            table.groups.note_time(slots[:num])
+        native.late_rows_mark(store, bit, slots[:num])  # the commit points
 
 
 def absent(table: Table, *names: str) -> np.ndarray:

@@ -51,6 +51,12 @@ PyMethodDef kMethods[] = {
         "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
+    Function<gear::python::WriteLateRows>(
+        "late_rows_write",
+        "late_rows_write(store, column, bit, records, values, offset, slots) -> (written, "
+        "repeated, row)"),
+    Function<gear::python::MarkLateRows>("late_rows_mark",
+                                         "late_rows_mark(store, bit, slots) -> None"),
     Function<gear::python::TakeStep>(
         "vector_step", "vector_step(steps, columns, final, observed, publish) -> events"),
     Function<gear::python::PublishSteps>("vector_publish",

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "bindings/direct.h"
+#include "store/late_rows.h"
 #include "store/map_guard.h"
 #include "store/mutex.h"
 #include "store/step_rows.h"
@@ -256,6 +257,60 @@ inline PyObject* RowFits(PyObject* const* given, Py_ssize_t count) {
 inline PyObject* PutRows(PyObject* const* given, Py_ssize_t count) {
   direct::CheckCount(count, 3);
   return PyLong_FromLongLong(direct::AddressOf<RowTargets>(given[0])->Put(given[1], given[2]));
+}
+
+// An argument that is a buffer of int64, of `num_words` in all; -1: as many as it has.
+inline int64_t* WordsOf(const Buffer& buffer, Py_ssize_t num_words) {
+  const bool fits = buffer.held() && KindOf(buffer.view().format) == 'i' &&
+                    buffer.view().itemsize == 8 &&
+                    (num_words < 0 || buffer.view().len == 8 * num_words);
+  if (!fits) {
+    PyErr_SetString(PyExc_TypeError, "gear: expected a contiguous buffer of int64");
+    throw direct::PythonError{};
+  }
+  return static_cast<int64_t*>(buffer.view().buf);
+}
+
+// late_rows_write(store, column, bit, records, values, offset, slots)
+//     -> (written, repeated, first row that is not finite or -1)
+inline PyObject* WriteLateRows(PyObject* const* given, Py_ssize_t count) {
+  direct::CheckCount(count, 7);
+  auto& store = *direct::AddressOf<Store>(given[0]);
+  const cpu::LateColumn late{static_cast<size_t>(direct::AsInt(given[1])), direct::AsInt(given[2])};
+  const Buffer records(given[3]), values(given[4]), slots(given[6]);
+  const int64_t offset = direct::AsInt(given[5]);
+  const auto* all = reinterpret_cast<const Resolution*>(WordsOf(records, -1));
+  const auto num = records.view().len / static_cast<Py_ssize_t>(sizeof(Resolution));
+  int64_t* written = WordsOf(slots, num);
+  const int64_t rows_of = store.columns.at(late.column).rows;
+  Py_ssize_t rows = num;
+  if (rows_of != cpu::kPerTrajectory) {
+    rows = 0;
+    for (Py_ssize_t i = 0; i < num; ++i) rows += all[i].num_steps + rows_of;
+  }
+  if (!store.forms[late.column].Fits(values, rows)) {
+    PyErr_Format(PyExc_TypeError, "gear: late_rows_write expects %zd rows of the column", rows);
+    throw direct::PythonError{};
+  }
+  cpu::LateRows done{};
+  {
+    const WithoutLock unlocked;
+    done = cpu::WriteLateRows(store, late, all, num, static_cast<const char*>(values.view().buf),
+                              offset, written);
+  }
+  return Py_BuildValue("LLL", static_cast<long long>(done.written),
+                       static_cast<long long>(done.repeated),
+                       static_cast<long long>(done.not_finite));
+}
+
+// late_rows_mark(store, bit, slots) -> None
+inline PyObject* MarkLateRows(PyObject* const* given, Py_ssize_t count) {
+  direct::CheckCount(count, 3);
+  const Buffer slots(given[2]);
+  const int64_t* marked = WordsOf(slots, -1);
+  cpu::MarkPresent(*direct::AddressOf<Store>(given[0]), direct::AsInt(given[1]), marked,
+                   slots.view().len / 8);
+  Py_RETURN_NONE;
 }
 
 // Adds the classes and the functions that are called seldom. Functions that are called in every

@@ -23,6 +23,17 @@ void TakeOut(Store& store, int64_t slot, Link back, Link on) {
   LinkOf(store, after, back) = before;
 }
 
+void Note(Store& store, int64_t slot) {
+  int64_t& changed = store.control[kChanged];
+  store.log[changed % store.log_size] = slot;
+  ++changed;
+  int64_t& listening = store.control[kListening];
+  if (listening != 0) {  // set and cleared with the lock held, so no earlier change is missed
+    listening = 0;
+    BellRing(reinterpret_cast<uint32_t*>(&store.control[kBell]));
+  }
+}
+
 namespace {
 
 int64_t& OpenOf(const Store& store, int64_t slot) {
@@ -33,17 +44,6 @@ int64_t& OpenOf(const Store& store, int64_t slot) {
 void CountPending(Store& store, const Slot& record, int64_t sign) {
   store.control[kPending] += sign;
   store.control[kStepsPending] += sign * record.num_steps;
-}
-
-void Note(Store& store, int64_t slot) {
-  int64_t& changed = store.control[kChanged];
-  store.log[changed % store.log_size] = slot;
-  ++changed;
-  int64_t& listening = store.control[kListening];
-  if (listening != 0) {  // set and cleared with the lock held, so no earlier change is missed
-    listening = 0;
-    BellRing(reinterpret_cast<uint32_t*>(&store.control[kBell]));
-  }
 }
 
 // The extent after which `num_rows` rows are free, among the next `most` ones; -1 if there is none.

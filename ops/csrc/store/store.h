@@ -52,8 +52,9 @@ enum Control : int64_t {
 // by age, those that are committed and those that are retired.
 enum Link : int64_t { kBefore, kAfter, kOlder, kNewer, kLinkWords };
 
-// Of a slot: how often it was drawn and so on, 0 at first. kOpen: its trajectory still grows.
-inline constexpr int64_t kRetentionWords = 4, kOpen = 3;
+// Of a slot: how often it was drawn and so on, 0 at first. kPresent: bits of the late columns that
+// were filled; kOpen: its trajectory still grows.
+inline constexpr int64_t kRetentionWords = 4, kPresent = 1, kOpen = 3;
 
 // What `Reserve` and `Add` return instead of a slot or an id.
 enum Refusal : int64_t {
@@ -139,6 +140,8 @@ inline int64_t& LinkOf(const Store& store, int64_t slot, Link word) {
 // Puts a slot behind another one in a list, and takes it out.
 void InsertBehind(Store& store, int64_t where, int64_t slot, Link back, Link on);
 void TakeOut(Store& store, int64_t slot, Link back, Link on);
+// Logs a changed slot, and wakes a sampler that waits.
+void Note(Store& store, int64_t slot);
 int64_t Reserve(Store& store, int64_t num_rows, int64_t num_steps);  // a slot, or a refusal
 // `block`: the moments of its rows, where they were computed before; null: here.
 int64_t Commit(Store& store, int64_t slot, int64_t num_steps, int64_t num_rows, int64_t born,

@@ -13,6 +13,7 @@ from group_support import add, section
 from process_support import exit_status, in_child
 
 from deepspeed_gear import ConfigError, DataError, FillWorker, Replay, StoreError
+from deepspeed_gear.writer.late_columns import absent, fill_each
 
 
 @pytest.fixture
@@ -82,3 +83,36 @@ def test_a_killed_worker_returns_its_leases(config: dict[str, Any]) -> None:
             exit_status(child)
             assert ids(worker.lease(9)) == [1, 2]
             assert replay.read([0])[0]["reward"] == 7
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_death_inside_a_fill_leaves_whole_columns(config: dict[str, Any], count: int) -> None:
+    """Killed with the lock held: all rows are written, and the first `count` of four count as filled."""
+    with Replay(config) as replay:
+        for sample in range(4):
+            add(replay, 1 + sample // 2, sample)
+        values = np.arange(4, dtype=np.float32)
+
+        def work() -> None:
+            worker = FillWorker.attach(config, "reward")
+            table, native = worker._table, worker._table.ops.native
+            mark = native.late_rows_mark
+
+            def mark_some(store: int, bit: int, slots: np.ndarray) -> None:
+                mark(store, bit, slots[:count])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+            native.late_rows_mark = mark_some
+            with table.lock:
+                records = absent(table, "reward")
+            fill_each(table, worker._column, records, values, table.lineage)
+
+        assert exit_status(in_child(work)) == -signal.SIGKILL
+        assert replay.statistics()["late"]["main"]["reward"]["absent"] == 4 - count
+        with FillWorker.attach(config, "reward") as worker:
+            leases = worker.lease(9)
+            assert ids(leases) == list(range(count, 4))
+            for lease in leases:
+                assert "reward" not in lease.columns
+                lease.fill(values[lease.trajectory_id])
+        assert [replay.read([number])[0]["reward"] for number in range(4)] == values.tolist()
