@@ -591,23 +591,24 @@ class PackGatherer:
 
     def per_trajectory(self, records: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the per-trajectory fields of this table's records, [S, 8], int64. [S, *shape] each."""
-        slots = records[:, Resolution.SLOT]
         found = {}
         for name, rows in self._per_trajectory.items():
-            values = rows.column[slots]
+            values = rows.column[records[:, Resolution.SLOT]]
             flat = values.reshape(values.size(0), rows.elements)
             numbers = (rows.shift, rows.gain) if len(rows.gain) else ()
             found[name] = convert(flat, rows.dtype, *numbers).view(values.shape)
         return found
 
 
-def steps_of(ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int, rows: str) -> np.ndarray:
-    """Return a column's values at the steps of trajectories, one after the other. [steps], float64.
+def steps_of(
+    ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int, rows: str, dtype: torch.dtype
+) -> np.ndarray:
+    """Return a column's values at the steps of trajectories, one after the other. [steps], of a `dtype`.
 
     A place holds the value of the row that is `offset` later, or 0; `rows` of the column is "T" or "T+1".
     """
     lengths = records[:, Resolution.NUM_STEPS]
-    out = torch.zeros(int(lengths.sum()), dtype=torch.float64)
+    out = torch.empty(int(lengths.sum()), dtype=dtype)
     places, none = torch.cumsum(lengths, 0) - lengths, torch.empty(0)
     spec = lower([GatherSpec(SOURCES[rows], offset)])
     if out.numel():

@@ -74,9 +74,9 @@ class PackLoss:
     """The part of a pack in the loss of its optimizer step."""
 
     mask: torch.Tensor  # which places count. [rows of this rank], bool.
-    # Of each place, without the divisor; 0 where the mask is False. [rows of this rank], float32.
-    weights: torch.Tensor
-    share: float  # part of the step's loss tokens that this rank's places have
+    # Returns the weight of each place, without the divisor, 0 where the mask is False, [rows of this rank],
+    # float32; and the part of the step's loss tokens that they have. Forward passes do not call it.
+    weigh: Callable[[], tuple[torch.Tensor, float]]
     divisor: float  # what the framework divides the sum of all ranks' gradients by
     # Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients; None: there
     # is one.
@@ -273,7 +273,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def weight(self) -> torch.Tensor:
         """The loss weight of each place, with the framework's divisor. [1, N], float32."""
-        return self._loss.weights[None] * self._loss.divisor
+        return self._loss.weigh()[0][None] * self._loss.divisor
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this micro batch's part of the loss, for `backward`.
@@ -288,7 +288,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ShapeError: Another shape.
         """
-        return (self._kept(values) * self._loss.weights).sum() * self._loss.divisor
+        return (self._kept(values) * self._loss.weigh()[0]).sum() * self._loss.divisor
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values, 0 outside of the loss mask. [N], float32."""
@@ -305,7 +305,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro batches and
         ranks the weights of such terms sum to 1.
         """
-        return self._loss.share * self._loss.divisor
+        return self._loss.weigh()[1] * self._loss.divisor
 
     def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return the mean or the sum over the loss tokens of each trajectory, at every place of it.

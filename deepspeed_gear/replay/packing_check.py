@@ -63,5 +63,5 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
     tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
     none, shape = torch.zeros(0), PackShape(np.array(lengths, np.int64), rows, 0, rows)
     fields = {} if settings.token is None else {settings.token: tokens.to(settings.device)}
-    loss, sources = PackLoss(none, none, 0.0, 1.0), PackSources(none, none, none, none, none)
+    loss, sources = PackLoss(none, lambda: (none, 0.0), 1.0), PackSources(none, none, none, none, none)
     return MicroBatch(fields, None, shape, loss, sources, settings.token, settings.device)

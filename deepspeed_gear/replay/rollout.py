@@ -18,7 +18,7 @@ from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.errors import ConfigError, FieldError, PeerError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
-from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData
+from deepspeed_gear.replay.rollout_data import PackSequence, RolloutData, check_tokens
 
 EPSILON = 1e-8
 READ = "the columns of a rollout batch that are read"
@@ -106,7 +106,7 @@ class Rollout(PublicNames):
         def check() -> None:
             data.check_names(missing)
             if missing:
-                data.check_tokens(tokens)
+                check_tokens(data.settings.pack, data.lengths, tokens)
 
         # Rows move between nodes: after it no rank reads those of another batch.
         data.session.agree(check)
@@ -119,6 +119,7 @@ class Rollout(PublicNames):
             data.write(made[name], micro, micro.flat(name, values))
 
         packs = PackSequence(data, np.arange(self.num_trajectories), tokens)
+        _ = packs.loss  # collective
         data.fetch(packs)
         for micro in data.forward(packs, missing, write):
             yield micro
@@ -346,10 +347,10 @@ class TrainStep(PublicNames):
 
     def __init__(self, rollout: Rollout, data: RolloutData, index: np.ndarray, number: int) -> None:
         self._rollout, self._data, self.number, self.index = rollout, data, number, index
-        self.packs = PackSequence(data, index)
+        self.packs = PackSequence(data, index, None)
         self.num_trajectories = len(index)
         self.num_tokens = int(data.lengths[index].sum())
-        self.loss_tokens = self.packs.loss_tokens
+        self.loss_tokens = self.packs.loss[0]
         self._is_used = False
 
     def __len__(self) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -170,24 +170,28 @@ class TablePart:
 
     def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
         """Return which steps have a flag that is not 0, as `steps_of`. [sum of their steps], bool."""
-        found: np.ndarray = self._own_steps(ops, name, offset) != 0
+        dtype = torch.bool if self.table.schema[name].dtype == "bool" else torch.float64
+        found = self._own_steps(ops, name, offset, dtype).astype(bool, copy=False)
         if self.spread is None:
             return found
         return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
 
     def steps(self, ops: Ops, name: str, offset: int) -> np.ndarray:
         """Return the values of a column's steps, as `steps_of`. [sum of their steps], float64."""
-        found = self._own_steps(ops, name, offset)
+        found = self._own_steps(ops, name, offset, torch.float64)
         return found if self.spread is None else self._join(found)
 
-    def _own_steps(self, ops: Ops, name: str, offset: int) -> np.ndarray:
+    def _own_steps(self, ops: Ops, name: str, offset: int, dtype: torch.dtype) -> np.ndarray:
         self.check_filled(name)
-        records, lengths = self.records.resolutions, self.records.resolutions[:, Resolution.NUM_STEPS].numpy()
-        is_own, found = np.zeros(len(records), bool), np.zeros(int(lengths.sum()))
+        records, given = self.records.resolutions, (offset, self.table.schema[name].rows, dtype)
+        if self.spread is None:
+            return steps_of(ops, self.table.tensor(name), records, *given)
+        lengths, is_own = records[:, Resolution.NUM_STEPS].numpy(), np.zeros(len(records), bool)
         is_own[self._own] = True
-        own, rows = records[torch.from_numpy(is_own)], self.table.schema[name].rows
+        own = steps_of(ops, self.table.tensor(name), records[torch.from_numpy(is_own)], *given)
+        found = np.zeros(int(lengths.sum()), own.dtype)
         # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
-        found[np.repeat(is_own, lengths)] = steps_of(ops, self.table.tensor(name), own, offset, rows)
+        found[np.repeat(is_own, lengths)] = own
         return found
 
     def check_filled(self, name: str) -> None:
@@ -229,10 +233,13 @@ class RolloutData:
         self.starts = np.cumsum(self.lengths) - self.lengths  # for lengths [2, 3] starts is [0, 2]
         #: Item of each trajectory: those of one group have one number, in the order of the selection.
         self.item = item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
-        self.num_items = int(self.item[-1]) + 1 if len(self.item) else 0
         self.num_tokens = int(self.lengths.sum())
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.columns: dict[str, torch.Tensor] = {}
+
+    @property
+    def num_items(self) -> int:
+        return int(self.item.max(initial=-1)) + 1
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -254,7 +261,7 @@ class RolloutData:
         """Loss tokens of each trajectory. [n], int64."""
         if not len(self.lengths):
             return np.zeros(0, np.int64)
-        return np.add.reduceat(self.mask, self.starts, dtype=np.int64)
+        return np.add.reduceat(self.mask.view(np.uint8), self.starts, dtype=np.int32).astype(np.int64)
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -387,15 +394,17 @@ class RolloutData:
 
     def pack(self, packs: PackSequence, number: int, fill: Fill | None = None) -> MicroBatch:
         begin, settings, place = time.perf_counter(), self.settings, self.settings.place
-        index, rows = packs.packs[number], packs.rows[number]
+        index, at, rows = packs.packs[number], packs.at[number], packs.rows[number]
         part = rows // place.sequence_world
         first = place.sequence_rank * part
-        shape = PackShape(self.lengths[index], rows, first, first + part)
-        which, device = torch.from_numpy(index), settings.device
-        tables: list[tuple[TablePart, torch.Tensor, torch.Tensor]] = []  # places in the pack, and records
+        shape = PackShape(self.lengths[at], rows, first, first + part)
+        which, device, source = torch.from_numpy(index), settings.device, self.source[at]
+        own_at: Any = at if isinstance(at, slice) else which
+        tables: list[tuple[TablePart, Any, torch.Tensor]] = []  # places in the pack, and records
         for number, table in enumerate(self.parts):
-            own = torch.from_numpy(np.nonzero(self.source[index] == number)[0])
-            tables.append((table, own, table.rows[torch.from_numpy(self._row[index])[own]]))
+            own: Any = np.nonzero(source == number)[0] if len(self.parts) > 1 else slice(None)
+            rows_at = torch.from_numpy(self._row[index][own]) if len(self.parts) > 1 else own_at
+            tables.append((table, own, table.rows[rows_at]))
         gatherer = self.parts[0].gatherer
         tensors, places = gatherer.outputs(part), torch.from_numpy(shape.starts)
         per_trajectory: dict[str, torch.Tensor] = {}
@@ -406,11 +415,15 @@ class RolloutData:
                     per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
                 per_trajectory[name][own] = values
         gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
-        own_columns = self._own_columns(index, shape)
+        own_columns = self._own_columns(at, shape)
         mask = own_columns.pop(MASK)
-        spread = shape.spread(packs.weights[index].astype(np.float32))
-        token_weights = torch.from_numpy(spread).mul_(mask)
-        share = int(np.count_nonzero(mask.numpy())) / max(packs.loss_tokens, 1)
+
+        @cache
+        def weigh() -> tuple[torch.Tensor, float]:
+            spread = torch.from_numpy(shape.spread(packs.loss[1][index].astype(np.float32)))
+            share = int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
+            return spread.mul_(mask).to(device), share
+
         targets = tensors.pop(TARGETS, None)
         tensors.update(own_columns)
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
@@ -422,15 +435,13 @@ class RolloutData:
             opaque[field.name] = [None] * len(index)
             for table, own, records in tables:
                 read = read_opaque(table.table, field.column, records)
-                for at, value in zip(own.tolist(), read, strict=True):
-                    opaque[field.name][at] = value
+                for i, value in zip(torch.arange(len(index))[own].tolist(), read, strict=True):
+                    opaque[field.name][i] = value
         targets = None if targets is None else targets.to(device)[None]
-        mask, token_weights = mask.to(device), token_weights.to(device)
         how = self.session.divisor(), settings.reduce, settings.loss.by
-        loss = PackLoss(mask, token_weights, share, *how)
-        source, item = torch.from_numpy(self.source[index]), torch.from_numpy(self.item[index])
-        weights = self._is_weight[which]
-        sources = PackSources(which, self.records[which], source, item, weights, fill, opaque)
+        loss, weights = PackLoss(mask.to(device), weigh, *how), self._is_weight[own_at]
+        source_of, item = torch.from_numpy(source), torch.from_numpy(self.item[at])
+        sources = PackSources(which, self.records[own_at], source_of, item, weights, fill, opaque)
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
@@ -459,21 +470,17 @@ class RolloutData:
 
         self.session.agree(check_filled)
 
-    def check_tokens(self, tokens: int | None) -> None:
-        """Raise ConfigError unless micro batches of so many steps hold the longest trajectory."""
-        most = self.settings.pack.tokens if tokens is None else arguments.count("tokens", tokens)
-        multiple, longest = self.settings.pack.pad.multiple, int(self.lengths.max(initial=1))
-        if most // multiple * multiple < longest:
-            rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
-            raise ConfigError("forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}")
-
-    def _own_columns(self, index: np.ndarray, shape: PackShape) -> dict[str, torch.Tensor]:
+    def _own_columns(self, at: slice | np.ndarray, shape: PackShape) -> dict[str, torch.Tensor]:
         """Gather the columns of this rollout batch only, and the loss mask as MASK."""
         rows, buffers = shape.end - shape.first, {MASK: torch.from_numpy(self.mask), **self.columns}
         outs = {name: torch.zeros(rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
-        if len(index):
-            records = self.records[torch.from_numpy(index)]
-            records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[index])
+        if isinstance(at, slice) and len(shape.lengths):  # one run of places
+            begin, first, end = int(self.starts[at.start]), shape.first, min(shape.num_tokens, shape.end)
+            for name, out in outs.items():
+                out.numpy()[: max(end - first, 0)] = buffers[name].numpy()[begin + first : begin + end]
+        elif len(shape.lengths):
+            records = self.records[torch.from_numpy(at)]
+            records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[at])
             into, columns, none = list(outs.values()), list(buffers.values()), [torch.empty(0)] * len(outs)
             places, spec, pads = torch.from_numpy(shape.starts), _STEPS * len(outs), [0.0] * len(outs)
             self.ops.pack_(into, columns, none, none, records, places, spec, pads, shape.first, rows)
@@ -512,6 +519,15 @@ def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -
     return np.cumsum(is_first) - 1
 
 
+def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
+    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory."""
+    most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
+    multiple, longest = pack.pad.multiple, int(lengths.max(initial=1))
+    if most // multiple * multiple < longest:
+        rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+        raise ConfigError("forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}")
+
+
 class PlannedPacks:
     """The packs of all replicas (ranks that train on different samples): rows and costs of each. Pure."""
 
@@ -542,6 +558,13 @@ class PlannedPacks:
         #: N of every pack, padding included: without trajectories the least. [K, width], int64.
         self.rows: np.ndarray = rows
 
+    def sort(self) -> np.ndarray:
+        """Renumber the trajectories by rank and micro step, so that packs are ranges; return their order."""
+        plan = self.plan
+        order = np.argsort((plan.rank * plan.num_micro + plan.micro).numpy(), kind="stable")
+        self.plan = replace(plan, micro=plan.micro[order], rank=plan.rank[order])
+        return order
+
     @property
     def imbalance(self) -> float:
         """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
@@ -552,9 +575,11 @@ class PlannedPacks:
 class PackSequence:
     """The packs of trajectories, `index`, whose loss is one mean; equally many on every rank."""
 
-    def __init__(self, data: RolloutData, index: np.ndarray, tokens: int | None = None) -> None:
-        place, lengths = data.settings.place, data.lengths[index]
-        planned = PlannedPacks(lengths, data.settings.pack, place.data_world, data.ops, tokens)
+    def __init__(
+        self, data: RolloutData, index: np.ndarray, tokens: int | None, planned: PlannedPacks | None = None
+    ) -> None:
+        place, pack, is_sorted = data.settings.place, data.settings.pack, planned is not None
+        planned = planned or PlannedPacks(data.lengths[index], pack, place.data_world, data.ops, tokens)
         first = place.data_rank * planned.per_rank
         packs = [planned.plan.packs(rank) for rank in range(first, first + planned.per_rank)]
         self.index, self.imbalance = index, planned.imbalance
@@ -562,17 +587,23 @@ class PackSequence:
         self.replica: np.ndarray = planned.plan.rank.numpy() // planned.per_rank
         #: The trajectories of each of this rank's packs, and N of each.
         self.packs = [index[own[micro].numpy()] for micro in range(planned.plan.num_micro) for own in packs]
+        ends = [(int(own[0]), int(own[-1]) + 1) if len(own) else (0, 0) for own in self.packs]
+        #: The same; of a sorted plan as slices, which copy nothing.
+        self.at: list[Any] = [slice(*end) for end in ends] if is_sorted else self.packs
         self.rows: list[int] = planned.rows[:, first : first + planned.per_rank].reshape(-1).tolist()
         num_tokens = sum(int(data.lengths[pack].sum()) for pack in self.packs)
         #: Part of this rank's places that hold a trajectory's step.
         self.fill_fraction = num_tokens / max(sum(self.rows), 1)
-        loss, counts = data.settings.loss, data.counts[index]
-        #: Loss tokens of all ranks together.
-        self.loss_tokens = int(counts.sum())
-        #: The loss weight of the tokens of each trajectory of the rollout batch. [number of these], float64.
-        self.weights = np.zeros(len(data.lengths))
+        self.data = data
+
+    @cached_property
+    def loss(self) -> tuple[int, np.ndarray]:
+        """Loss tokens of all ranks, and the weight of those of each trajectory, [n], float64. Collective."""
+        data, index, weights = self.data, self.index, np.zeros(len(self.data.lengths))
+        how, counts = data.settings.loss, data.counts[index]
         # A trajectory may be in the batch several times, but each of its samples is another index.
-        self.weights[index] = loss_weights(loss, counts, data.sequence[index], data.item[index])
+        weights[index] = loss_weights(how, counts, data.sequence[index], data.item[index])
+        return int(counts.sum()), weights
 
     def __len__(self) -> int:
         return len(self.packs)

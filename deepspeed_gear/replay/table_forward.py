@@ -21,20 +21,24 @@ from deepspeed_gear.writer.late_columns import absent, fill_each
 class StoredTrajectories(rollouts.RolloutData):
     """Trajectories that no selection pins: their rows are looked up under the lock for each pack."""
 
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        numbers = self.records[:, Resolution.SAMPLE_NUMBER].numpy()  # of a group they may not be neighbours
+        self.item = np.unique(numbers, return_inverse=True)[1].reshape(-1)
+
     def pack(self, packs: rollouts.PackSequence, number: int, fill: Any = None) -> MicroBatch:
-        part, index = self.parts[0], packs.packs[number]
+        part = self.parts[0]
         with part.table.lock:
-            part.rows.numpy()[index] = placed(part.table, part.rows.numpy()[index])
+            placed(part.table, part.rows.numpy()[packs.at[number]])  # a range, so they are not copied
             return super().pack(packs, number, fill)
 
 
-def placed(table: Table, records: np.ndarray) -> np.ndarray:
-    """Return records with the rows of trajectories now, row 0 of evicted ones. Requires the lock. [n, 8]."""
-    slots = table.slots[records[:, Resolution.SLOT]]
+def placed(table: Table, records: np.ndarray) -> None:
+    """Set the rows of trajectories now in records, [n, 8], row 0 of evicted ones. Requires the lock."""
+    slots = table.slots.take(records[:, Resolution.SLOT], axis=0)
     has_rows = slots[:, Slot.STATE] >= SlotState.COMMITTED
     has_rows &= slots[:, Slot.ID] == records[:, Resolution.ID]
     records[:, Resolution.FIRST_ROW] = np.where(has_rows, slots[:, Slot.FIRST_ROW], 0)
-    return records
 
 
 def forward(
@@ -64,18 +68,21 @@ def forward(
     early = [[f for f in all_of if not (f.column and f.column.late)] for all_of in (to.fields, to.opaque)]
     settings = replace(to, fields=tuple(early[0]), opaque=tuple(early[1]))
 
-    def made() -> StoredTrajectories:
+    def made() -> rollouts.PackSequence:
+        lengths, size = records[:, Resolution.NUM_STEPS].numpy(), len(records)
+        rollouts.check_tokens(to.pack, lengths, tokens)
+        planned = rollouts.PlannedPacks(lengths, to.pack, to.place.data_world, table.ops, tokens)
+        own = records[planned.sort()]
         with table.lock:
-            placed(table, records.numpy())
-            weights, is_cut = torch.ones(len(records)), torch.zeros(len(records), dtype=torch.bool)
-            known = rollouts.Records(records, weights, records[:, Resolution.SLOT].clone(), is_cut)
+            placed(table, own.numpy())
+            weights, is_cut = torch.ones(size), torch.zeros(size, dtype=torch.bool)
+            known = rollouts.Records(own, weights, own[:, Resolution.SLOT].clone(), is_cut)
             part = rollouts.TablePart(of.gatherer(settings.gathered(), table), table, known, session)
             found = StoredTrajectories([part], settings, table.ops, session)
             assert len(found.mask) == found.num_tokens  # it is read with the lock held
-        found.check_tokens(tokens)
-        return found
+        return rollouts.PackSequence(found, np.arange(size), tokens, planned)
 
-    data = session.agree(made)
+    packs = session.agree(made)
 
     def write(name: str, micro: MicroBatch, values: torch.Tensor) -> None:
         shape, by_step, offset = micro.pack_shape, late[name] == "T", offsets.get(name, int(to.predicts))
@@ -84,13 +91,8 @@ def forward(
             whole = given.new_zeros(shape.rows)
             whole[shape.first : shape.end] = given
             given = to.reduce(whole)
-        given = given.cpu()
-        if by_step:  # place i has the value of step i + offset
-            given, last = given[: shape.num_tokens].roll(offset), shape.starts + shape.lengths - 1
-            for step in range(abs(offset)):  # the first or last steps have no place
-                at = np.clip(shape.starts + step if offset > 0 else last - step, shape.starts, last)
-                given[torch.from_numpy(at)] = 0
-        if to.place.reports:
-            fill_each(table, table.schema[name], micro.reported.numpy(), given, lineage)
+        if to.place.reports:  # place i has the value of step i + offset
+            given, offset = (given[: shape.num_tokens], offset) if by_step else (given, 0)
+            fill_each(table, table.schema[name], micro.reported.numpy(), given, lineage, offset)
 
-    yield from data.forward(rollouts.PackSequence(data, np.arange(len(records)), tokens), names, write)
+    yield from packs.data.forward(packs, names, write)

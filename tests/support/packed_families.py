@@ -93,7 +93,7 @@ def pack(lengths: list[int], rows: int, part: slice | None = None) -> MicroBatch
         {"tokens": tokens[:, part]},
         None,
         PackShape(np.array(lengths, np.int64), rows, part.start, part.stop),
-        PackLoss(none, none, 0.0, 1.0),
+        PackLoss(none, lambda: (none, 0.0), 1.0),
         PackSources(none, none, none, none, none),
         "tokens",
         torch.device("cpu"),

@@ -14,6 +14,9 @@ from rollout_support import COLUMNS, STORED, filled, ranks_of, section
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
+from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.writer.late_columns import absent, fill_each
 
 LATE = {
     "ref": {"dtype": "float32", "late": True},
@@ -40,8 +43,11 @@ def check(replay: Replay, name: str, numbers: Any) -> None:
 
 def test_columns_are_where_their_steps_are(made: Replay) -> None:
     seen: list[int] = []
+    weight = 0.0
     assert not made.can_sample()  # the field "value" is absent
     for micro in made.forward("ref", "value", "score", tokens=256):
+        weight += float(micro.weight.sum())
+        assert micro.group.tolist() == micro.trajectory_id.tolist()  # also where packs are in another order
         assert "ref" not in micro
         assert "value" not in micro
         assert micro.loss_mask.any()
@@ -49,6 +55,7 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
         micro.fill(value=micro.position_ids.float())
         seen += micro.trajectory_id.tolist()
     assert sorted(seen) == list(range(len(STORED)))
+    assert weight == pytest.approx(1)
     for name in LATE:
         check(made, name, seen)
     assert made.can_sample()
@@ -98,16 +105,18 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
         list(made.forward("ref"))
     micros = made.forward("ref", "score")
     micro = next(micros)
+    gone, kept, *_ = micro.trajectory_id.tolist()
+    not_a_number, start = micro["logp"].clone(), int(micro.cu_seqlens[1])
+    not_a_number[0, [start - 1, start + 1]] = torch.nan  # the first one is the place of no step
     for columns, error, match in (
         ({"logp": micro["logp"]}, FieldError, "must be one of those that forward names"),
         ({"score": micro["logp"]}, ShapeError, "must have shape"),
-        ({"ref": torch.full_like(micro["logp"], torch.nan)}, DataError, "must be finite"),
+        ({"ref": not_a_number}, DataError, f"must be finite, got .nan at step 2 of id {kept}"),
     ):
         with pytest.raises(error, match=match):
             micro.fill(**columns)
-    gone, *others = micro.trajectory_id.tolist()
+    others = micro.trajectory_id.tolist()[1:]
     made.remove([gone])
-    kept = others[0]
     made.fill(kept, score=np.float32(-1))
     micro.fill(ref=micro["logp"], score=micro.lengths.float())
     check(made, "ref", others)
@@ -127,3 +136,50 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
 def fills(micro: Any) -> bool:
     micro.fill(ref=micro["logp"])
     return True
+
+
+@pytest.mark.parametrize("offset", [-40, -2, -1, 0, 1, 2, 40])
+def test_rows_take_the_values_of_other_places(made: Replay, offset: int) -> None:
+    table = made.tables["responses"]
+    column, present = table.schema["ref"], table.views["retention"][:, SlotRetention.PRESENT]
+    with table.lock:
+        records = absent(table, "ref")[::2].copy()
+    lengths = records[:, Resolution.NUM_STEPS]
+    values, has_place = np.arange(1, lengths.sum() + 1, dtype=np.float32), []
+    for steps, part in zip(lengths.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
+        expected = np.zeros(steps, np.float32)
+        for step in range(steps):
+            if 0 <= step - offset < steps:
+                expected[step] = part[step - offset]
+        has_place.append(expected)
+    table.columns["ref"][:] = -1
+    fill_each(table, column, records, values, "another lineage", offset)
+    assert (table.columns["ref"] == -1).all()
+    changed = int(table.control[Control.CHANGED])
+    for _ in range(2):  # the second time they are there
+        fill_each(table, column, records, values, table.lineage, offset)
+        assert table.control[Control.CHANGED] == changed + len(records)
+    for record, expected in zip(records, has_place, strict=True):
+        np.testing.assert_array_equal(table.rows(record[Resolution.SLOT])["ref"], expected)
+    filled = np.flatnonzero(present == table.schema.late_bits(["ref"]))
+    assert sorted(filled.tolist()) == sorted(records[:, Resolution.SLOT].tolist())
+    others = len(table.columns["ref"]) - int(lengths.sum())
+    assert np.count_nonzero(table.columns["ref"] == -1) == others  # no other row has changed
+
+
+def test_native_rows_must_fit(made: Replay) -> None:
+    table = made.tables["responses"]
+    write, store = table.ops.native.late_rows_write, table.extents.handle.address
+    with table.lock:
+        records = absent(table, "ref")
+    index, rows = table.schema.names.index("ref"), int(records[:, Resolution.NUM_STEPS].sum())
+    good, slots = np.zeros(rows, np.float32), np.zeros(len(records), np.int64)
+    for wrong, match in (
+        ((records, good[1:], 0, slots), f"expects {rows} rows of the column"),
+        ((records, good.astype(np.float64), 0, slots), "rows of the column"),
+        ((records, good, 0, slots[1:].copy()), "contiguous buffer of int64"),
+        ((records[::2], good, 0, slots), "contiguous buffer of int64"),
+    ):
+        with pytest.raises(TypeError, match=match):
+            write(store, index, 1, *wrong)
+    assert made.statistics()["late"]["responses"]["ref"]["absent"] == len(records)
