@@ -233,13 +233,10 @@ class RolloutData:
         self.starts = np.cumsum(self.lengths) - self.lengths  # for lengths [2, 3] starts is [0, 2]
         #: Item of each trajectory: those of one group have one number, in the order of the selection.
         self.item = item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
+        self.num_items = int(self.item[-1]) + 1 if len(self.item) else 0
         self.num_tokens = int(self.lengths.sum())
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.columns: dict[str, torch.Tensor] = {}
-
-    @property
-    def num_items(self) -> int:
-        return int(self.item.max(initial=-1)) + 1
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -250,7 +247,8 @@ class RolloutData:
             for part in self.parts:
                 part.check_filled(tokens.name)
         if flags is not None:
-            return np.concatenate([part.flags(self.ops, flags.name, int(predicts)) for part in self.parts])
+            own = [part.flags(self.ops, flags.name, int(predicts)) for part in self.parts]
+            return own[0] if len(own) == 1 else np.concatenate(own)
         mask = np.ones(self.num_tokens, bool)
         if predicts:
             mask[self.starts + self.lengths - 1] = False
@@ -421,8 +419,7 @@ class RolloutData:
         @cache
         def weigh() -> tuple[torch.Tensor, float]:
             spread = torch.from_numpy(shape.spread(packs.loss[1][index].astype(np.float32)))
-            share = int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
-            return spread.mul_(mask).to(device), share
+            return spread.mul_(mask).to(device), int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
 
         targets = tensors.pop(TARGETS, None)
         tensors.update(own_columns)

@@ -24,7 +24,8 @@ class StoredTrajectories(rollouts.RolloutData):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         numbers = self.records[:, Resolution.SAMPLE_NUMBER].numpy()  # of a group they may not be neighbours
-        self.item = np.unique(numbers, return_inverse=True)[1].reshape(-1)
+        found, self.item = np.unique(numbers, return_inverse=True)
+        self.num_items = len(found)
 
     def pack(self, packs: rollouts.PackSequence, number: int, fill: Any = None) -> MicroBatch:
         part = self.parts[0]
@@ -93,6 +94,7 @@ def forward(
             given = to.reduce(whole)
         if to.place.reports:  # place i has the value of step i + offset
             given, offset = (given[: shape.num_tokens], offset) if by_step else (given, 0)
-            fill_each(table, table.schema[name], micro.reported.numpy(), given, lineage, offset)
+            own = given.cpu() if given.dtype == torch.bfloat16 else given.cpu().numpy()
+            fill_each(table, table.schema[name], micro.reported.numpy(), own, lineage, offset)
 
     yield from packs.data.forward(packs, names, write)
