@@ -58,6 +58,9 @@ def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
     return found
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.5", reason="torch 2.4 compiles no op that writes to a list"
+)
 @pytest.mark.parametrize(
     ("sampler", "accumulation", "num_envs"),
     [("uniform steps", 1, 3), ("uniform steps", 2, None), ("prioritized", 2, 3), ("by the table", 1, None)],
