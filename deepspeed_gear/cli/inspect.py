@@ -252,6 +252,10 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         now += "{waiting:,} complete, {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete"
         reasons = "".join(f"; {count:,} dropped: {reason}" for reason, count in dropped)
         lines.append(now.format(**summary["prompts"]) + reasons)
+        for epoch, books in summary["prompts"]["epochs"].items():
+            now = "    epoch {at:<8}{issued:,} issued: {drawn:,} drawn, {waiting:,} complete"
+            now += ", {leased:,} leased, {returned:,} returned, {incomplete:,} incomplete, {left:,} dropped"
+            lines.append(now.format(at=epoch, left=sum(books["dropped"].values()), **books))
     if "drawable" not in summary:
         return lines
     waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""

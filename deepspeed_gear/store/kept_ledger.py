@@ -143,6 +143,7 @@ class KeptLedger(PromptLedger):
         states[retired[sizes[index] != self.spec.members]] = SlotState.FREE
         life[_END] = numbers.max(initial=-1) + 1
         self._states[:], self._left[:], self._reasons[:], counts[:] = EntryState.FREE, 0, b"", 0
+        self._epochs[:] = 0
         counts[PromptCount.LEASES] = leases
         for name in (*cleared, "groups", "group_counts"):
             self._views[name][:] = 0

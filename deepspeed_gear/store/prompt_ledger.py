@@ -7,6 +7,8 @@ for a reason. So at every moment under the lock
 
     issued = entries + drawn + dropped, by reason
 
+and likewise for each of the latest epochs, and for all earlier ones together.
+
 Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the order of all
 numbers; what a store needs of the others comes with their selections (`progress`, `agree`, `note_others`).
 
@@ -35,6 +37,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
 REASON_BYTES = 32
 PROGRESS_WORDS = 2  # of `PromptLedger.progress`
+EPOCHS = 4  # that have counters of their own: epoch e those of row e % EPOCHS, until a later one needs them
 
 
 class Entry:
@@ -121,6 +124,9 @@ class PromptSpec:
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
+            Region(
+                "prompt_epochs", "int64", (2, EPOCHS, 1 + MOST_REASONS)
+            ),  # epoch + 1, its counters; likewise
             Region("prompt_reasons", f"S{REASON_BYTES}", (MOST_REASONS,)),
             Region("prompt_kept", "uint8", (self.num_entries, 2, self.keep_bytes)),
         ]
@@ -163,6 +169,7 @@ class PromptLedger:
         self.spec, self._views, self._memory, self._now_ns = spec, views, memory, now_ns
         self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
         self._left, self._reasons, self._kept = (views[f"prompt_{n}"] for n in ("left", "reasons", "kept"))
+        self._epochs = views["prompt_epochs"]
         self._slots, self.numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
         self._position: np.ndarray = views["stream/train/position"]
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
@@ -407,13 +414,24 @@ class PromptLedger:
 
     def _sweep(self) -> None:
         """Count the entries that are marked as left, and free them."""
-        left = self._states[self._states >= EntryState.LEFT] - EntryState.LEFT
+        leaving = self._states >= EntryState.LEFT
+        left, epochs = (
+            self._states[leaving] - EntryState.LEFT,
+            self._of_entries[leaving] // self.spec.num_prompts,
+        )
         self._left[1] = self._left[0] + np.bincount(left, minlength=MOST_REASONS)
+        self._epochs[1] = self._epochs[0]
+        for epoch, counter in zip(epochs.tolist(), left.tolist(), strict=True):
+            row = self._epochs[1, epoch % EPOCHS]
+            if row[0] <= epoch:  # of an earlier one
+                row[:] = 0
+                row[0] = epoch + 1
+            row[1 + counter] += row[0] == epoch + 1
         self.counts[PromptCount.SWEEPING] = 1
         self._finish_sweep()
 
     def _finish_sweep(self) -> None:
-        self._left[0] = self._left[1]
+        self._left[0], self._epochs[0] = self._left[1], self._epochs[1]
         self._states[self._states >= EntryState.LEFT] = EntryState.FREE
         self.counts[PromptCount.SWEEPING] = 0
 
@@ -434,6 +452,7 @@ class PromptLedger:
     def export(self) -> dict[str, np.ndarray]:
         """Return what a checkpoint holds: entries, words, counters and names of reasons."""
         words = {"prompt_counts": self.counts.copy(), "prompt_left": self._left[0].copy()}
+        words["prompt_epochs"] = self._epochs[0].copy()
         used = np.nonzero(self._states != EntryState.FREE)[0]
         kept = self._kept[used, self.entries[used, Entry.KEPT] % 2]
         kept = kept[:, : int((self.entries[used, Entry.KEPT] // 2).max(initial=0))]
@@ -460,6 +479,7 @@ class PromptLedger:
         self.counts[PromptCount.ISSUED] = spec.issued_below(int(saved["prompt_counts"][PromptCount.ISSUED]))
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
         self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 0  # until the stores agree again
+        self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
         self._left[0], self._reasons[:] = saved["prompt_left"] * (spec.store == 0), saved["prompt_reasons"]
         self._left[0, Left.DRAWN] += in_training[spec.store] - (spec.store == 0) * in_training.sum()
 
@@ -478,9 +498,16 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     returned = np.zeros((len(skipped), Entry.NUM_WORDS), np.int64)
     returned[:, Entry.STATE], returned[:, Entry.NUMBER] = EntryState.RETURNED, skipped
     left, reasons = np.zeros(MOST_REASONS, np.int64), np.zeros(MOST_REASONS, f"S{REASON_BYTES}")
+    epochs = dict[int, np.ndarray]()
     for one in stores:
-        for counter, name in enumerate(one["prompt_reasons"].tolist()):
-            left[_counter_of(reasons, name) if name else counter] += one["prompt_left"][counter]
+        names = enumerate(one["prompt_reasons"].tolist())
+        to = [_counter_of(reasons, name) if name else counter for counter, name in names]
+        np.add.at(left, to, one["prompt_left"])
+        for epoch, *counters in one["prompt_epochs"].tolist():
+            np.add.at(epochs.setdefault(epoch, np.zeros(MOST_REASONS, np.int64)), to, counters)
+    of_epochs = np.zeros((EPOCHS, 1 + MOST_REASONS), np.int64)
+    for epoch in sorted(epochs.keys() - {0}):
+        of_epochs[(epoch - 1) % EPOCHS] = epoch, *epochs[epoch]
     entries = np.concatenate([*(one["prompt_entries"] for one in stores), returned])
     kept = np.zeros((len(entries), max(one["prompt_kept"].shape[1] for one in stores)), np.uint8)
     first = 0
@@ -488,7 +515,7 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         rows, most = one["prompt_kept"].shape
         kept[first : first + rows, :most] = one["prompt_kept"]
         first += rows
-    words = {"prompt_counts": counts, "prompt_left": left, "prompt_kept": kept}
+    words = {"prompt_counts": counts, "prompt_left": left, "prompt_epochs": of_epochs, "prompt_kept": kept}
     return {**words, "prompt_entries": entries, "prompt_reasons": reasons}
 
 
@@ -537,22 +564,46 @@ def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndar
 
     `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
     not drawn), `incomplete` (without late columns), `leased`, `returned`, and of the values of `dropped`, by
-    reason: of one store, and of several together once they were loaded. `numbers` of groups, by slot.
+    reason: of one store, and of several together once they were loaded. `epochs` has the same of the latest
+    ones, with `drawn` for those that are trained or in training, and of all before them, "earlier". `numbers`
+    of groups, by slot.
     """
-    num_incomplete = int(incomplete(spec, views, numbers).sum())
     counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
     states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
     reasons = [*_FIXED, *(name.decode(errors="replace") for name in names[len(_FIXED) : _OTHER]), "other"]
+    is_incomplete = incomplete(spec, views, numbers)
+
+    def parts(left: np.ndarray, among: np.ndarray) -> dict[str, Any]:
+        """Divide the numbers that have left, and those of some entries."""
+        num_incomplete = int((is_incomplete & among).sum())
+        return {
+            "waiting": int(((states == EntryState.HELD) & among).sum()) - num_incomplete,
+            "incomplete": num_incomplete,
+            "leased": int(((states == EntryState.LEASED) & among).sum()),
+            "returned": int(((states == EntryState.RETURNED) & among).sum()),
+            "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
+        }
+
+    issued, epochs, of_entries = counts[PromptCount.ISSUED], {}, views["prompt_entries"][:, Entry.NUMBER]
+    following, rest, before = issued * spec.num_stores + spec.store, left.copy(), issued
+    newest = max(following - spec.num_stores, 0) // spec.num_prompts
+    for epoch in range(newest, max(newest - EPOCHS, -1), -1):
+        row = views["prompt_epochs"][0, epoch % EPOCHS]
+        of_epoch = row[1:] * (row[0] == epoch + 1)
+        first = min(spec.issued_below(epoch * spec.num_prompts), before)
+        among = of_entries // spec.num_prompts == epoch
+        own = {"issued": before - first, "drawn": int(of_epoch[Left.DRAWN]), **parts(of_epoch, among)}
+        epochs[str(epoch)], rest, before = own, rest - of_epoch, first
+    if newest >= EPOCHS:
+        among = of_entries // spec.num_prompts <= newest - EPOCHS
+        epochs["earlier"] = {"issued": before, "drawn": int(rest[Left.DRAWN]), **parts(rest, among)}
     return {
-        "issued": counts[PromptCount.ISSUED],
+        "issued": issued,
         "trained": int(left[Left.DRAWN]) - training,
         "training": training,
-        "waiting": int((states == EntryState.HELD).sum()) - num_incomplete,
-        "incomplete": num_incomplete,
-        "leased": int((states == EntryState.LEASED).sum()),
-        "returned": int((states == EntryState.RETURNED).sum()),
-        "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
-        "epoch": (counts[PromptCount.ISSUED] * spec.num_stores + spec.store) // spec.num_prompts,
+        **parts(left, np.ones(len(states), bool)),
+        "epoch": following // spec.num_prompts,
+        "epochs": epochs,
         "version": version_of(spec, views),
         "largest_lag": counts[PromptCount.LARGEST_LAG],
         "leases_returned": counts[PromptCount.RETURNS],

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import trajectory
+from ledger_support import check_epochs
 from store_support import StoreScene, check_whole, every_death, stream_spec
 
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -57,6 +58,7 @@ def check(table: Any, streams: Any) -> dict[str, Any]:
     parts = [books[name] for name in ("trained", "training", "waiting", "leased", "returned")]
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0
+    check_epochs([books])
     assert (counts == 2).all()
     assert len(numbers) == books["waiting"], (numbers, books)
     return books

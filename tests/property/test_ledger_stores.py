@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ledger_support import check_epochs
 
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
@@ -218,6 +219,7 @@ class Run:
         assert min(one[name] for one in books for name in PARTS) >= 0
         assert sums["trained"] + sums["training"] == len(self.trained)
         assert max(one["largest_lag"] for one in books) <= self.max_lag
+        check_epochs(books)
 
     def check_admission(self) -> None:
         """Lease all that is admitted; drops of others after the first open number are not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,9 @@ def responses(lease: Lease, weight: float = 1.0) -> list[dict[str, Any]]:
     return [{"tokens": tokens, "sample": np.int32(m), "weight": np.float32(weight)} for m in range(SIZE)]
 
 
+OPEN = ("waiting", "incomplete", "leased", "returned")
+
+
 def check_books(replay: Replay) -> dict[str, Any]:
     """Check that the books close, and that each number in the table has one entry; return the books."""
     table = replay.tables["main"]
@@ -51,4 +55,31 @@ def check_books(replay: Replay) -> dict[str, Any]:
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0, books
     assert (books["waiting"], books["incomplete"]) == (groups["complete"], groups["incomplete"]), books
+    check_epochs([books])
     return books
+
+
+def check_epochs(stores: list[dict[str, Any]]) -> None:
+    """Check that the books of each epoch close, over all stores, and add up to those of the table."""
+    sums = {name: sum(of_epochs(stores, name).values()) for name in ("issued", "drawn", *OPEN)}
+    whole = {name: sum(books[name] for books in stores) for name in ("issued", "trained", "training", *OPEN)}
+    assert sums["drawn"] == whole["trained"] + whole["training"], stores
+    assert all(sums[name] == whole[name] for name in ("issued", *OPEN)), stores
+    dropped = of_epochs(stores, "dropped")
+    assert sum(dropped.values(), Counter()) == sum((Counter(books["dropped"]) for books in stores), Counter())
+    if len({tuple(books["epochs"]) for books in stores}) == 1:  # they have issued numbers of the same epochs
+        counts = {name: of_epochs(stores, name) for name in ("issued", "drawn", *OPEN)}
+        for epoch, issued in counts["issued"].items():
+            parts = [counts[name][epoch] for name in ("drawn", *OPEN)]
+            assert issued == sum(parts) + sum(dropped[epoch].values()), (epoch, stores)
+            assert min(parts) >= 0, (epoch, stores)
+
+
+def of_epochs(stores: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the sums of a count over stores, by epoch; of `dropped` Counters."""
+    found: dict[str, Any] = {}
+    for books in stores:
+        for epoch, own in books["epochs"].items():
+            count = Counter(own[name]) if name == "dropped" else own[name]
+            found[epoch] = found.get(epoch, type(count)()) + count
+    return found

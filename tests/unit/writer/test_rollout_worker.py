@@ -141,6 +141,10 @@ def test_the_books_of_a_running_process_are_shown(data: Path, capsys: pytest.Cap
         text = capsys.readouterr().out
         now = "1 complete, 2 leased, 0 returned, 0 incomplete; 1 dropped: too_lo"
         assert f"4 issued: 0 trained, 0 in training, {now}" in text
+        assert (
+            "epoch 0       4 issued: 0 drawn, 1 complete, 2 leased, 0 returned, 0 incomplete, 1 dropped"
+            in text
+        )
         json.dumps(contents)
 
 
@@ -260,7 +264,7 @@ def test_a_load_ends_leases(data: Path, tmp_path: Path) -> None:
         assert check_books(replay)["waiting"] == 2
 
 
-@pytest.mark.parametrize("words", range(4))
+@pytest.mark.parametrize("words", range(6))
 def test_a_death_while_a_number_is_counted(data: Path, words: int) -> None:
     """The counters are written once, however many words of the record were written."""
     with Replay(ledger_section(data)) as replay, replay.rollout_worker() as worker:
@@ -271,9 +275,13 @@ def test_a_death_while_a_number_is_counted(data: Path, words: int) -> None:
         if words > 0:
             ledger._left[1, Left.EXPIRED] = 1
         if words > 1:
-            ledger.counts[PromptCount.SWEEPING] = 1
+            ledger._epochs[1, 0, [0, 1 + Left.EXPIRED]] = 1
         if words > 2:
+            ledger.counts[PromptCount.SWEEPING] = 1
+        if words > 3:
             ledger._left[0] = ledger._left[1]
+        if words > 4:
+            ledger._epochs[0] = ledger._epochs[1]
         ledger.recover(lambda _: None)
         books = check_books(replay)
         assert (books["issued"], books["leased"], books["dropped"]) == (2, 1, {"lease expired": 1})
