@@ -46,7 +46,7 @@ from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-FORMAT = 4
+FORMAT = 5
 _MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
 _LEAST_SEGMENT_BYTES = 4 << 20
 _SEGMENT = "rows-"
