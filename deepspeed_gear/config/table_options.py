@@ -144,7 +144,8 @@ class PromptsConfig(GearModel):
 
     data: Text
     """Folder of a data set, absolute or relative to the working directory, without a split: each of its
-    trajectories is a prompt. The order of an epoch follows from `gear.seed`."""
+    trajectories is a prompt. Or a file with a prompt a row (JSONL, Parquet, CSV), which is ingested beside it
+    once, and again where it has changed. The order of an epoch follows from `gear.seed`."""
     lease_s: Positive = 600.0
     """Seconds after its begin or latest heartbeat at which a lease returns: its prompt is leased again."""
     attempts: Count = 3

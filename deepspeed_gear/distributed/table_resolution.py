@@ -344,7 +344,9 @@ def prompt_spec_of(
     prompts, size, at = config.resolved_tables[name].prompts, config.rollout_size, f"gear.tables.{name}"
     assert prompts is not None
     assert size is not None
-    dataset = Dataset.open(prompts.data)
+    from deepspeed_gear.data.ingest import ingested
+
+    dataset = ingested(prompts.data)
     if given := dataset.split or (dataset.part and str(dataset.part)):
         rule, remedy = "must be whole and without a split", "ingest held-out prompts into another data set"
         raise DataError(f"{at}.prompts.data: {dataset.path}", rule, given, remedy)

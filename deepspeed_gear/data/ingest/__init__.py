@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypedDict
@@ -263,3 +265,28 @@ def _without_bounds(column: Column) -> Column:
 
 def _describe(column: Column | None) -> str:
     return "absent" if column is None else f"{column.dtype}{list(column.shape)} with rows {column.rows}"
+
+
+def ingested(path: str | Path) -> Dataset:
+    """Open a data set, or the one that a file of a known format is ingested into beside it, once.
+
+    It is a hidden folder whose name follows from the file's size and time of change: a file that has changed
+    is ingested again. Other processes wait for the first one, where the file system has locks.
+
+    Raises:
+        DataError: As `ingest`, or the folder cannot be written.
+    """
+    source = Path(path)
+    if not source.is_file():
+        return Dataset.open(path)
+    remedy = f"gear ingest {source} FOLDER, and name that folder"
+    writable = DataError.on(str(source), "must lie in a folder that can be written", OSError, remedy=remedy)
+    with writable, source.open("rb") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        facts = os.stat(file.fileno())
+        key = hashlib.sha256(f"{facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
+        dest = source.with_name(f".{source.name}.gear-{key}")
+        if not (dest / SCHEMA_FILE).is_file():
+            ingest([source], dest, overwrite=True)  # of a process that began without a lock
+    return Dataset.open(dest)

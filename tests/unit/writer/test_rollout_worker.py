@@ -15,6 +15,7 @@ import pytest
 from gear_support import run_command
 from group_support import trained
 from ledger_support import check_books, ledger_section, responses, write_prompts
+from process_support import exit_status, in_child
 
 from deepspeed_gear import (
     CheckpointError,
@@ -30,6 +31,7 @@ from deepspeed_gear import (
 )
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect_distribution import of_living
+from deepspeed_gear.data.ingest import ingested
 from deepspeed_gear.distributed.table_resolution import prompt_spec_of
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.live_stores import living_stores
@@ -146,6 +148,31 @@ def test_the_books_of_a_running_process_are_shown(data: Path, capsys: pytest.Cap
             in text
         )
         json.dumps(contents)
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    """Processes that come at once ingest it once; a file that has changed is another data set."""
+    file, hidden = tmp_path / "prompts.jsonl", f".prompts.jsonl.gear-{'[0-9a-f]' * 12}"
+    rows = [{"tokens": [index] * 3, "index": index} for index in range(6)]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    children = [in_child(lambda: ingested(file)) for _ in range(3)]
+    assert [exit_status(child) for child in children] == [0] * 3
+    (made,) = tmp_path.glob(hidden)
+    before = made.stat().st_mtime_ns
+    with Replay(ledger_section(file)) as replay, replay.rollout_worker() as worker:
+        leases = worker.lease(6, timeout_s=0)
+        assert sorted(int(lease.prompt["index"]) for lease in leases) == list(range(6))
+        assert all(lease.prompt["tokens"].tolist() == [lease.prompt["index"]] * 3 for lease in leases)
+        replay.save(tmp_path / "saved")
+    assert made.stat().st_mtime_ns == before
+    file.write_text(json.dumps(rows[0]) + "\n")
+    with Replay(ledger_section(file)) as replay:
+        assert len([*tmp_path.glob(hidden)]) == 2
+        with pytest.raises(CheckpointError, match="prompts"):
+            replay.load(tmp_path / "saved")
+    file.write_text('{"prompt": "what?"}\n')
+    with pytest.raises(DataError, match="--tokenize"):
+        Replay(ledger_section(file))
 
 
 def test_a_checkpoint_of_other_prompts_is_refused(data: Path, tmp_path: Path) -> None:
