@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ DESCRIPTION = (
     "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
     "a checkpoint and what its tables hold; or also what the tables of running processes draw from."
 )
+ANOTHER = "  contents      cannot be read: it is a store of another version of the package"
 _LIVING = "show stores of a running process, or all of this user and those that are kept; touch none"
 OPTIONS: Options = {
     "DEST": ("folder of a data set or checkpoint", {"nargs": "?"}),
@@ -187,13 +189,16 @@ def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
     stores: list[dict[str, Any]] = []
     lines: list[str] = []
     for store in living_stores(process):
-        found, size = of_living(store), store.layout.total_bytes
+        size, found, shown = store.layout.total_bytes, {"table": store.table}, [ANOTHER]
+        with suppress(KeyError, TypeError):  # it was described by other options
+            found = of_living(store)
+            shown = _lines(found)
         run = {"id": store.run.id, "name": store.run.name or None}
         stores.append({"processes": list(store.processes), "run": run, "bytes": size, **found})
         processes = ", ".join(map(str, store.processes))
         of = f"of process {processes}" if processes else "kept without a process"
         lines.append(f"table {store.table} {of}: {show_bytes(size)}")
-        lines += [f"  run           {store.run}", *_lines(found)]
+        lines += [f"  run           {store.run}", *shown]
     return {"stores": stores}, lines or ["no process of this user holds a store"]
 
 

@@ -130,7 +130,9 @@ def test_a_commit_is_a_whole_group(data: Path) -> None:
             worker.lease()
 
 
-def test_the_books_of_a_running_process_are_shown(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_books_of_a_running_process_are_shown(
+    data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ledger_section(data)
     with Replay(config) as replay, RolloutWorker.attach(config) as worker:
         leases = worker.lease(4)
@@ -148,6 +150,9 @@ def test_the_books_of_a_running_process_are_shown(data: Path, capsys: pytest.Cap
             in text
         )
         json.dumps(contents)
+        monkeypatch.setattr("deepspeed_gear.cli.inspect_distribution.PromptSpec", lambda words: None)
+        assert run_command(inspect, "--living", str(os.getpid())) == 0
+        assert "cannot be read: it is a store of another version" in capsys.readouterr().out
 
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
