@@ -89,14 +89,14 @@ need_mpi4py() {
     die "mpi4py must be installed for --launcher $launcher; pip install mpi4py on all hosts, against the same MPI"
 }
 
-# Runs on each host, by sh -s; prints the problems of the host.
+# Runs on each host, by sh -s; prints the problems of the host. What its login prints beside them is none.
 host_check() {
   cat <<'SH'
-[ -x "$2" ] || { echo "must have the interpreter $2; install the same environment at the same path"; exit; }
-cd "$1" 2>/dev/null || { echo "must have the folder $1; share it, or copy it to the same path"; exit; }
-[ -r "$3" ] || { echo "must have the script $3 in $1; copy it there"; exit; }
+[ -x "$2" ] || { echo "problem: must have the interpreter $2; install the same environment at the same path"; exit; }
+cd "$1" 2>/dev/null || { echo "problem: must have the folder $1; share it, or copy it to the same path"; exit; }
+[ -r "$3" ] || { echo "problem: must have the script $3 in $1; copy it there"; exit; }
 [ "$4" = 1 ] || case "$(getent ahostsv4 "$(hostname)" | head -n 1)" in
-  127.*) echo "must not resolve its own name ($(hostname)) to a loopback address, which gloo would send to the other hosts;" \
+  127.*) echo "problem: must not resolve its own name ($(hostname)) to a loopback address, which gloo would send to the other hosts;" \
     "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface" ;;
 esac
 SH
@@ -108,12 +108,12 @@ check_hosts() {
   if [ "${#hosts[@]}" -eq 1 ] || [ -n "$(value_of GLOO_SOCKET_IFNAME)" ]; then named=1; fi
   for host in "${hosts[@]}"; do
     { host_check | "${ssh[@]}" "$host" sh -s -- "$(quoted "$PWD" "$python" "$script")" "$named" >"$work/check-$host" 2>&1 ||
-      echo "must be reached by ssh without a password, got '$(tail -n 1 "$work/check-$host")';" \
+      echo "problem: must be reached by ssh without a password, got '$(tail -n 1 "$work/check-$host")';" \
         "try: ssh -o BatchMode=yes $host true" >"$work/check-$host"; } &
   done
   wait
   for host in "${hosts[@]}"; do
-    answer="$(cat "$work/check-$host")"
+    answer="$(sed -n 's/^problem: //p' "$work/check-$host")"
     [ -z "$answer" ] || { say "error: host $host $answer"; wrong=1; }
   done
   [ "$wrong" -eq 0 ] || exit 2
