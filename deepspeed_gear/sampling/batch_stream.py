@@ -30,6 +30,7 @@ from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Control, Head, Peer, Position
 
 _POLL_S = 100e-6
+_LEADER_FIRST = 1.25  # wait of a rank for the leader of its node, in those of the leader
 _IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
 _LOOK_S = 2e-3  # least time between looks for groups of prompts: each takes the lock from workers
 _LISTEN_S = 0.02  # after which a wait checks whether to end
@@ -204,7 +205,8 @@ class BatchStream:
             self.readers.wait_awake(ranks.held + 1)
             if self.state.reports is not None:
                 self.state.reports.wait_awake(key)
-            return time.monotonic() + self._timeout_s
+            # A leader that waits for another node as long names that node first.
+            return time.monotonic() + self._timeout_s * (_LEADER_FIRST if self.follows else 1)
         elif time.monotonic() > deadline and {*ranks.late, *ranks.slow} != {self._peer}:
             # Else its own device is late.
             if ranks.late:
