@@ -281,12 +281,14 @@ def ingested(path: str | Path) -> Dataset:
         return Dataset.open(path)
     remedy = f"gear ingest {source} FOLDER, and name that folder"
     writable = DataError.on(str(source), "must lie in a folder that can be written", OSError, remedy=remedy)
-    with writable, source.open("rb") as file:
-        with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        facts = os.stat(file.fileno())
-        key = hashlib.sha256(f"{facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
-        dest = source.with_name(f".{source.name}.gear-{key}")
-        if not (dest / SCHEMA_FILE).is_file():
-            ingest([source], dest, overwrite=True)  # of a process that began without a lock
+    facts = source.stat()
+    key = hashlib.sha256(f"{facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
+    dest = source.with_name(f".{source.name}.gear-{key}")
+    if not (dest / SCHEMA_FILE).is_file():
+        # The lock has a file of its own: NFS grants it only on one that is open for writing.
+        with writable, source.with_name(f".{source.name}.gear-lock").open("a") as file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not (dest / SCHEMA_FILE).is_file():
+                ingest([source], dest, overwrite=True)  # of a process that began without a lock
     return Dataset.open(dest)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import time
@@ -155,11 +157,19 @@ def test_the_books_of_a_running_process_are_shown(
         assert "cannot be read: it is a store of another version" in capsys.readouterr().out
 
 
-def test_prompts_of_a_file(tmp_path: Path) -> None:
+def test_prompts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that come at once ingest it once; a file that has changed is another data set."""
     file, hidden = tmp_path / "prompts.jsonl", f".prompts.jsonl.gear-{'[0-9a-f]' * 12}"
     rows = [{"tokens": [index] * 3, "index": index} for index in range(6)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    take = fcntl.flock
+
+    def flock(lock: Any, operation: int) -> None:  # as NFS: an exclusive lock needs a file open for writing
+        if operation & fcntl.LOCK_EX and not fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE:
+            raise OSError(errno.EBADF, "as NFS")
+        take(lock, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock)
     children = [in_child(lambda: ingested(file)) for _ in range(3)]
     assert [exit_status(child) for child in children] == [0] * 3
     (made,) = tmp_path.glob(hidden)
