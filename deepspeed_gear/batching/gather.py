@@ -21,9 +21,8 @@ from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
 from deepspeed_gear.config.options import NStepConfig
-from deepspeed_gear.data import running_moments
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics
+from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics, running_statistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
@@ -349,7 +348,7 @@ class Gatherer:
         if self._numbers is not None and np.array_equal(self._numbers, moments):
             return
         self._numbers = moments.copy()
-        known = running_moments.statistics(self._numbers, columns)
+        known = running_statistics(self._numbers, columns)
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
             if field.normalize is None:
                 continue

@@ -93,10 +93,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.statistics = self._read_statistics()
         grown_from = dict(manifest.get("grown_from", {}))
         self.versions: dict[str, int] = {**grown_from, self.whole_fingerprint: self.num_trajectories_of_whole}
-        expected = fingerprint_of(
-            self.schema, num_trajectories, self.num_rows, self._records, self.part, self._digests
-        )
-        if expected != self.fingerprint:
+        if fingerprint_of(manifest) != self.fingerprint:
             raise DataError(name, "must match its own fingerprint", self.fingerprint, REMAKE)
 
     @classmethod

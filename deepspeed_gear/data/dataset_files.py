@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Column
 
 FORMAT = 2  # since 2 a column without allow_nan has only finite values
 SCHEMA_FILE = "schema.json"
@@ -228,28 +228,15 @@ def check_file(path: Path, record: FileRecord, expected: int | None = None) -> N
         raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
 
-def fingerprint_of(
-    schema: Schema,
-    num_trajectories: int,
-    num_rows: int,
-    records: Mapping[str, FileRecord],
-    part: DatasetPart | None = None,
-    compressed: Mapping[str, str] | None = None,
-) -> str:
+def fingerprint_of(manifest: Mapping[str, Any]) -> str:
     """Return the identity of schema, extents and column bytes, and of a part's place, SHA-256 in hex.
 
     Statistics, split and the description of the source do not belong to it: they may differ for the same
     data; nor does compression, as `compressed` has the digest of a column's rows by its name.
     """
-    files = {name: record.sha256 for name, record in records.items() if not name.startswith(COMPRESSED)}
-    files |= {f"columns/{name}.npy": digest for name, digest in (compressed or {}).items()}
-    identity: dict[str, Any] = {
-        "format": FORMAT,
-        "schema": schema.to_json(),
-        "num_trajectories": num_trajectories,
-        "num_rows": num_rows,
-        "files": {name: digest for name, digest in files.items() if name != STATS_FILE},
-    }
-    if part is not None:
-        identity["part"] = part.to_json()
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    kept = "format", "schema", "num_trajectories", "num_rows", "part"
+    identity = {name: manifest[name] for name in kept if name in manifest}
+    files = {name: record["sha256"] for name, record in manifest["files"].items() if name != STATS_FILE}
+    files = {name: digest for name, digest in files.items() if not name.startswith(COMPRESSED)}
+    files |= {f"columns/{name}.npy": digest for name, digest in manifest.get("compressed", {}).items()}
+    return hashlib.sha256(json.dumps({**identity, "files": files}, sort_keys=True).encode()).hexdigest()

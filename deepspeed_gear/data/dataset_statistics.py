@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deepspeed_gear.data.running_moments import Float64, Moment, add_rows
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError, DataError
@@ -19,13 +20,13 @@ QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 MAX_SAMPLE_ROWS = 1 << 22
 MAX_SAMPLE_BYTES = 256 * 1024 * 1024
 LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most
+_SPREADS = 1e-307, 1e307  # whose reciprocals float64 holds
 _BLOCK_ROWS = 1 << 16
 _BLOCK_BYTES = 32 * 1024 * 1024
 _SAMPLE_KEY = 0x6765_6172
 _LEAST_IMAGE = 1024  # elements of a row; smaller ones are kept by element: boards, tiles
 _ARRAYS = ("mean", "std", "min", "max")
 
-Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]
 
 
@@ -92,63 +93,6 @@ def statistics_shape(column: Column) -> tuple[int, ...]:
         return column.shape
     *rest, first, _, last = column.shape  # the channels are the smaller end
     return (*rest, 1, 1, last) if last <= first else (*rest, first, 1, 1)
-
-
-class Moments:
-    """Count, mean, variance and bounds of rows that arrive in blocks.
-
-    Blocks are merged by their means and squared deviations, so no difference of large sums is ever taken.
-    Sums are of distances from an element's first value: those of time stamps would lose the bits that differ.
-
-    Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
-        1979, equation 1.5b.
-    """
-
-    def __init__(self, num_elements: int) -> None:
-        self.count: Int64 = np.zeros(num_elements, dtype=np.int64)
-        self._first: Float64 = np.zeros(num_elements)  # value of each element
-        self._mean: Float64 = np.zeros(num_elements)  # less the first value
-        self.squares: Float64 = np.zeros(num_elements)
-        self.min: Float64 = np.full(num_elements, np.inf)
-        self.max: Float64 = np.full(num_elements, -np.inf)
-        self.non_finite = 0
-
-    @np.errstate(over="ignore", invalid="ignore")
-    def add(self, rows: Float64) -> None:
-        """Merge a block of rows. [r, elements], float64."""
-        finite = np.isfinite(rows)
-        count = finite.sum(axis=0)
-        present = np.maximum(count, 1)
-        low = high = rows
-        begins = np.nonzero((self.count == 0) & (count > 0))[0]
-        self._first[begins] = rows[finite[:, begins].argmax(axis=0), begins]
-        if finite.all():
-            rows = rows - self._first
-        else:
-            low, high = np.where(finite, rows, np.inf), np.where(finite, rows, -np.inf)
-            rows = np.where(finite, rows - self._first, 0.0)
-        mean = rows.sum(axis=0) / present
-        delta = (rows - mean) * finite
-        squares = (delta * delta).sum(axis=0) - delta.sum(axis=0) ** 2 / present
-        total = np.maximum(self.count + count, 1)
-        shift = mean - self._mean
-        self.squares += squares + shift * shift * (self.count * (count / total))
-        self._mean += shift * (count / total)
-        self.count += count
-        self.non_finite += finite.size - int(count.sum())
-        self.min = np.minimum(self.min, low.min(axis=0, initial=np.inf))
-        self.max = np.maximum(self.max, high.max(axis=0, initial=-np.inf))
-
-    @property
-    @np.errstate(over="ignore", invalid="ignore")
-    def mean(self) -> Float64:
-        """Mean of the finite values. [elements], float64."""
-        return self._first + self._mean
-
-    @property
-    def std(self) -> Float64:
-        """Population standard deviation. [elements], float64."""
-        return np.asarray(np.sqrt(np.maximum(self.squares, 0.0) / np.maximum(self.count, 1)))
 
 
 @np.errstate(invalid="ignore")  # signalling NaNs
@@ -226,6 +170,7 @@ def _blocks(values: NDArray[Any], column: Column, rows: KeptRows) -> Iterator[ND
         yield block if mask.all() else block[mask]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
     """Compute the statistics of one stored column over the real rows of the trajectories that count.
 
@@ -239,24 +184,51 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
     positions = sample_positions(count, budget)
     sample = np.empty((len(positions), column.num_elements), dtype=column.numpy_dtype)
-    moments, seen, taken = Moments(column.num_elements), 0, 0
+    moments, seen, taken = np.zeros((Moment.NUM_WORDS, column.num_elements)), 0, 0
     for block in _blocks(values, column, rows):
-        moments.add(_as_float64(block, column))
+        moments = add_rows(moments, _as_float64(block, column))
         until = int(np.searchsorted(positions, seen + len(block)))
         sample[taken:until] = block[positions[taken:until] - seen]
         seen, taken = seen + len(block), until
-    missing = moments.count == 0
+    num_finite = moments[Moment.COUNT]
 
     def shaped(array: Float64) -> Float64:
-        return np.where(missing | ~np.isfinite(array), np.nan, array).reshape(column.shape)
+        return np.where((num_finite == 0) | ~np.isfinite(array), np.nan, array).reshape(column.shape)
 
     return ColumnStatistics(
         count=count,
-        **{name: shaped(getattr(moments, name)) for name in _ARRAYS},
+        mean=shaped(moments[Moment.FIRST] + moments[Moment.MEAN]),
+        std=shaped(np.sqrt(np.maximum(moments[Moment.SQUARES], 0.0) / np.maximum(num_finite, 1))),
+        min=shaped(moments[Moment.LEAST]),
+        max=shaped(moments[Moment.GREATEST]),
         quantiles={level: shaped(array) for level, array in _quantiles(sample, column).items()},
         quantile_rows=len(positions),
-        non_finite=moments.non_finite,
+        non_finite=count * column.num_elements - int(num_finite.sum()),
     )
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str, ColumnStatistics]:
+    """Return what columns are normalised with, by name; without quantiles.
+
+    An element with fewer than two finite values is left as it is: mean 0, deviation 1. So is the deviation of
+    one that is constant, or whose spread float64 does not hold beside its mean: it may vary later.
+    """
+    count, mean = moments[Moment.COUNT], moments[Moment.FIRST] + moments[Moment.MEAN]
+    std = np.sqrt(moments[Moment.SQUARES] / np.maximum(count, 1.0))
+    least = np.maximum(2 * LEAST_SPREAD * np.spacing(np.abs(mean)), _SPREADS[0])
+    varies = (count >= 2) & (std >= least) & (std <= _SPREADS[1])
+    mean = np.where((count >= 2) & np.isfinite(mean), mean, 0.0)
+    low, high = (np.where(varies, moments[word], mean) for word in (Moment.LEAST, Moment.GREATEST))
+    arrays = {"mean": mean, "std": np.where(varies, std, 1.0), "min": low, "max": high}
+    found, first = {}, 0
+    for column in columns:
+        own = slice(first, first + column.num_elements)
+        parts = {name: array[own].reshape(column.shape) for name, array in arrays.items()}
+        most = int(count[own].max(initial=0))
+        found[column.name] = ColumnStatistics(most, **parts, quantiles={}, quantile_rows=0, non_finite=0)
+        first = own.stop
+    return found
 
 
 def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:

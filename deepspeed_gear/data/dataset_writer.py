@@ -266,22 +266,20 @@ class DatasetWriter:
         for column in self._compress:
             records |= compressed_rows.compress(self._made, column)
         records[STATS_FILE] = write_json(self._made / STATS_FILE, statistics)
-        manifest = {
+        manifest: dict[str, Any] = {
             "format": FORMAT,
             "num_trajectories": len(lengths),
             "num_steps": sum(self._lengths),
             "num_rows": self._num_rows,
             "split": self._split,
             "source": self._source,
-            "fingerprint": fingerprint_of(
-                self.schema, len(lengths), self._num_rows, records, self._part, digests
-            ),
             "schema": self.schema.to_json(),
             "files": {name: asdict(record) for name, record in records.items()},
             **({} if self._part is None else {"part": self._part.to_json()}),
             **({} if not self._grown_from else {"grown_from": self._grown_from}),
             **({} if not digests else {"compressed": digests}),
         }
+        manifest["fingerprint"] = fingerprint_of(manifest)
         write_json(self._made / SCHEMA_FILE, manifest)
 
     def discard(self) -> None:

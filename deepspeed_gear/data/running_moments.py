@@ -1,7 +1,12 @@
-"""Running moments of columns' elements, over all rows that a table has ever got: merged, and as statistics.
+"""Moments of columns' elements: of the rows of a data set, and running, of all that a table has ever got.
 
 They are arrays of float64, `[Moment.NUM_WORDS, elements]`, of the normalised columns one after the other. The
-store keeps them (ops/csrc/store/moments.h); all ranks compute with the copy that a selection has.
+store keeps running ones (ops/csrc/store/moments.h); all ranks compute with the copy that a selection has.
+Merged are means and squared deviations, so no difference of large sums is ever taken, and these are of
+distances from an element's first value: those of time stamps would lose the bits that differ.
+
+Source: Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances",
+    1979, equation 1.5b.
 """
 
 from __future__ import annotations
@@ -10,11 +15,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics, Float64
 from deepspeed_gear.schema import Column
 
-_SPREADS = 1e-307, 1e307  # whose reciprocals float64 holds
+Float64 = NDArray[np.float64]
 
 
 class Moment:
@@ -35,7 +40,7 @@ def moments_size(columns: Sequence[Column]) -> int:
 
 
 def merge(parts: Sequence[Float64]) -> Float64:
-    """Merge shards' moments, [6, elements], in order, as `Moments` does; one without rows changes no bit."""
+    """Merge moments, [6, elements], in order; those without rows change no bit."""
     total = np.array(parts[0])
     for part in parts[1:]:
         known, added = total[Moment.COUNT], part[Moment.COUNT]
@@ -57,24 +62,18 @@ def merge(parts: Sequence[Float64]) -> Float64:
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def statistics(moments: Float64, columns: Sequence[Column]) -> dict[str, ColumnStatistics]:
-    """Return what columns are normalised with, by name; without quantiles.
-
-    An element with fewer than two finite values is left as it is: mean 0, deviation 1. So is the deviation of
-    one that is constant, or whose spread float64 does not hold beside its mean: it may vary later.
-    """
-    count, mean = moments[Moment.COUNT], moments[Moment.FIRST] + moments[Moment.MEAN]
-    std = np.sqrt(moments[Moment.SQUARES] / np.maximum(count, 1.0))
-    least = np.maximum(2 * LEAST_SPREAD * np.spacing(np.abs(mean)), _SPREADS[0])
-    varies = (count >= 2) & (std >= least) & (std <= _SPREADS[1])
-    mean = np.where((count >= 2) & np.isfinite(mean), mean, 0.0)
-    low, high = (np.where(varies, moments[word], mean) for word in (Moment.LEAST, Moment.GREATEST))
-    arrays = {"mean": mean, "std": np.where(varies, std, 1.0), "min": low, "max": high}
-    found, first = {}, 0
-    for column in columns:
-        own = slice(first, first + column.num_elements)
-        parts = {name: array[own].reshape(column.shape) for name, array in arrays.items()}
-        most = int(count[own].max(initial=0))
-        found[column.name] = ColumnStatistics(most, **parts, quantiles={}, quantile_rows=0, non_finite=0)
-        first = own.stop
-    return found
+def add_rows(moments: Float64, rows: Float64) -> Float64:
+    """Return moments merged with those of the finite values of rows, [r, elements], r >= 1."""
+    finite = np.isfinite(rows)
+    count = finite.sum(axis=0)
+    begins = rows[finite.argmax(axis=0), np.arange(len(count))]
+    first = np.where(moments[Moment.COUNT] > 0, moments[Moment.FIRST], begins)
+    low, high, rows = rows, rows, rows - first
+    if not finite.all():
+        low, high = np.where(finite, low, np.inf), np.where(finite, high, -np.inf)
+        rows = np.where(finite, rows, 0.0)
+    mean = rows.sum(axis=0) / np.maximum(count, 1)
+    delta = (rows - mean) * finite
+    squares = (delta * delta).sum(axis=0) - delta.sum(axis=0) ** 2 / np.maximum(count, 1)
+    block = np.stack([count, first, mean, squares, low.min(axis=0), high.max(axis=0)])
+    return merge([moments, block])

@@ -24,8 +24,8 @@ from deepspeed_gear.config import (
 from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
-from deepspeed_gear.data.running_moments import Moment, moments_size, statistics
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
+from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
 from deepspeed_gear.distributed.sequence_sum import check_process_group
@@ -113,7 +113,7 @@ class Resolved:
         store = self.tables[self.config.sampled_tables[0]].store
         if self.config.normalizes_online and store is not None:  # as long as nothing is selected
             columns = store.normalized_columns
-            return statistics(np.zeros((Moment.NUM_WORDS, moments_size(columns))), columns)
+            return running_statistics(np.zeros((Moment.NUM_WORDS, moments_size(columns))), columns)
         return statistics_of(self.config, self.datasets)
 
 

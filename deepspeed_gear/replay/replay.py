@@ -18,8 +18,7 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.data import running_moments
-from deepspeed_gear.data.dataset_statistics import ColumnStatistics
+from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -151,7 +150,7 @@ class Replay(ReplayBase):
             numbers = stream.state.newest_numbers.copy()
         if self._numbers is None or not np.array_equal(self._numbers[0], numbers):
             columns = stream.table.spec.normalized_columns
-            self._numbers = numbers, running_moments.statistics(numbers, columns)
+            self._numbers = numbers, running_statistics(numbers, columns)
         return self._numbers[1]
 
     def _set_transform(self, transform: Transform | None) -> None:

@@ -21,7 +21,7 @@ from process_support import exit_status, in_child
 from deepspeed_gear import Replay
 from deepspeed_gear.data import mapped_files
 from deepspeed_gear.data.dataset import Dataset
-from deepspeed_gear.data.dataset_files import FileRecord, fingerprint_of, npy_header, probe_digest
+from deepspeed_gear.data.dataset_files import fingerprint_of, npy_header, probe_digest
 from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import load_backend
@@ -102,16 +102,14 @@ def test_verify_finds_what_open_does_not_look_at(tmp_path: Path) -> None:
         dataset.verify()
 
 
-def forge(folder: Path, schema: Schema, extents: np.ndarray, **changes: Any) -> None:
+def forge(folder: Path, extents: np.ndarray, **changes: Any) -> None:
     """Replace the extents as a program with a fault would leave them: consistent with every digest."""
     (folder / EXTENTS).write_bytes(npy_header(extents.dtype, extents.shape) + extents.tobytes())
     manifest = {**json.loads((folder / MANIFEST).read_text()), **changes}
     for name, entry in manifest["files"].items():
         file = folder / name
         entry.update(bytes=file.stat().st_size, probe=probe_digest(file))
-    records = {name: FileRecord.from_json(name, entry) for name, entry in manifest["files"].items()}
-    found = fingerprint_of(schema, manifest["num_trajectories"], manifest["num_rows"], records)
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": found}))
+    (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": fingerprint_of(manifest)}))
 
 
 def test_extents_must_cover_the_rows(tmp_path: Path) -> None:
@@ -120,7 +118,7 @@ def test_extents_must_cover_the_rows(tmp_path: Path) -> None:
     for row, value in ((0, (1, 2)), (1, (5, 1)), (1, (4, 0)), (2, (6, 32))):
         extents = good.copy()
         extents[row] = value
-        forge(tmp_path / "set", SCHEMA, extents)
+        forge(tmp_path / "set", extents)
         rule = r"extents.npy must cover the 40 rows without gaps or empty trajectories"
         with pytest.raises(DataError, match=rule):
             Dataset.open(tmp_path / "set")
@@ -134,7 +132,7 @@ def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
     path, rows = tmp_path / "set" / "columns" / "x.npy", 3 * 2**20
     path.write_bytes(npy_header(np.dtype(np.float32), (rows, 256)))
     os.truncate(path, path.stat().st_size + rows * 1024)
-    forge(tmp_path / "set", schema, np.array([[0, rows]]), num_rows=rows, num_steps=rows)
+    forge(tmp_path / "set", np.array([[0, rows]]), num_rows=rows, num_steps=rows)
 
     def bytes_read() -> int:
         return int(Path("/proc/self/io").read_text().split()[1])

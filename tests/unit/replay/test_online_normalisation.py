@@ -19,6 +19,7 @@ from process_support import call_on_ranks, exit_status, in_child, kill
 
 from deepspeed_gear import Column, Normalizer, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.data import running_moments
+from deepspeed_gear.data.dataset_statistics import running_statistics
 from deepspeed_gear.data.running_moments import Moment
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.records import Slot
@@ -184,7 +185,7 @@ def test_merged_moments_are_those_of_all_rows(sizes: list[int], seed: int) -> No
     none = np.zeros_like(merged)  # as a resharded table has it
     assert running_moments.merge([merged, none, none]).tobytes() == merged.tobytes()
     column = Column("x", "float64", (2, 2))
-    known = running_moments.statistics(merged, [column])["x"]
+    known = running_statistics(merged, [column])["x"]
     used = np.isfinite(rows).sum(0) >= 2
     expected = np.where(
         used, np.nanmean(np.vstack([rows, rows[:0], np.zeros(4)]), 0) * 0 + known.mean.ravel(), 0
