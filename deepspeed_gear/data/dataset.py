@@ -51,11 +51,17 @@ class Dataset(MapDataset[dict[str, Any]]):
         schema: The columns.
         fingerprint: Identity of schema, extents and column bytes (and of a part's place), SHA-256 in hex.
         part: Which part of a whole it is; None for a whole.
+        first_id: Id of its first trajectory: 0 for a whole.
+        num_trajectories_of_whole: Trajectories of the whole that it is, or is a part of.
+        whole_fingerprint: Fingerprint of that whole.
+        longest: Steps of the longest trajectory of that whole.
         split: Share of each held-out part that the statistics leave out.
         source: Source of the data, as the ingest recorded it.
         first_rows: First row of each trajectory. [n], int64.
         lengths: Steps of each trajectory. [n], int64.
         num_rows: Rows of every step column.
+        num_steps: Transitions of all trajectories.
+        num_bytes: Bytes of all files but the manifest.
         columns: The stored columns by name; bfloat16 as uint16. [num_rows or n, *shape].
         compressed: Those of them of which an index or a slice decodes rows.
         statistics: By column, over the training split only, of the whole; opaque columns have none.
@@ -72,6 +78,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.split: dict[str, float] = dict(manifest["split"])
         self.source: dict[str, Any] = dict(manifest["source"])
         self.num_rows: int = manifest["num_rows"]
+        self.num_steps: int = manifest["num_steps"]
+        self.num_bytes = sum(record.bytes for record in self._records.values())
         name, kinds = str(path / SCHEMA_FILE), (SchemaError, AttributeError)
         with DataError.on(name, "must hold a valid schema", *kinds, remedy=REMAKE):
             self.schema = Schema.from_json(manifest["schema"])
@@ -82,7 +90,12 @@ class Dataset(MapDataset[dict[str, Any]]):
         extents = self._map(EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
         self.first_rows = np.ascontiguousarray(extents[:, 0])
         self.lengths = np.ascontiguousarray(extents[:, 1])
-        self._check_extents(int(manifest["num_steps"]))
+        self._check_extents()
+        if (part := self.part) is None:
+            of_whole = 0, num_trajectories, self.fingerprint, int(self.lengths.max())
+        else:
+            of_whole = part.first, part.trajectories, part.whole, part.longest
+        self.first_id, self.num_trajectories_of_whole, self.whole_fingerprint, self.longest = of_whole
         self.columns: dict[str, NDArray[Any]] = {}
         self.compressed: dict[str, CompressedRows] = {}
         self._digests: dict[str, str] = manifest.get("compressed", {})  # of the rows of compressed columns
@@ -181,13 +194,13 @@ class Dataset(MapDataset[dict[str, Any]]):
         self._is_random = True
         self.files.advise(mmap.MADV_RANDOM)
 
-    def _check_extents(self, num_steps: int) -> None:
+    def _check_extents(self) -> None:
         ends = self.first_rows + self.lengths + int(self.schema.has_final_row)
         consistent = (
             self.first_rows[0] == 0
             and bool((self.first_rows[1:] == ends[:-1]).all())
             and ends[-1] == self.num_rows
-            and self.lengths.sum() == num_steps
+            and self.lengths.sum() == self.num_steps
             and self.lengths.min() >= 1
         )
         if not consistent:
@@ -244,26 +257,6 @@ class Dataset(MapDataset[dict[str, Any]]):
             if payload_digest(path, offset) != record.sha256:
                 raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
-    @property
-    def first_id(self) -> int:
-        """Id of its first trajectory: 0 for a whole."""
-        return 0 if self.part is None else self.part.first
-
-    @property
-    def num_trajectories_of_whole(self) -> int:
-        """Trajectories of the whole that it is, or is a part of."""
-        return len(self) if self.part is None else self.part.trajectories
-
-    @property
-    def whole_fingerprint(self) -> str:
-        """Fingerprint of the whole that it is, or is a part of."""
-        return self.fingerprint if self.part is None else self.part.whole
-
-    @property
-    def longest(self) -> int:
-        """Steps of the longest trajectory of the whole."""
-        return int(self.lengths.max()) if self.part is None else self.part.longest
-
     def row_of(self, i: int) -> int:
         """Return the first row of the i-th trajectory here; for i = len, the number of rows."""
         return self.num_rows if i == len(self) else int(self.first_rows[i])
@@ -271,16 +264,6 @@ class Dataset(MapDataset[dict[str, Any]]):
     def digest_of(self, column: Column) -> str:
         """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is recorded."""
         return self._digests.get(column.name) or self._records[column_file(column)].sha256
-
-    @property
-    def num_steps(self) -> int:
-        """Transitions of all trajectories."""
-        return int(self.lengths.sum())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(record.bytes for record in self._records.values())
 
     def trajectory(self, i: int) -> dict[str, Any]:
         """Return one trajectory's columns, as `DatasetWriter.add` takes them.

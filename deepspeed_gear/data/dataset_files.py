@@ -32,17 +32,11 @@ _REMAKE_PARTS = "the file is not the one that was written; make the parts again 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The record of one file in schema.json.
+    """The record of one file in schema.json."""
 
-    Args:
-        bytes: Size of the whole file, header included.
-        sha256: Digest of the payload: what follows the NumPy header, or the whole of a JSON file.
-        probe: Digest of the first and last 64 KiB of the file (of all of it for small files), cheap to check.
-    """
-
-    bytes: int
-    sha256: str
-    probe: str
+    bytes: int  # of the whole file, header included
+    sha256: str  # of the payload: what follows the NumPy header, or the whole of a JSON file
+    probe: str  # SHA-256 of its first and last 64 KiB (of all of it for small files), cheap to check
 
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileRecord:

@@ -37,15 +37,10 @@ _ELSE = "use --format parquet, or leave it out with --columns"
 
 
 class TrajectoryFile(ABC):
-    """A file or folder that trajectories are written to, one after the other; memory for a few of them.
+    """A file or folder that trajectories are written to, one after the other; memory for a few of them."""
 
-    Attributes:
-        format: Name of the format, for `--format`.
-        reader: Its reader, which recognises what is of the format, if it is a folder; None: it is a file.
-    """
-
-    format: ClassVar[str]
-    reader: ClassVar[type[Reader] | None] = None
+    format: ClassVar[str]  # for `--format`
+    reader: ClassVar[type[Reader] | None] = None  # recognises folders of the format; None: it is a file
 
     def __init__(self, path: Path, schema: Schema) -> None:
         self.path, self.schema = path, schema

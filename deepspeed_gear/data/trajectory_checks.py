@@ -43,21 +43,15 @@ def check_trajectory(
     num_steps = _num_steps(name, schema, arrays)
     if num_steps < 1:
         raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
-    if not may_end_inside:
-        check_ends(name, schema, arrays)
+    for column in () if may_end_inside else schema.end_columns:
+        inner = arrays[column.name][:-1]
+        if np.count_nonzero(inner):  # returns, windows and bootstraps would run across it
+            step = f"a flag at step {int(np.argmax(inner != 0))} of {len(inner) + 1}"
+            raise DataError(f"{name}: column {column.name}", ENDS_LAST, step, SPLIT)
     for column in schema.late_columns:
         if column.name not in arrays:
             arrays[column.name] = no_values(column, num_steps)
     return arrays, num_steps
-
-
-def check_ends(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> None:
-    """Reject an end flag before the last step: returns, windows and bootstraps would run across it."""
-    for column in schema.end_columns:
-        inner = arrays[column.name][:-1]
-        if np.count_nonzero(inner):
-            step = f"a flag at step {int(np.argmax(inner != 0))} of {len(inner) + 1}"
-            raise DataError(f"{name}: column {column.name}", ENDS_LAST, step, SPLIT)
 
 
 def _num_steps(name: str, schema: Schema, arrays: Mapping[str, np.ndarray]) -> int:

@@ -161,7 +161,9 @@ class MinariReader(Reader):
                 found = sorted({key[0] for key in keys})
                 raise DataError(self._store.where(number, group), "must be in the episode", found)
         rank = {group: i for i, group in enumerate(GROUPS)}
-        return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [_natural(part) for part in key]))
+        indices = {part: re.fullmatch(r"(?:_index_)?(\d+)", part) for key in keys for part in key}
+        natural = {part: (int(match[1]), "") if match else (-1, part) for part, match in indices.items()}
+        return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [natural[part] for part in key]))
 
     def _column(self, number: int, key: Key, name: str) -> Column:
         length = len(self._store.load(number, ("rewards",)))
@@ -200,11 +202,6 @@ class MinariReader(Reader):
 def _name_of(key: Key) -> str:
     parts = (re.sub(r"^_index_(\d+)$", r"\1", part) for part in key[1:])
     return column_name(GROUPS.get(key[0], key[0]), *parts)
-
-
-def _natural(part: str) -> tuple[int, str]:
-    match = re.fullmatch(r"(?:_index_)?(\d+)", part)
-    return (int(match[1]), "") if match else (-1, part)
 
 
 def _is_minari(folder: Path) -> bool:

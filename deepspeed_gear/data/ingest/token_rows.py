@@ -68,7 +68,9 @@ class TokenRows:
         if self._tokenize:
             row.update(_joined([self._tokens_of(where, name, row) for name in self._tokenize]))
             row = {name: value for name, value in row.items() if name not in self._tokenize}
-        elif messages and any(_has_ids(one) for one in row[messages]):
+        elif messages and any(
+            isinstance(one, Mapping) and one.get("token_ids") is not None for one in row[messages]
+        ):
             row.update(_joined(_message_parts(where, row.pop(messages))))
         else:
             row = _from_ids(where, row)
@@ -98,10 +100,6 @@ class TokenRows:
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
     return next((name for name in names if name in row), None)
-
-
-def _has_ids(message: Any) -> bool:
-    return isinstance(message, Mapping) and message.get("token_ids") is not None
 
 
 def _array(where: str, name: str, value: Any, length: int | None = None) -> np.ndarray:
