@@ -278,52 +278,39 @@ def pack_(
     Raises:
         ShapeError: A row that is read lies outside its column, or there is no conversion between two dtypes.
     """
-    fields = raised(spec)
-    for field, column in zip(fields, columns, strict=True):
-        _check_packed(field, column, resolutions, places)
-    for field, out, column, shift, gain, pad in zip(
-        fields, outs, columns, shifts, gains, pad_values, strict=True
-    ):
-        target = out.view(rows, field.elements)
-        for record, place in zip(resolutions, places.tolist(), strict=True):
-            begin, end = max(place, first), min(place + int(record[Resolution.NUM_STEPS]), first + rows)
-            if begin >= end:
-                continue
-            steps = torch.arange(begin, end) - place + field.offset
-            held = record[Resolution.NUM_STEPS] + (field.source == Source.STEPS_PLUS_ONE)
-            real = (steps >= 0) & (steps < held)
-            part = target[begin - first : end - first]
-            if field.source == Source.TRAJECTORY:
-                row = column.reshape(-1, field.elements)[record[Resolution.SLOT]]
-                part.copy_(_converted(row.expand(end - begin, -1), out.dtype, shift, gain))
-                continue
-            part.copy_(rounded_pad(pad, out.dtype).expand_as(part))
-            if field.source == Source.TIMESTEP:
-                part[real] = steps[real, None]
-            else:
-                found = column.reshape(-1, field.elements)[steps[real] + record[Resolution.FIRST_ROW]]
-                part[real] = _converted(found, out.dtype, shift, gain)
-
-
-def _check_packed(field: GatherSpec, column: Tensor, resolutions: Tensor, places: Tensor) -> None:
-    single = field.length == 1 and field.pad == Pad.VALUE and not field.follows
-    if not single or field.source == Source.POSITION:
-        raise ShapeError("a packed field", "must be of single steps, padded by a value", field)
-    first, steps = resolutions[:, Resolution.FIRST_ROW], resolutions[:, Resolution.NUM_STEPS]
+    fields, steps, slots, reads = raised(spec), resolutions[:, Resolution.NUM_STEPS], [], []
     good = (steps >= 1) & (steps <= MOST_STEPS) & (places >= 0) & (places <= MOST_STEPS)
-    held = 0 if field.source == Source.TIMESTEP else column.numel() // field.elements
-    if field.source == Source.TRAJECTORY:
-        slot = resolutions[:, Resolution.SLOT]
-        good &= (slot >= 0) & (slot < held)
-    elif field.source != Source.TIMESTEP:
-        end = steps + (field.source == Source.STEPS_PLUS_ONE)
-        low = torch.minimum(torch.full_like(end, field.offset).clamp(min=0), end)
-        high = torch.minimum((steps + field.offset).clamp(min=0), end)
-        good &= (low >= high) | ((first + low >= 0) & (first + high <= held))
     if not good.all():
         i = int(torch.nonzero(~good)[0])
-        rule = f"must lie in the columns' {held} rows"
-        raise ShapeError(f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table")
+        raise ShapeError(
+            f"resolution {i}", f"must have a place and steps in [1, {MOST_STEPS}]", int(steps[i])
+        )
+    for field, column in zip(fields, columns, strict=True):
+        single = field.length == 1 and field.pad == Pad.VALUE and not field.follows
+        if not single or field.source == Source.POSITION:
+            raise ShapeError("a packed field", "must be of single steps, padded by a value", field)
+        held = column.numel() // field.elements
+        if field.source == Source.TRAJECTORY:
+            slots.append(held)
+        elif field.source != Source.TIMESTEP:
+            end = steps + (field.source == Source.STEPS_PLUS_ONE)
+            low = torch.minimum(torch.full_like(end, field.offset).clamp(min=0), end)
+            high = torch.minimum((steps + field.offset).clamp(min=0), end)
+            is_read = (low < high)[:, None].expand(-1, 2)
+            reads.append(Reads(torch.stack((low, high - 1), dim=1), is_read, held))
+    whole = resolutions.clone()
+    whole[:, Resolution.ANCHOR] = 0
+    check_rows(whole, reads, min(slots, default=None))
+    # A pack is a gather of windows of one step, of each step of the trajectories.
+    every = resolutions.repeat_interleave(steps, dim=0)
+    every[:, Resolution.ANCHOR] = torch.cat([steps[:0], *map(torch.arange, steps.tolist())])
+    place = places.repeat_interleave(steps) + every[:, Resolution.ANCHOR] - first
+    is_inside = (place >= 0) & (place < rows)
+    found = [out.new_empty(len(every), field.elements) for out, field in zip(outs, fields, strict=True)]
+    unmasked, counters = lower(replace(field, mask=-1) for field in fields), torch.zeros(3, dtype=torch.int64)
+    gather_(found, [], counters, columns, shifts, gains, every, None, unmasked, pad_values, 1)
+    for out, values in zip(outs, found, strict=True):
+        out.view(rows, values.size(1))[place[is_inside]] = values[is_inside]
 
 
 def copy_pieces_(out: Tensor, columns: Sequence[Tensor], pieces: Tensor) -> None:

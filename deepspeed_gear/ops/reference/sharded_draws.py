@@ -113,26 +113,23 @@ def decode_draws_(
     ring.zero_()
     ring[:, Resolution.ID] = UNKNOWN
     size, at, begins = 4 if steps is None else 5, 0, [0] * len(received)
+
+    def put(sample: int, record: Tensor, node: int, n_steps: Tensor | None, copies: int) -> None:
+        nonlocal at
+        ring[sample] = record
+        origins[sample] = node << SHARD_BITS | int(record[Resolution.SLOT])
+        need = int(need_of[index, (sample + offset) % need_of.shape[1]])
+        if need >= 0 and copies:
+            samples[at], which[at] = _sample(record, node, need, n_steps), sample
+            at += 1
+
     for node, sample in zip(owner.tolist(), asked.tolist(), strict=True):
-        if node == index:
-            continue
-        words = received[node][begins[node] : begins[node] + size]
-        begins[node] += size
-        ring[sample] = _decode(words, first + sample)
-        origins[sample] = node << SHARD_BITS | int(ring[sample, Resolution.SLOT])
-        need = int(need_of[index, (sample + offset) % need_of.shape[1]])
-        if need >= 0:
-            samples[at] = _sample(ring[sample], node, need, words[4] if size > 4 else None)
-            which[at] = sample
-            at += 1
+        if node != index:
+            words = received[node][begins[node] : begins[node] + size]
+            begins[node] += size
+            put(sample, _decode(words, first + sample), node, words[4] if size > 4 else None, 1)
     for i, sample in enumerate(own.tolist()):
-        ring[sample] = records[i]
-        origins[sample] = index << SHARD_BITS | int(records[i, Resolution.SLOT])
-        need = int(need_of[index, (sample + offset) % need_of.shape[1]])
-        if need >= 0 and takes_own:
-            samples[at] = _sample(records[i], index, need, None if steps is None else steps[i])
-            which[at] = sample
-            at += 1
+        put(sample, records[i], index, None if steps is None else steps[i], takes_own)
     found[0] = at
 
 
