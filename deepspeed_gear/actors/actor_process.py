@@ -118,10 +118,8 @@ class EpisodeReturns:
 def gymnasium_module() -> Any:
     """Import gymnasium."""
     remedy = "pip install 'deepspeed_gear[examples]'"
-    try:
+    with ConfigError.on("gymnasium", "must be installed to start actors", ImportError, remedy=remedy):
         import gymnasium
-    except ImportError as error:
-        raise ConfigError("gymnasium", "must be installed to start actors", None, remedy) from error
     if int(gymnasium.__version__.split(".")[0]) < 1:
         raise ConfigError("gymnasium", "must be 1.0 or newer", gymnasium.__version__, remedy)
     return gymnasium

@@ -176,11 +176,10 @@ def _pickled(job: ActorJob) -> bytes:
         if getattr(given, "__module__", None) == "__main__":
             remedy = f'put it into a module of its own, or give "module:{getattr(given, "__name__", "name")}"'
             raise ConfigError(name, "must be importable by actors", "a function of the main script", remedy)
-    try:
+    kinds = pickle.PicklingError, AttributeError, TypeError
+    remedy = 'give a function of a module, or "module:function"'
+    with ConfigError.on("policy and env", "must be picklable", *kinds, remedy=remedy):
         return pickle.dumps(job)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        remedy = 'give a function of a module, or "module:function"'
-        raise ConfigError("policy and env", "must be picklable", str(error), remedy) from error
 
 
 def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:

@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
     micro, accumulation = batch_sizes(config, sizes, worlds["data"])
     found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
-    print(json.dumps(as_json(found), indent=1) if args.json else format_table(found))
+    lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
+    for number, digest in enumerate(found.digests):
+        lines.append(f"global batch {number}: digest {digest % (1 << 64):016x}")
+    print(json.dumps(as_json(found), indent=1) if args.json else "\n".join(lines))
     return 0
 
 
@@ -90,16 +93,6 @@ def as_json(found: Preview) -> dict[str, Any]:
     }
 
 
-def format_table(found: Preview) -> str:
-    """Return the text that `gear preview` prints."""
-    lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
-    lines += [
-        f"global batch {number}: digest {digest % (1 << 64):016x}"
-        for number, digest in enumerate(found.digests)
-    ]
-    return "\n".join(lines)
-
-
 def _groups_of_ranks(found: Preview) -> list[str]:
     """Return a paragraph for the ranks with the same fields."""
     lines = []
@@ -108,10 +101,9 @@ def _groups_of_ranks(found: Preview) -> list[str]:
         padding = shares[0] if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
         numbers = [rank.rank for rank in ranks]
         shown = f"ranks {_spans(numbers)} ({len(numbers)})" if len(numbers) > 1 else f"rank {numbers[0]}"
-        lines += [
-            f"{shown}: {_places(ranks)}",
-            *textwrap.wrap(_fields(ranks[0]), _WIDTH, initial_indent="  ", subsequent_indent="  "),
-        ]
+        fields = ", ".join(f"{name}{list(shape)}" for name, shape in ranks[0].shapes.items()) or "nothing"
+        lines.append(f"{shown}: {_places(ranks)}")
+        lines += textwrap.wrap(fields, _WIDTH, initial_indent="  ", subsequent_indent="  ")
         if ranks[0].shapes:
             size = show_bytes(ranks[0].num_bytes)
             lines.append(f"  {size} a micro batch; padding {padding} of the rows")
@@ -168,7 +160,3 @@ def _spans(numbers: Iterable[int]) -> str:
         else:
             spans.append([number, number])
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-
-
-def _fields(rank: RankPreview) -> str:
-    return ", ".join(f"{name}{list(shape)}" for name, shape in rank.shapes.items()) or "nothing"

@@ -33,11 +33,9 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     """Serve until the run ends, or until SIGTERM or Ctrl-C."""
-    try:
+    remedy = "pip install deepspeed_gear[remote]"
+    with ConfigError.on("gear serve", "needs pyarrow and grpcio", ImportError, remedy=remedy):
         from deepspeed_gear.remote.gateway import Certificate, Gateway
-    except ImportError as error:
-        remedy = "pip install deepspeed_gear[remote]"
-        raise ConfigError("gear serve", "needs pyarrow and grpcio", None, remedy) from error
     from deepspeed_gear.remote.connection import read_token
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 

@@ -115,10 +115,8 @@ def lengths_of(given: str, seed: int, size: int) -> Lengths:
     known: np.ndarray | None = None
     median = sigma = 0.0
     if given.startswith("lognormal:"):
-        try:
+        with ConfigError.on("--lengths", "must have two numbers after lognormal:", ValueError, value=given):
             median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
-        except ValueError as error:
-            raise ConfigError("--lengths", "must have two numbers after lognormal:", given) from error
     else:
         known = np.asarray(read_lengths(Path(given)))
 

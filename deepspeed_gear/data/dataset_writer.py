@@ -164,12 +164,9 @@ class DatasetWriter:
             raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
         name = name or f"trajectory {len(self._lengths)}"
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
-        for column in self.schema.late_columns:  # nothing is filled in a data set later
-            if column.name not in trajectory:
-                raise DataError(f"{name}: column {column.name}", "must be in every trajectory")
         if split_by_flags:
             return [self.add(part, name) for part in split_episodes(name, self.schema, trajectory, final)]
-        arrays, length = check_trajectory(name, self.schema, trajectory)
+        arrays, length = check_trajectory(name, self.schema, trajectory, is_filled=True)
         check_finite(name, self.schema, arrays)
         with self._failing():
             for column in self.schema:

@@ -67,17 +67,17 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
     """Give an engine that `check_engine` accepts `gear_step` and `gear_rollout`, and check its steps; if it
     `owns` the replay, which was made for it, its skipped steps are counted.
     """
+
+    def refuse_sample() -> None:
+        remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
+        raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)
+
     steps = PackedSteps(engine, partial(replay.metrics.trained_step, skipped=owns))
     deepspeed_compat.wrap(engine, "step", steps.step)
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout
-    engine.gear_sample = _refuse_sample
+    engine.gear_sample = refuse_sample
     engine.gear_iterator = lambda stream=TRAIN: (  # endless for training
         iter(replay.step, None) if stream == TRAIN else replay.iterator(stream)
     )
     replay.observe_steps(steps.begin)
-
-
-def _refuse_sample() -> None:
-    remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
-    raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)

@@ -8,17 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from deepspeed.runtime.rollout import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
 from torch import nn
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, GearError, LeaseExpiredError
 from deepspeed_gear.writer.rollout_worker import RolloutWorker
-
-try:
-    from deepspeed.runtime.rollout import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
-except ImportError as error:
-    remedy = 'pip install "deepspeed>=0.19", or generate by a loop of your own with RolloutWorker'
-    raise ConfigError("GearRollout", "needs deepspeed.runtime.rollout", None, remedy) from error
 
 Response = tuple[dict[str, np.ndarray], np.ndarray]  # columns of steps, and which are of the response
 Rewards = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Sequence[Mapping[str, Any]]]

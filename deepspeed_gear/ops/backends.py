@@ -115,10 +115,7 @@ def _native_ops(name: str, native: ModuleType) -> Ops:
     """Return the ops of the loaded module; registers once what `torch.compile` traces in place of each."""
     with _fakes_lock:
         for op in sorted({*OP_NAMES} - _fakes):
-            torch.library.register_fake(f"gear::{op}", _mutate_only)
+            # Every op writes into tensors of its caller: no shape, dtype or device changes.
+            torch.library.register_fake(f"gear::{op}", lambda *_: None)
             _fakes.add(op)
     return Ops(name, **{op: getattr(torch.ops.gear, op).default for op in OP_NAMES}, native=native)
-
-
-def _mutate_only(*_: object) -> None:
-    """Change no shape, dtype or device: every op writes into tensors of its caller."""

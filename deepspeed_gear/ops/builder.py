@@ -52,7 +52,8 @@ class _DeepSpeedOp(NativeOp):
         torch catches ends the process; some compilers link that without being asked.
         """
         flags: list[str] = super().extra_ldflags()  # type: ignore[misc]
-        return [*flags, *toolchain.shared_runtime()]
+        found = toolchain.output([*toolchain.compiler(), "-print-file-name=libstdc++.so.6"])[:1]
+        return [*flags, *filter(os.path.isabs, found)]  # its name alone: the compiler has none
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Return whether the op can be built here; a reason is printed when `verbose`."""
@@ -70,7 +71,12 @@ class _DeepSpeedOp(NativeOp):
             try:
                 module: ModuleType = super().jit_load(verbose)  # type: ignore[misc]
             except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-                raise jit.compile_error(what, str(error), folder) from error
+                lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+                is_error = re.compile(r"\berror\b[: ]|undefined reference|cannot find -l").search
+                shown = "\n  ".join(([*filter(is_error, lines)] or lines[-5:])[:5])
+                remedy = "correct what the compiler names (build.ninja there has the commands)"
+                rule = f"failed to compile in {folder}:\n  {shown}\n"
+                raise BuildError(what, rule, remedy=remedy) from error
             finally:
                 self.name = self.NAME
         return module

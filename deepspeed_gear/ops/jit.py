@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import pwd
-import re
 import shutil
 import socket
 import stat
@@ -153,15 +152,6 @@ def import_file(name: str, path: Path) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     return module
-
-
-def compile_error(what: str, output: str, folder: Path) -> BuildError:
-    """Return the error of a failed compilation: the compiler's first error lines and the build folder."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    is_error = re.compile(r"\berror\b[: ]|undefined reference|cannot find -l").search
-    shown = "\n  ".join(([*filter(is_error, lines)] or lines[-5:])[:5])
-    remedy = "correct what the compiler names (build.ninja there has the commands)"
-    return BuildError(what, f"failed to compile in {folder}:\n  {shown}\n", remedy=remedy)
 
 
 def _say(text: str) -> None:

@@ -86,12 +86,6 @@ def compiler_version() -> str:
     return next(iter(output([*compiler(), "--version"])), "")
 
 
-def shared_runtime() -> list[str]:
-    """Return the path of the compiler's shared C++ runtime, nothing where it has none."""
-    found = next(iter(output([*compiler(), "-print-file-name=libstdc++.so.6"])), "")
-    return [found] if os.path.isabs(found) else []
-
-
 def installed_version(package: str) -> str:
     """Return the version of an installed package without importing it, or "" where there is none."""
     try:

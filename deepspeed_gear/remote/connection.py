@@ -120,13 +120,11 @@ _MAKE = "make one: (umask 077; openssl rand -hex 32 > FILE)"
 
 def read_token(path: str | Path) -> str:
     """Read a token from a file that only its owner can read."""
-    name = f"token file {path}"
-    try:
-        with open(path, encoding="ascii") as file:
-            status = os.fstat(file.fileno())
-            token = file.read().strip()
-    except (OSError, ValueError) as error:
-        raise ConfigError(name, "must be a readable text file", None, _MAKE) from error
+    name, kinds = f"token file {path}", (OSError, ValueError)
+    is_readable = ConfigError.on(name, "must be a readable text file", *kinds, remedy=_MAKE)
+    with is_readable, open(path, encoding="ascii") as file:
+        status = os.fstat(file.fileno())
+        token = file.read().strip()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         mode = oct(stat.S_IMODE(status.st_mode))
         raise ConfigError(name, "must be a file of this user with mode 0600", mode, f"chmod 600 {path}")

@@ -427,14 +427,10 @@ class RemoteWriter(ProcessBound):
         self._check()
         name = f"table {self.table}"
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
-        for column in self.schema.late_columns:
-            if column.name not in trajectory:
-                remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
-                raise DataError(f"{name}: column {column.name}", "must be in every trajectory", None, remedy)
         if split_by_flags:
             parts = split_episodes(name, self.schema, trajectory, final, self.max_length)
             return [self.add(part) for part in parts]
-        arrays, num_steps = check_trajectory(name, self.schema, trajectory)
+        arrays, num_steps = check_trajectory(name, self.schema, trajectory, is_filled=True)
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:

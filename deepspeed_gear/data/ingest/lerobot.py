@@ -93,7 +93,14 @@ class LerobotReader(Reader):
         if not listed or len(listed) != self._info.get("total_episodes"):
             rule = f"must list total_episodes = {self._info.get('total_episodes')} episodes, and at least one"
             raise DataError(f"{self.path / 'meta'}: episodes", rule, len(listed), _AGAIN)
-        self._check_files()
+        videos: Counter[Path] = Counter()  # bytes of their frames
+        for episode in self._episodes:
+            _present(episode.file)
+            for key, (file, _) in episode.videos.items():
+                _present(file, "download the videos, or leave their columns out with --columns")
+                videos[file] += episode.length * self._columns["video"][key].row_bytes
+        for file, num_bytes in videos.items():
+            Expansion(_LOSSY * self.expansion.most).check(str(file), num_bytes, file.stat().st_size)
         columns = [column for kind in self._columns.values() for column in kind.values()]
         columns += [flag for flag in FLAGS if flag not in columns]
         self.columns = (*columns, *self._trajectory_columns(listed))
@@ -163,17 +170,6 @@ class LerobotReader(Reader):
             rule = f"must be a path below the folder, with {', '.join(values)} in braces"
             raise DataError(f"{self.path / _INFO}: {template}", rule, text)
         return path
-
-    def _check_files(self) -> None:
-        """Check that all files are there, and that videos are worth what their frames take."""
-        videos: Counter[Path] = Counter()
-        for episode in self._episodes:
-            _present(episode.file)
-            for key, (file, _) in episode.videos.items():
-                _present(file, "download the videos, or leave their columns out with --columns")
-                videos[file] += episode.length * self._columns["video"][key].row_bytes
-        for file, num_bytes in videos.items():
-            Expansion(_LOSSY * self.expansion.most).check(str(file), num_bytes, file.stat().st_size)
 
     def _trajectory_columns(self, listed: list[dict[str, Any]]) -> list[Column]:
         """Return the columns of a value per episode: its index, and the texts of its tasks."""

@@ -227,15 +227,15 @@ def block_rows(array: Any) -> int:
 class RowReader:
     """Reads ranges of rows of an HDF5 array in blocks of whole chunks, for ranges that rise.
 
-    A compressed chunk is decompressed once per pass and not once per episode. Memory: one block, about 8
-    MiB (`block_rows`), plus the range that is asked for.
+    A compressed chunk is decompressed once per pass and not once per episode, but for one or two a block.
+    Memory: one block, about 8 MiB (`block_rows`), or the range that is asked for where it is larger.
     """
 
     def __init__(self, where: str, dataset: h5py.Dataset) -> None:
         self._where, self._dataset = where, dataset
         self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
-        chunk = dataset.chunks[0] if dataset.chunks else 1
-        self.block_rows = max(1, block_rows(dataset) // chunk) * chunk
+        self._chunk = dataset.chunks[0] if dataset.chunks else 1
+        self.block_rows = max(1, block_rows(dataset) // self._chunk) * self._chunk
         self._first, self._block = 0, np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
 
     def __len__(self) -> int:
@@ -246,15 +246,8 @@ class RowReader:
         if isinstance(rows, tuple):
             return read_rows(self._where, self._dataset, 0, len(self)) if self.ndim else self._dataset[()]
         low, high, _ = rows.indices(len(self))
-        parts = []
-        while low < high:
-            if not self._first <= low < self._first + len(self._block):
-                self._first = low // self.block_rows * self.block_rows
-                end = min(self._first + self.block_rows, len(self._dataset))
-                self._block = read_rows(self._where, self._dataset, self._first, end)
-            end = min(high, self._first + len(self._block))
-            parts.append(self._block[low - self._first : end - self._first])
-            low = end
-        if len(parts) > 1:
-            return np.concatenate(parts)
-        return parts[0] if parts else self._block[:0]
+        if not self._first <= low <= high <= self._first + len(self._block):
+            self._first = low // self._chunk * self._chunk
+            end = max(self._first + self.block_rows, -(-high // self._chunk) * self._chunk)
+            self._block = read_rows(self._where, self._dataset, self._first, min(end, len(self)))
+        return self._block[low - self._first : high - self._first]

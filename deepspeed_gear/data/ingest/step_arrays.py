@@ -47,18 +47,10 @@ def _kind(name: str) -> str:
 class Steps:
     """Steps of one environment, one after the other, and where its episodes end.
 
-    Attributes:
-        arrays: Arrays by kind, or kind and part, with a row per step; observations may have one more.
-        keys: The source's key of each array.
-        states: Names of the observations.
-        left_out: Keys of single values and of Python objects.
-        length: Number of steps.
-        ends: Row after the last step of each episode.
-        terminated, truncated: Flags of each step. [T], bool.
-        has_cause: Whether the flags, or `limit`, tell a terminal state from a time limit.
-        has_next: Whether there are next observations.
-        is_shifted: Whether they are the next rows, bit for bit, inside all episodes.
-        resets: Whether those of ended steps, terminal ones too, are the first ones of the next episodes.
+    `terminated` and `truncated` are the flags of each step, [T], bool, and `ends` the row after the last step
+    of each episode. `has_cause`: the flags, or a limit, tell a terminal state from a time limit. Next
+    observations, where it `has_next`, may be the next rows, bit for bit, inside all episodes (`is_shifted`),
+    and those of ended steps, terminal ones too, the first ones of the next episodes (`resets`).
     """
 
     def __init__(
@@ -69,18 +61,15 @@ class Steps:
         limit: int | None,
         is_whole: bool,
     ) -> None:
-        """Check the arrays and find the ends.
+        """Check arrays by key (that of a part of a dict is such as "obs/position"), and find the ends.
 
-        Args:
-            where: Prefix of a key in error texts.
-            arrays: By key; a part of a dict has a key such as "obs/position".
-            limit: Steps after which an episode ends by a time limit.
-            is_whole: Whether the steps are one episode, and not those of an environment that resets itself.
+        An episode ends by a time limit after `limit` steps; `is_whole`: the steps are one, and not those of
+        an environment that resets itself.
         """
         self._where, self._is_whole = where, is_whole
-        self.arrays: dict[str, Any] = {}
-        self.keys: dict[str, str] = {}
-        self.left_out: list[str] = []
+        self.arrays: dict[str, Any] = {}  # by kind, or kind and part; observations may have a row more
+        self.keys: dict[str, str] = {}  # of the source, for each array
+        self.left_out: list[str] = []  # keys of single values and of Python objects
         for key, array in arrays.items():
             first, *rest = key.split("/")
             kind = KINDS.get(first, first)
