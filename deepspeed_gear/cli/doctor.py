@@ -212,41 +212,28 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
     for parts in facts.get("errors", []):  # of stale locks, the op and the data set
         yield error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
-        yield StoreError(
-            f"host {host}: {SHM}",
-            f"must have {show_bytes(MIN_SHM_BYTES)} free",
-            f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}",
-            f"run gear clean; else {ENLARGE_SHM}",
-        )
+        free = f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}"
+        rule, remedy = f"must have {show_bytes(MIN_SHM_BYTES)} free", f"run gear clean; else {ENLARGE_SHM}"
+        yield StoreError(f"host {host}: {SHM}", rule, free, remedy)
     if facts["driver"] and facts["no_device"] and facts["versions"]["CUDA of torch"] != "none":
-        yield GearError(
-            f"host {host}: torch {facts['versions']['torch']}",
-            f"must see a device where there is a driver ({facts['driver']})",
-            facts["no_device"],
-            "try nvidia-smi; start a container with its GPUs (docker run --gpus all), correct "
-            "CUDA_VISIBLE_DEVICES, or install a driver that has torch's release of CUDA",
-        )
+        name = f"host {host}: torch {facts['versions']['torch']}"
+        rule = f"must see a device where there is a driver ({facts['driver']})"
+        remedy = "try nvidia-smi; start a container with its GPUs (docker run --gpus all), correct "
+        remedy += "CUDA_VISIBLE_DEVICES, or install a driver that has torch's release of CUDA"
+        yield GearError(name, rule, facts["no_device"], remedy)
     if facts["open_files"] is not None and facts["open_files"] < MIN_OPEN_FILES:
-        yield GearError(
-            f"host {host}: the limit of open files",
-            f"must be at least {MIN_OPEN_FILES}",
-            facts["open_files"],
-            "raise it: ulimit -n, or nofile in /etc/security/limits.conf",
-        )
+        name, rule = f"host {host}: the limit of open files", f"must be at least {MIN_OPEN_FILES}"
+        remedy = "raise it: ulimit -n, or nofile in /etc/security/limits.conf"
+        yield GearError(name, rule, facts["open_files"], remedy)
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
-        yield GearError(
-            f"host {host}: the limit of locked memory",
-            f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})",
-            show_bytes(facts["memlock_bytes"]),
-            "raise it: memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1",
-        )
+        rule = f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})"
+        locked = show_bytes(facts["memlock_bytes"])
+        remedy = "raise it: memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1"
+        yield GearError(f"host {host}: the limit of locked memory", rule, locked, remedy)
     if has_peers and facts["address"].startswith("127.") and not facts["gloo_interface"]:
-        yield PeerError(
-            f"host {host}: its own name, {facts['hostname']},",
-            "must not resolve to a loopback address there, which gloo would send to the other hosts",
-            facts["address"],
-            "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface",
-        )
+        rule = "must not resolve to a loopback address there, which gloo would send to the other hosts"
+        remedy = "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface"
+        yield PeerError(f"host {host}: its own name, {facts['hostname']},", rule, facts["address"], remedy)
     if facts["gpus"] and slots > len(facts["gpus"]):
         rule = f"must be at most its {len(facts['gpus'])} GPUs"
         yield ConfigError(f"slots of {host}", rule, slots, "correct the hostfile")

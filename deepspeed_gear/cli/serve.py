@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until the run ends, or until SIGTERM or Ctrl-C."""
     remedy = "pip install deepspeed_gear[remote]"
     with ConfigError.on("gear serve", "needs pyarrow and grpcio", ImportError, remedy=remedy):
-        from deepspeed_gear.remote.gateway import Certificate, Gateway
+        from deepspeed_gear.remote.gateway import Gateway, read_certificate
     from deepspeed_gear.remote.connection import read_token
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(number, lambda found, _: ended.append(found))
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
-    certificate = Certificate.read(args.tls_cert, args.tls_key) if args.tls_cert else None
+    certificate = read_certificate(args.tls_cert, args.tls_key) if args.tls_cert else None
     token = read_token(args.token_file)
     max_bytes = args.max_message << 20
     Gateway.check(args.host, certificate, args.insecure, max_bytes)  # before the wait for the store

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import DataError
+from deepspeed_gear.file_system import sync
 from deepspeed_gear.schema import Column
 
 FORMAT = 2  # since 2 a column without allow_nan has only finite values
@@ -175,9 +176,8 @@ class ArrayFile:
         num_rows = (self._file.tell() - self._begin) // self._row_bytes
         self._file.seek(0)
         self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
+        sync(self.path)
         digest = self._digest.hexdigest()
         return FileRecord(self.path.stat().st_size, digest, probe_digest(self.path))
 
@@ -189,11 +189,8 @@ class ArrayFile:
 def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:
     # Indented JSON is written by Python and not by C: about 10 s more for images of 172,800 values.
     indent = None if path.name == STATS_FILE else 1
-    with path.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(data, indent=indent, allow_nan=False))
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(json.dumps(data, indent=indent, allow_nan=False) + "\n", encoding="utf-8")
+    sync(path)
     digest = payload_digest(path, 0)
     return FileRecord(path.stat().st_size, digest, digest)
 

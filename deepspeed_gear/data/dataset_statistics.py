@@ -34,25 +34,17 @@ Int64 = NDArray[np.int64]
 class ColumnStatistics:
     """Statistics of one column, per element of its row; of images per channel, and `shape` has 1 for H and W.
 
-    Args:
-        count: Rows that were read.
-        mean: [*shape], float64; NaN where an element has no finite value or float64 overflows; so all.
-        std: Population standard deviation (divided by count). [*shape], float64.
-        min: [*shape], float64.
-        max: [*shape], float64.
-        quantiles: By level, "0.01" to "0.99", linearly interpolated. [*shape], float64 each.
-        quantile_rows: Rows that the quantiles come from; equal to `count` where they are exact.
-        non_finite: NaN and infinite values that were left out, all elements together.
+    Arrays are [*shape], NaN where an element has no finite value or float64 overflows.
     """
 
-    count: int
+    count: int  # rows that were read
     mean: Float64
-    std: Float64
+    std: Float64  # of the population: divided by count
     min: Float64
     max: Float64
-    quantiles: dict[str, Float64]
-    quantile_rows: int
-    non_finite: int
+    quantiles: dict[str, Float64]  # by level, "0.01" to "0.99", linearly interpolated
+    quantile_rows: int  # that the quantiles come from; equal to `count` where they are exact
+    non_finite: int  # NaN and infinite values that were left out, all elements together
 
     def to_json(self) -> dict[str, Any]:
         """Return nested lists; NaN becomes null."""

@@ -166,7 +166,8 @@ class DatasetWriter:
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
         if split_by_flags:
             return [self.add(part, name) for part in split_episodes(name, self.schema, trajectory, final)]
-        arrays, length = check_trajectory(name, self.schema, trajectory, is_filled=True)
+        remedy = "a data set is not filled later"
+        arrays, length = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
         check_finite(name, self.schema, arrays)
         with self._failing():
             for column in self.schema:

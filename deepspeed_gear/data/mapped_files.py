@@ -32,7 +32,7 @@ class MappedFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._identities: dict[Path, dict[str, int]] = {}
+        self._identities: dict[Path, os.stat_result] = {}
         self._maps: dict[Path, np.memmap] = {}
         self._checked_at = time.monotonic()
         self._folder, opened = folder, os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
@@ -45,7 +45,7 @@ class MappedFiles:
         if not path.is_file():
             raise DataError(str(path), "must exist", None, "a file of the data set is missing")
         self._opened[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._identities[path] = _identity(path, path)
+        self._identities[path] = os.fstat(self._opened[path])
 
     @property
     def is_replaced(self) -> bool:
@@ -100,14 +100,10 @@ def _close(opened: Mapping[Path, int]) -> None:
         os.close(descriptor)
 
 
-def _compare(path: Path, known: Mapping[str, int], file: Path | int) -> None:
-    now = _identity(path, file)
-    changed = [f"{what} {known[what]} -> {now[what]}" for what in now if now[what] != known[what]]
-    if changed:
-        raise DataError(str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY)
-
-
-def _identity(path: Path, file: Path | int) -> dict[str, int]:
+def _compare(path: Path, known: os.stat_result, file: Path | int) -> None:
     with DataError.on(str(path), "must exist while it is used", OSError, remedy=_REMEDY):
         status = os.stat(file)
-    return {what: getattr(status, attribute) for what, attribute in _ATTRIBUTES.items()}
+    pairs = {what: (getattr(known, name), getattr(status, name)) for what, name in _ATTRIBUTES.items()}
+    changed = [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if now != before]
+    if changed:
+        raise DataError(str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY)

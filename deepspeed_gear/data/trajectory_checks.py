@@ -27,11 +27,11 @@ def check_trajectory(
     schema: Schema,
     trajectory: Mapping[str, Any],
     may_end_inside: bool = False,
-    is_filled: bool = False,
+    late_remedy: str = "",
 ) -> tuple[dict[str, np.ndarray], int]:
     """Return the columns (flat) of a trajectory as arrays of the stored dtypes, and its number of steps.
 
-    Missing late ones are zeros, unless they must be there (`is_filled`). NaN and infinities are left to
+    Missing late ones are zeros, or with a `late_remedy` an error. NaN and infinities are left to
     `check_finite`, or to the native module.
     """
     unknown = sorted(set(trajectory) - set(schema.names))
@@ -40,10 +40,10 @@ def check_trajectory(
         raise DataError(f"{name}: column {unknown[0]}", "must be in the schema", None, remedy)
     arrays: dict[str, np.ndarray] = {}
     for column in schema:
-        if column.name not in trajectory and column.late and not is_filled:
+        if column.name not in trajectory and column.late and not late_remedy:
             continue
         if column.name not in trajectory:
-            remedy = "nothing can be filled later here" if column.late else ""
+            remedy = late_remedy if column.late else ""
             raise DataError(f"{name}: column {column.name}", "must be in every trajectory", None, remedy)
         arrays[column.name] = as_stored(trajectory[column.name], column, name)
     num_steps = _num_steps(name, schema, arrays)

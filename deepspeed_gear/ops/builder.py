@@ -252,6 +252,5 @@ def static_runtime() -> Path:
     for pattern in ("lib64", "lib", "targets/*/lib"):
         for found in sorted(home.glob(f"{pattern}/libcudart_static.a")):
             return found
-    raise BuildError(
-        str(home), "must have libcudart_static.a", remedy="install the toolkit's runtime (cudart)"
-    )
+    remedy = "install the toolkit's runtime (cudart)"
+    raise BuildError(str(home), "must have libcudart_static.a", remedy=remedy)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -49,28 +48,21 @@ def missing_tools() -> dict[str, str]:
 
 def _ninja_folder() -> str | None:
     """Find ninja on the PATH or beside this interpreter (a venv that is used without being activated)."""
-    scripts = sysconfig.get_path("scripts")
-    found = shutil.which("ninja") or shutil.which("ninja", path=scripts)
-    if found is None and importlib.util.find_spec("ninja") is not None:
-        import ninja
-
-        found = shutil.which("ninja", path=getattr(ninja, "BIN_DIR", scripts))
+    beside = os.pathsep.join((sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")))
+    found = shutil.which("ninja") or shutil.which("ninja", path=beside)
     return os.path.dirname(found) if found else None
 
 
 @contextmanager
 def ninja_on_path() -> Iterator[None]:
     """Put ninja's folder on the PATH while torch builds, because torch searches only the PATH."""
-    before, folder = os.environ.get("PATH"), _ninja_folder()
+    before, folder = os.environ.get("PATH", os.defpath), _ninja_folder()
     if folder is not None and shutil.which("ninja") is None:
-        os.environ["PATH"] = os.pathsep.join(filter(None, (before, folder)))
+        os.environ["PATH"] = os.pathsep.join((before, folder))
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop("PATH", None)
-        else:
-            os.environ["PATH"] = before
+        os.environ["PATH"] = before
 
 
 def output(command: list[str]) -> list[str]:

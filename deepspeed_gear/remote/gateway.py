@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,19 +49,10 @@ _MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
 
 
-@dataclass(frozen=True)
-class Certificate:
-    """A TLS certificate and its private key, in PEM."""
-
-    chain: bytes  # the certificate, and those between it and the root
-    key: bytes
-
-    @classmethod
-    def read(cls, chain: str | Path, key: str | Path) -> Certificate:
-        """Read both files."""
-        rule = "must be readable PEM files"
-        with ConfigError.on("TLS certificate and key", rule, OSError, remedy=""):
-            return cls(Path(chain).read_bytes(), Path(key).read_bytes())
+def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentials:
+    """Read a TLS certificate, with those between it and the root, and its private key, in PEM."""
+    with ConfigError.on("TLS certificate and key", "must be readable PEM files", OSError, remedy=""):
+        return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(chain).read_bytes())])
 
 
 class Session:
@@ -133,14 +123,10 @@ class Sessions:
     def put(self, client: str, known: int, trajectories: Numbered) -> dict[str, Any]:
         """Add a batch, unless the last one is still waiting; answer when it is added, or after `ANSWER_S`.
 
-        Args:
-            known: Number up to which the writer has received refusals: these are not sent again.
-            trajectories: In the order of their numbers, which follow those of the last batch or repeat some;
-                none only asks for the answer.
-        Returns:
-            `upto`, `busy` (a batch is being added), `refused` ones, `error` of the end; and `wait_s`, how
-            long the writer must wait before it calls again: where too many requests wait here already, this
-            one does not.
+        Numbers follow those of the last batch or repeat some; no trajectory only asks for the answer.
+        Refusals up to `known` have arrived, and are not sent again. The answer has `upto`, `busy` (a batch is
+        being added), `refused`, `error` of the end; and `wait_s`, how long the writer must wait before it
+        calls again: where too many requests wait here already, this one does not.
         """
         session = self._sessions.get(client)
         if session is None:
@@ -158,14 +144,11 @@ class Sessions:
                     rule = f"must have consecutive numbers that continue after {session.upto}"
                     raise DataError("batch", rule, f"{len(numbers)} from {numbers[0]}")
                 session.task = self._adder.submit(self._add_all, session, trajectories)
-        if self._waiting.acquire(blocking=False):
-            try:
-                busy, wait_s = session.is_busy(ANSWER_S), 0.0
-            finally:
-                self._waiting.release()
-        else:
-            busy = session.is_busy(0.0)
-            wait_s = ANSWER_S if busy else 0.0
+        may_wait = self._waiting.acquire(blocking=False)
+        busy = session.is_busy(ANSWER_S if may_wait else 0.0)
+        if may_wait:
+            self._waiting.release()
+        wait_s = ANSWER_S if busy and not may_wait else 0.0
         upto = session.upto  # read first: its refusals are in the list by then
         refused = [entry for entry in session.refused_after(known) if entry[0] <= upto]
         answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
@@ -291,12 +274,8 @@ class Gateway:
     1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed,
     no value is copied, and the arrays of a call's trajectories count to its bytes.
 
-    Args:
-        writer: Attached to the table; the gateway is its only user.
-        token: Required in every call.
-        port: 0 takes a free one.
-        insecure: Admits other addresses than loopback without TLS.
-        max_message_bytes: Most bytes of the trajectories of one call.
+    The gateway is the only user of its writer. Port 0 takes a free one; `insecure` admits other addresses
+    than loopback without TLS.
     """
 
     def __init__(
@@ -305,7 +284,7 @@ class Gateway:
         token: str,
         host: str = "127.0.0.1",
         port: int = 0,
-        certificate: Certificate | None = None,
+        certificate: grpc.ServerCredentials | None = None,
         insecure: bool = False,
         max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:
@@ -328,25 +307,23 @@ class Gateway:
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
         scheme, address = "grpc" if certificate is None else "grpc+tls", f"[{host}]" if ":" in host else host
-        at, self.port, cause = f"{address}:{port}", 0, None
-        try:
+        at, remedy = (
+            f"{address}:{port}",
+            "look in its log whether the port is taken, or the certificate not PEM",
+        )
+        rule, kinds = f"must be able to listen at {at}", (RuntimeError, ValueError)
+        with ConfigError.on("gateway", rule, *kinds, remedy=remedy):
             if certificate is None:
                 self.port = self._server.add_insecure_port(at)
             else:
-                pair = grpc.ssl_server_credentials([(certificate.key, certificate.chain)])
-                self.port = self._server.add_secure_port(at, pair)
-        except (RuntimeError, ValueError) as error:
-            cause = error
-        if not self.port:
-            remedy = "look in its log whether the port is taken, or the certificate not PEM"
-            raise ConfigError("gateway", f"must be able to listen at {at}", None, remedy) from cause
+                self.port = self._server.add_secure_port(at, certificate)
         self.url = f"{scheme}://{address}:{self.port}"
         self._server.start()
 
     @staticmethod
     def check(
         host: str,
-        certificate: Certificate | None,
+        certificate: grpc.ServerCredentials | None,
         insecure: bool,
         max_message_bytes: int = gateway_messages.MAX_MESSAGE_BYTES,
     ) -> None:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
@@ -134,20 +135,15 @@ class Sender:
     One batch is under way at a time: the next is sent when the gateway has added or refused it. So a table
     that blocks fills the queue, and a resumed connection sends at most one batch again.
 
-    Thread safety: any thread puts and flushes.
-
-    Args:
-        who: Gateway and client, in the header of every call.
-        options: Sizes and delays; one trajectory fits into batch and buffer in any case.
-        timeout_s: Longest time without any answer, and longest wait of `put` and `flush` while the gateway
-            blocks.
+    Thread safety: any thread puts and flushes. One trajectory fits into batch and buffer in any case.
     """
 
     def __init__(
         self, line: Connection, schema: Schema, who: Mapping[str, str], options: SendOptions, timeout_s: float
     ) -> None:
-        self._line, self._schema, self._who = line, schema, who
-        self._options, self._timeout_s = options, timeout_s
+        self._line, self._schema, self._options = line, schema, options
+        self._who = who  # gateway and client, in the header of every call
+        self._timeout_s = timeout_s  # without any answer, and of a wait while the gateway blocks
         self._retries = RetryPolicy(line.url, timeout_s)
         self._asks = False  # the last batch is pending, or its state unknown: ask before the next is sent
         self._upto = -1
@@ -257,14 +253,9 @@ class Sender:
                 left = self._items[0].since + self._options.linger_s - now if self._items else _LOOK_S
                 is_full = self._num_bytes >= self._options.batch_bytes
                 if self._items and (self._flushes or is_full or left <= 0):
-                    batch: list[QueuedTrajectory] = []
-                    total = 0
-                    for item in self._items:
-                        total += item.num_bytes
-                        if batch and total > self._options.batch_bytes:
-                            break
-                        batch.append(item)
-                    return batch
+                    totals = accumulate(item.num_bytes for item in self._items)
+                    count = sum(1 for _ in takewhile(self._options.batch_bytes.__ge__, totals))
+                    return [*islice(self._items, max(1, count))]
                 self._changed.wait(left)
         return None
 
@@ -430,7 +421,8 @@ class RemoteWriter(ProcessBound):
         if split_by_flags:
             parts = split_episodes(name, self.schema, trajectory, final, self.max_length)
             return [self.add(part) for part in parts]
-        arrays, num_steps = check_trajectory(name, self.schema, trajectory, is_filled=True)
+        remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
+        arrays, num_steps = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:

@@ -16,11 +16,11 @@ LEARNS = """
 import sys, threading
 from remote_support import SCHEMA, Replay, TrajectoryWriter, assert_same, section, stored
 from deepspeed_gear.remote.connection import read_token
-from deepspeed_gear.remote.gateway import Certificate, Gateway
+from deepspeed_gear.remote.gateway import Gateway, read_certificate
 token, chain, key, number = sys.argv[1:]
 with Replay(section(), schemas={"main": SCHEMA}) as replay:
     writer = TrajectoryWriter.attach(section())
-    gateway = Gateway(writer, read_token(token), "0.0.0.0", 4711, Certificate.read(chain, key))
+    gateway = Gateway(writer, read_token(token), "0.0.0.0", 4711, read_certificate(chain, key))
     is_over = lambda: replay.tables["main"].num_steps == int(number)
     thread = threading.Thread(target=gateway.run, args=(is_over,))
     thread.start()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import read_json
-from deepspeed_gear.data.ingest.read_ahead import read_ahead
 from deepspeed_gear.data.ingest.reader import (
     FLAGS,
     LEAVE_OUT,
@@ -47,6 +48,10 @@ _TOLERANCE_S = 1e-4  # LeRobot's, between a frame of a video and its row
 _LOSSY = 20  # video compresses this much more than other files
 _TEXT = ("string", "language")  # per frame, which no column holds
 _AGAIN = "the data set is incomplete; download it again"
+_AHEAD_BYTES = 256 << 20  # of results that are computed or wait
+_MOST_THREADS = 8
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -316,3 +321,36 @@ def _present(path: Path, remedy: str = _AGAIN) -> Path:
         raise DataError(str(path), "must exist", None, remedy)
     check_no_pointer(path)
     return path
+
+
+def read_ahead(
+    read: Callable[[Item], Result], items: Iterable[Item], num_bytes: Callable[[Item], int]
+) -> Iterator[Result]:
+    """Yield `read(item)` of each item in order, while threads read the items that follow.
+
+    For readers whose work releases the interpreter's lock, as decompression in pyarrow and decoding in PyAV
+    do; HDF5 has a lock of its own.
+
+    Args:
+        read: Reads one item. What it raises is raised at the item's place in the order.
+        items: Taken as far as is read ahead, by the calling thread.
+        num_bytes: Returns the memory that the result of an item takes, at least about.
+    Cost: a thread per core, at most 8; memory of 256 MiB of results, or of one that is larger.
+    """
+    waiting: deque[tuple[Future[Result], int]] = deque()
+    ahead = 0
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "gear-ingest") as pool:
+        try:
+            for item in items:
+                size = num_bytes(item)
+                while waiting and ahead + size > _AHEAD_BYTES:
+                    first, first_bytes = waiting.popleft()
+                    ahead -= first_bytes
+                    yield first.result()
+                waiting.append((pool.submit(read, item), size))
+                ahead += size
+            while waiting:
+                yield waiting.popleft()[0].result()
+        finally:
+            for future, _ in waiting:
+                future.cancel()

@@ -91,7 +91,30 @@ class NpzReader(ArrayReader):
         return found
 
     def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
-        yield from streams_of(str(self.path), self._arrays)
+        arrays: dict[str, Any] = self._arrays
+        kinds = {KINDS.get(key.split("/")[0], ""): array for key, array in reversed(arrays.items())}
+        action, state = kinds.get("action"), kinds.get("observation")
+        if action is None or state is None or not action.ndim or not state.ndim:
+            yield "", arrays, False  # which names what is missing
+            return
+        if "indices" in arrays:
+            yield from _trajectories(str(self.path), arrays, len(action))
+            return
+        if action.dtype.kind == "O":
+            for i in range(len(action)):
+                parts = {key: a[i] for key, a in arrays.items() if a.shape[:1] == action.shape}
+                yield f"trajectory {i}", parts, True
+            return
+        flat = next((kinds[kind] for kind in ("reward", *FLAG_KINDS) if kind in kinds), np.empty(0))
+        num = len(flat[0]) if flat.ndim == 2 and len(flat) else 0
+        if num > 1 or (num == 1 and state.ndim > 2 and state.shape[1] == 1):
+            rows = (len(flat), len(flat) + 1)
+            divided = {k for k, a in arrays.items() if a.ndim > 1 and a.shape[1] == num and len(a) in rows}
+            for i in range(num):
+                parts = {key: a[:, i] if key in divided else a for key, a in arrays.items()}
+                yield f"environment {i}", parts, False
+            return
+        yield "", arrays, False
 
 
 class PickleReader(NpzReader):
@@ -133,39 +156,10 @@ class PickleReader(NpzReader):
 
     def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
         if isinstance(self._arrays, dict):
-            yield from streams_of(str(self.path), self._arrays)
+            yield from super()._streams()
             return
         for i, arrays in enumerate(self._arrays):
             yield f"trajectory {i}", arrays, True
-
-
-def streams_of(where: str, arrays: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the steps of arrays of several trajectories or environments, as `ArrayReader._streams`."""
-    kinds = {KINDS.get(key.split("/")[0], ""): array for key, array in reversed(arrays.items())}
-    action, state = kinds.get("action"), kinds.get("observation")
-    if action is None or state is None or not action.ndim or not state.ndim:
-        yield "", arrays, False  # which names what is missing
-        return
-    if "indices" in arrays:
-        yield from _trajectories(where, arrays, len(action))
-        return
-    if action.dtype.kind == "O":
-        for i in range(len(action)):
-            parts = {key: a[i] for key, a in arrays.items() if a.shape[:1] == action.shape}
-            yield f"trajectory {i}", parts, True
-        return
-    flat = next((kinds[kind] for kind in ("reward", *FLAG_KINDS) if kind in kinds), np.empty(0))
-    num = len(flat[0]) if flat.ndim == 2 and len(flat) else 0
-    if num > 1 or (num == 1 and state.ndim > 2 and state.shape[1] == 1):
-        for i in range(num):
-            rows = (len(flat), len(flat) + 1)
-            parts = {
-                key: array[:, i] if array.ndim > 1 and array.shape[1] == num and len(array) in rows else array
-                for key, array in arrays.items()
-            }
-            yield f"environment {i}", parts, False
-        return
-    yield "", arrays, False
 
 
 def _trajectories(

@@ -107,7 +107,15 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
             group = waiting.pop()
             for name in group:
                 where = f"{path}: {group.name.strip('/')}/{name}".replace(": /", ": ")
-                node = _node(where, group, name)
+                with DataError.on(where, "must be a link of HDF5's own", TypeError):
+                    link = group.get(name, getlink=True)
+                if isinstance(link, h5py.ExternalLink):
+                    target = f"{link.filename}: {link.path}"
+                    raise DataError(where, "must not be a link to another file", target, _OWN)
+                if isinstance(link, h5py.SoftLink) and group.get(name) is None:
+                    rule, remedy = "must not be a link to nothing", "take a complete file"
+                    raise DataError(where, rule, link.path, remedy)
+                node = group[name]
                 address = h5py.h5o.get_info(node.id).addr
                 if address in seen:
                     continue
@@ -117,16 +125,6 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
                 elif isinstance(node, h5py.Dataset):
                     total += _declared_bytes(where, node)
     expansion.check(str(path), total, path.stat().st_size)
-
-
-def _node(where: str, group: Any, name: str) -> Any:
-    with DataError.on(where, "must be a link of HDF5's own", TypeError):
-        link = group.get(name, getlink=True)
-    if isinstance(link, h5py.ExternalLink):
-        raise DataError(where, "must not be a link to another file", f"{link.filename}: {link.path}", _OWN)
-    if isinstance(link, h5py.SoftLink) and group.get(name) is None:
-        raise DataError(where, "must not be a link to nothing", link.path, "take a complete file")
-    return group[name]
 
 
 def _declared_bytes(where: str, array: Any) -> int:

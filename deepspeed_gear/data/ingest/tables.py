@@ -231,7 +231,14 @@ class _Facts:
         self._count += 1
         if array is None:
             self.is_uneven |= self._dtype is not None
-            self._add_opaque(where, value)
+            if self._role != "other":
+                rule = "must hold numbers, without gaps and in rows of one shape"
+                raise DataError(where, rule, type(value).__name__)
+            self._is_text &= isinstance(value, (str, bytes))
+            if isinstance(value, (str, bytes)):
+                self._text_bytes = max(self._text_bytes, len(byte_string(value, where)))
+            if not isinstance(value, bytes):
+                self._json_bytes = max(self._json_bytes, len(json_text(plain(where, value), where)))
             return
         self.is_uneven |= self._count > 1 and self._dtype is None
         fits: dict[Rows, tuple[int, ...]] = {"1": array.shape}
@@ -252,17 +259,6 @@ class _Facts:
             found = f"{self._count} of {num_trajectories}"
             raise DataError(self._where, "must be in every row", found)
         return is_partial
-
-    def _add_opaque(self, where: str, value: Any) -> None:
-        if self._role != "other":
-            rule = "must hold numbers, without gaps and in rows of one shape"
-            raise DataError(where, rule, type(value).__name__)
-        if isinstance(value, (str, bytes)):
-            self._text_bytes = max(self._text_bytes, len(byte_string(value, where)))
-        else:
-            self._is_text = False
-        if not isinstance(value, bytes):
-            self._json_bytes = max(self._json_bytes, len(json_text(plain(where, value), where)))
 
     def column(self, num_trajectories: int) -> Column:
         if self._dtype is None:

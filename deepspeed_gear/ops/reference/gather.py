@@ -131,8 +131,18 @@ def gather_(
     """
     fields, reads, slots = raised(spec), [], []
     if any(field.follows == Follows.GOAL for field in fields):
-        given = outs, masks, counters, columns, shifts, gains, resolutions, n_steps
-        _gather_goals(*given, fields, pad_values)
+        if n_steps is None:
+            raise ShapeError("n_steps", "must be the steps of goals for fields that follow them")
+        if any(field.follows != Follows.GOAL for field in fields):
+            raise ShapeError("goals", "must be gathered in a call of their own")
+        # The rows of goals are gathered and written for the samples that have one.
+        chosen = (n_steps >= 0).nonzero().view(-1)
+        some, parts = resolutions[chosen], [tensor[chosen] for tensor in (*outs, *masks)]
+        lowered = lower(replace(field, follows=Follows.N_STEP) for field in fields)
+        steps, given = n_steps[chosen] - some[:, Resolution.ANCHOR], (columns, shifts, gains, some)
+        gather_(parts[: len(outs)], parts[len(outs) :], counters, *given, steps, lowered, pad_values, 1)
+        for target, values in zip([*outs, *masks], parts, strict=True):
+            target[chosen] = values
         return
     for field, column in zip(fields, columns, strict=True):
         _check_field(field, n_steps)
@@ -163,7 +173,8 @@ def gather_(
                     row = row + resolutions[:, Resolution.FIRST_ROW, None]
                 stored = column.new_zeros(*row.shape, field.elements)
                 stored[is_read] = column.reshape(-1, field.elements)[row[is_read]]
-                values = _converted(stored, out.dtype, shift, gain)
+                scale = (shift[: field.elements], gain[: field.elements]) if len(gain) else ()
+                values = convert(stored, out.dtype, *scale)
             padded = none[:, None].expand_as(real) if has_edge else ~real
             values[padded] = rounded_pad(0.0 if has_edge else pad, out.dtype)
         out.copy_(values.view(out.shape))
@@ -173,33 +184,6 @@ def gather_(
         counters[0] += real.sum()
         counters[1] += real.numel()
         counters[2] += out.numel() * out.element_size()
-
-
-def _gather_goals(
-    outs: Sequence[Tensor],
-    masks: Sequence[Tensor],
-    counters: Tensor,
-    columns: Sequence[Tensor],
-    shifts: Sequence[Tensor],
-    gains: Sequence[Tensor],
-    resolutions: Tensor,
-    goals: Tensor | None,
-    fields: Sequence[GatherSpec],
-    pad_values: Sequence[float],
-) -> None:
-    """Gather the rows of goals, and write those of the samples that have one."""
-    if goals is None:
-        raise ShapeError("n_steps", "must be the steps of goals for fields that follow them")
-    if any(field.follows != Follows.GOAL for field in fields):
-        raise ShapeError("goals", "must be gathered in a call of their own")
-    chosen = (goals >= 0).nonzero().view(-1)
-    some = resolutions[chosen]
-    rows, real = ([tensor[chosen] for tensor in tensors] for tensors in (outs, masks))
-    spec = lower(replace(field, follows=Follows.N_STEP) for field in fields)
-    steps = goals[chosen] - some[:, Resolution.ANCHOR]
-    gather_(rows, real, counters, columns, shifts, gains, some, steps, spec, pad_values, 1)
-    for target, values in zip([*outs, *masks], [*rows, *real], strict=True):
-        target[chosen] = values
 
 
 def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
@@ -234,13 +218,6 @@ def rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> t
     row = torch.where(real, (span.begin - span.place)[:, None] + place, edge)
     part = slice(field.part_first, field.part_first + field.part_count)
     return row[:, part], real[:, part]
-
-
-def _converted(values: Tensor, dtype: torch.dtype, shift: Tensor, gain: Tensor) -> Tensor:
-    if not len(gain):
-        return convert(values, dtype)
-    elements = values.size(-1)
-    return convert(values, dtype, shift[:elements], gain[:elements])
 
 
 def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:

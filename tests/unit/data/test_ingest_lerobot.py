@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.data.ingest.read_ahead import read_ahead
+from deepspeed_gear.data.ingest.lerobot import read_ahead
 from deepspeed_gear.errors import DataError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data" / "lerobot_v3"
@@ -219,7 +219,7 @@ def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], 
 
 
 def test_reading_ahead_keeps_order_bound_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deepspeed_gear.data.ingest.read_ahead._AHEAD_BYTES", 10)
+    monkeypatch.setattr("deepspeed_gear.data.ingest.lerobot._AHEAD_BYTES", 10)
     started: list[int] = []
 
     def read(item: int) -> int:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 from gear_support import wait_until
@@ -37,7 +38,7 @@ from deepspeed_gear import Replay, SendOptions, TrajectoryWriter
 from deepspeed_gear.cli import main
 from deepspeed_gear.errors import ConfigError, DataError, LostNodeError, StoreError
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.gateway import ANSWER_S, Certificate, Gateway, Sessions
+from deepspeed_gear.remote.gateway import ANSWER_S, Gateway, Sessions
 
 # ---- exactly once --------------------------------------------------------------------------------
 
@@ -268,7 +269,7 @@ def test_a_gateway_that_cannot_listen_says_why() -> None:
             address = rf"must be able to listen at \[::1\]:{first.port}"
             with pytest.raises(ConfigError, match=address), _gateway(replay, host="::1", port=first.port):
                 pass
-        wrong = _gateway(replay, certificate=Certificate(b"no", b"PEM"))
+        wrong = _gateway(replay, certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
         with pytest.raises(ConfigError, match="must be able to listen"), wrong:
             pass
         assert_same(stored(replay), range(1))

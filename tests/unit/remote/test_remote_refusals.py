@@ -42,7 +42,7 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, read_token
-from deepspeed_gear.remote.gateway import Certificate, Gateway, Sessions
+from deepspeed_gear.remote.gateway import Gateway, Sessions, read_certificate
 
 
 def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -335,7 +335,7 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificate of this test")
     chain, key = openssl_certificate(tmp_path)
-    with served(section(), certificate=Certificate.read(chain, key)) as (replay, gateway):
+    with served(section(), certificate=read_certificate(chain, key)) as (replay, gateway):
         assert gateway.url.startswith("grpc+tls://")
         url = f"grpc+tls://localhost:{gateway.port}"
         with connect(url, ca=chain) as writer:
@@ -352,7 +352,7 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             connect(f"grpc://127.0.0.1:{gateway.port}", timeout_s=0.4)
     expired, key = openssl_certificate(tmp_path / "other", days=-1)
     wanted = pytest.raises(LostNodeError, match=r"must answer within 0.4 s.*(?i:certificate|handshake|ssl)")
-    with served(section(), certificate=Certificate.read(expired, key)) as (_, gateway), wanted:
+    with served(section(), certificate=read_certificate(expired, key)) as (_, gateway), wanted:
         connect(f"grpc+tls://localhost:{gateway.port}", ca=expired, timeout_s=0.4)
 
 
@@ -365,7 +365,7 @@ def test_the_network_wants_tls(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="url must be a loopback address without TLS"):
         connect("grpc://10.0.0.1:77")
     with pytest.raises(ConfigError, match="readable PEM"):
-        Certificate.read(tmp_path / "none", tmp_path / "none")
+        read_certificate(tmp_path / "none", tmp_path / "none")
     for url in ("http://a:1", "grpc://a", "grpc://a:b", "grpc://a:1/x", "a:1"):
         with pytest.raises(ConfigError, match="must be grpc://HOST:PORT"):
             connect(url)
