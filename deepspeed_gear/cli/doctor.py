@@ -163,11 +163,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
     if data:
         try:
             dataset = Dataset.open(data)
-            facts["data"] = {
-                "fingerprint": dataset.whole_fingerprint,  # nodes may have parts of one whole
-                "num_trajectories": len(dataset.lengths),
-                "num_steps": int(dataset.lengths.sum()),
-            }
+            sizes = {"num_trajectories": len(dataset), "num_steps": dataset.num_steps}
+            facts["data"] = {"fingerprint": dataset.whole_fingerprint, **sizes}  # nodes may have parts of one
         except GearError as error:
             errors.append(error)
     return facts | {"errors": [*map(error_to_json, errors)]}

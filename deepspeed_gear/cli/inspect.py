@@ -81,6 +81,10 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
     returns = returns_of(dataset)
     part = split_of(np.arange(len(dataset), dtype=np.int64) + dataset.first_id, dataset.split)
     shares = {"train": 1.0 - sum(dataset.split.values()), **dict(sorted(dataset.split.items()))}
+    split = {}
+    for i, (name, share) in enumerate(shares.items()):
+        lengths = dataset.lengths[part == i]
+        split[name] = {"share": share, "trajectories": len(lengths), "steps": int(lengths.sum())}
     summary: dict[str, Any] = {
         "path": str(dataset.path),
         "fingerprint": dataset.fingerprint,
@@ -88,14 +92,7 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
         "trajectories": len(dataset),
         "steps": dataset.num_steps,
         "bytes": dataset.num_bytes,
-        "split": {
-            name: {
-                "share": share,
-                "trajectories": int((part == i).sum()),
-                "steps": int(dataset.lengths[part == i].sum()),
-            }
-            for i, (name, share) in enumerate(shares.items())
-        },
+        "split": split,
         "source": dataset.source,
         "length": distribution(dataset.lengths),
         "return": None if returns is None else distribution(returns),
@@ -150,22 +147,14 @@ def dataset_lines(summary: dict[str, Any]) -> list[str]:
     heads = ["", "min", *(f"{level:.0%}" for level in LEVELS), "max", "mean", "std"]
     keys = ["min", *map(str, LEVELS), "max", "mean", "std"]
     found = [(name, summary[name]) for name in ("length", "return") if summary[name] is not None]
-    lines += [
-        "",
-        *grid_of(heads, [[name, *(_number(values[key]) for key in keys)] for name, values in found]),
-    ]
+    rows = [[name, *(_number(values[key]) for key in keys)] for name, values in found]
+    lines += ["", *grid_of(heads, rows)]
     heads = ["column", "dtype", "shape", "rows", "size", "mean", "std", "min", "max"]
-    rows = [
-        [
-            name,
-            c["dtype"],
-            f"max_bytes {c['max_bytes']}" if "max_bytes" in c else str(c["shape"]),
-            c["rows"],
-            show_bytes(c["bytes"]),
-            *map(_number, c["overall"].values()),
-        ]
-        for name, c in summary["columns"].items()
-    ]
+    rows = []
+    for name, c in summary["columns"].items():
+        shape = f"max_bytes {c['max_bytes']}" if "max_bytes" in c else str(c["shape"])
+        overall = map(_number, c["overall"].values())
+        rows.append([name, c["dtype"], shape, c["rows"], show_bytes(c["bytes"]), *overall])
     whole = "" if summary["part"] is None else " of the whole"
     note = f"Statistics of columns: training split{whole}, over all elements of a row (--json has each)."
     return [*lines, "", *grid_of(heads, rows, num_left=4), "", note]

@@ -72,22 +72,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(found: Preview) -> dict[str, Any]:
+    ranks = []
+    for rank in found.ranks:
+        place = dict(zip(_PLACE, rank.place.coordinates, strict=True))
+        fields = {name: list(shape) for name, shape in rank.shapes.items()}
+        rows = {"bytes": rank.num_bytes, "padding": rank.padding, "ids": rank.ids}
+        ranks.append({"rank": rank.rank, "node": rank.node, **place, "fields": fields, **rows})
     return {
         "global_batch": found.info.global_batch,
         "micro": found.info.micro,
         "accumulation": found.info.accumulation,
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "node": rank.node,
-                **dict(zip(_PLACE, rank.place.coordinates, strict=True)),
-                "fields": {name: list(shape) for name, shape in rank.shapes.items()},
-                "bytes": rank.num_bytes,
-                "padding": rank.padding,
-                "ids": rank.ids,
-            }
-            for rank in found.ranks
-        ],
+        "ranks": ranks,
         "traffic": found.traffic.tolist(),
         "digests": [f"{digest % (1 << 64):016x}" for digest in found.digests],
     }

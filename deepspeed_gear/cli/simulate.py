@@ -193,9 +193,8 @@ def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Pr
         for lease in scene.ledger.lease(free):
             free -= 1
             versions[lease.number] = lease.version
-            heapq.heappush(
-                events, (scene.now + lengths(lease.number).max() * pace.latency_s, lease.token, lease)
-            )
+            end = scene.now + lengths(lease.number).max() * pace.latency_s
+            heapq.heappush(events, (end, lease.token, lease))
         numbers = [] if is_training else scene.select()
         if numbers:
             lags += [scene.num_selected - 1 - versions[number] for number in numbers]
@@ -213,9 +212,8 @@ def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Pr
         else:
             free += 1
             scene.commit(ended)
-    seconds = scene.now + sum(
-        end - scene.now for end, _, lease in events if lease is None
-    )  # of the last batch
+    # With the rest of the last batch's training.
+    seconds = scene.now + sum(end - scene.now for end, _, lease in events if lease is None)
     generated = {number: lengths(number) for number in versions}
     tokens = sum(int(generated[number].sum()) for number in trained)
     dropped = sum(int(generated[number].sum()) for number in scene.dropped)

@@ -68,13 +68,9 @@ def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subproces
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     settings = [f"PYTHONPATH={path}", *(f"{n}={os.environ[n]}" for n in FORWARDED if n in os.environ)]
     command = ["timeout", "-k", "5", f"{timeout_s:g}", "env", *settings, sys.executable, *arguments]
-    return subprocess.Popen(
-        [*SSH, host, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen([*SSH, host, there], stdin=null, stdout=pipe, stderr=pipe, text=True)
 
 
 def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:

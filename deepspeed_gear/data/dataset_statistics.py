@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -49,16 +49,13 @@ class ColumnStatistics:
     def to_json(self) -> dict[str, Any]:
         """Return nested lists; NaN becomes null."""
 
-        def lists(values: Float64) -> Any:
-            return np.where(np.isnan(values), np.array(None), values).tolist()
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {level: plain(array) for level, array in value.items()}
+            is_array = isinstance(value, np.ndarray)
+            return np.where(np.isnan(value), np.array(None), value).tolist() if is_array else value
 
-        return {
-            "count": self.count,
-            **{name: lists(getattr(self, name)) for name in _ARRAYS},
-            "quantiles": {level: lists(values) for level, values in self.quantiles.items()},
-            "quantile_rows": self.quantile_rows,
-            "non_finite": self.non_finite,
-        }
+        return {field.name: plain(getattr(self, field.name)) for field in fields(self)}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any], column: Column) -> ColumnStatistics:

@@ -398,22 +398,14 @@ def write_parts(
         raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
     _check_parts(folder, overwrite)
     digests = {column.name: hashlib.sha256() for column in dataset.schema}
+    sizes = {"trajectories": len(dataset), "rows": dataset.num_rows, "steps": dataset.num_steps}
+    of_whole: dict[str, Any] = {**sizes, "longest": dataset.longest, "whole": dataset.fingerprint}
     partial = PartialFolder(folder)
     with contextlib.ExitStack() as stack, writing(folder):
         stack.callback(partial.discard)
         partial.made.mkdir()
         for index, (first, end) in enumerate(pairwise(np.asarray(bounds).tolist())):
-            part = DatasetPart(
-                index=index,
-                count=len(bounds) - 1,
-                first=first,
-                end=end,
-                trajectories=len(dataset),
-                rows=dataset.num_rows,
-                steps=dataset.num_steps,
-                longest=dataset.longest,
-                whole=dataset.fingerprint,
-            )
+            part = DatasetPart(index, len(bounds) - 1, first, end, **of_whole)
             path, split, source = partial.made / f"part-{index}", dataset.split, dataset.source
             with DatasetWriter(path, dataset.schema, split=split, source=source) as writer:
                 writer.copy_part(dataset, part, digests)

@@ -39,24 +39,19 @@ def moments_size(columns: Sequence[Column]) -> int:
     return sum(column.num_elements for column in columns)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def merge(parts: Sequence[Float64]) -> Float64:
     """Merge moments, [6, elements], in order; those without rows change no bit."""
     total = np.array(parts[0])
     for part in parts[1:]:
         known, added = total[Moment.COUNT], part[Moment.COUNT]
-        with np.errstate(over="ignore", invalid="ignore"):
-            share = added / np.maximum(known + added, 1.0)
-            away = (part[Moment.FIRST] - total[Moment.FIRST]) + (part[Moment.MEAN] - total[Moment.MEAN])
-            both = np.stack(
-                [
-                    known + added,
-                    total[Moment.FIRST],
-                    total[Moment.MEAN] + away * share,
-                    total[Moment.SQUARES] + (part[Moment.SQUARES] + away * away * (known * share)),
-                    np.minimum(total[Moment.LEAST], part[Moment.LEAST]),
-                    np.maximum(total[Moment.GREATEST], part[Moment.GREATEST]),
-                ]
-            )
+        share = added / np.maximum(known + added, 1.0)
+        away = (part[Moment.FIRST] - total[Moment.FIRST]) + (part[Moment.MEAN] - total[Moment.MEAN])
+        mean = total[Moment.MEAN] + away * share
+        squares = total[Moment.SQUARES] + (part[Moment.SQUARES] + away * away * (known * share))
+        least = np.minimum(total[Moment.LEAST], part[Moment.LEAST])
+        greatest = np.maximum(total[Moment.GREATEST], part[Moment.GREATEST])
+        both = np.stack([known + added, total[Moment.FIRST], mean, squares, least, greatest])
         total = np.where(added == 0, total, np.where(known == 0, part, both))
     return total
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -104,9 +105,8 @@ class GearRollout(RolloutEngine):
         """Yield the trajectories of each prompt."""
         is_token, at = batch.attention_mask.bool(), torch.arange(batch.seq_len, device=batch.input_ids.device)
         is_response = at >= batch.response_start_idx[:, None]
-        is_token |= is_response & (
-            at < (is_token * at).amax(1, keepdim=True)
-        )  # padding ids that were generated
+        last = (is_token * at).amax(1, keepdim=True)
+        is_token |= is_response & (at < last)  # padding ids that were generated
         values = {self._tokens: batch.input_ids}
         if self._mask is not None:
             values[self._mask] = is_response
@@ -114,23 +114,19 @@ class GearRollout(RolloutEngine):
             logp = self._log_probabilities(batch.input_ids, is_token, sampling.temperature)
             values[self._logp] = logp * is_response
         for first in range(0, batch.batch_size, self._size):
-            rows = [(row, is_token[row]) for row in range(first, first + self._size)]
-            yield [
-                (
-                    {name: value[row][mask].cpu().numpy() for name, value in values.items()},
-                    is_response[row][mask].cpu().numpy(),
-                )
-                for row, mask in rows
-            ]
+            group = []
+            for row in range(first, first + self._size):
+                mask = is_token[row]
+                columns = {name: value[row][mask].cpu().numpy() for name, value in values.items()}
+                group.append((columns, is_response[row][mask].cpu().numpy()))
+            yield group
 
     def _request(self, prompts: Sequence[torch.Tensor], count: int) -> RolloutRequest:
         """Return prompts padded on the left, and as many of one token as there are too few. -> [count, T]."""
         prompts = [*prompts, *[torch.full((1,), self._pad)] * (count - len(prompts))]
-        ids = nn.utils.rnn.pad_sequence(
-            prompts, batch_first=True, padding_value=self._pad, padding_side="left"
-        )
-        real = [torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts]
-        mask = nn.utils.rnn.pad_sequence(real, batch_first=True, padding_side="left")
+        pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+        ids = pad(prompts, padding_value=self._pad)
+        mask = pad([torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts])
         device = next(self.generator.engine.module.parameters()).device
         return RolloutRequest(ids.to(device), mask.to(device))
 

@@ -251,10 +251,7 @@ def require_device() -> None:
     if missing:
         module = jit.loaded(CudaOp.NAME)
         kernels = "no kernels are loaded" if module is None else f"kernels loaded from {module.__file__}"
-        raise BuildError(
-            "gear.backend",
-            f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}",
-            f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}",
-            f'{" and ".join(missing.values())}, or set gear.backend to "cpu": the store, selection and '
-            "collection run in host memory",
-        )
+        rule = f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}"
+        found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
+        host = 'set gear.backend to "cpu": the store, selection and collection run in host memory'
+        raise BuildError("gear.backend", rule, found, f"{' and '.join(missing.values())}, or {host}")

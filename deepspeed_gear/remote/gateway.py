@@ -307,12 +307,9 @@ class Gateway:
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
         scheme, address = "grpc" if certificate is None else "grpc+tls", f"[{host}]" if ":" in host else host
-        at, remedy = (
-            f"{address}:{port}",
-            "look in its log whether the port is taken, or the certificate not PEM",
-        )
-        rule, kinds = f"must be able to listen at {at}", (RuntimeError, ValueError)
-        with ConfigError.on("gateway", rule, *kinds, remedy=remedy):
+        at, kinds = f"{address}:{port}", (RuntimeError, ValueError)
+        remedy = "look in its log whether the port is taken, or the certificate not PEM"
+        with ConfigError.on("gateway", f"must be able to listen at {at}", *kinds, remedy=remedy):
             if certificate is None:
                 self.port = self._server.add_insecure_port(at)
             else:

@@ -128,17 +128,12 @@ class MinariReader(Reader):
                 values = np.array([int(value) % (1 << 64) for value in having], dtype=np.uint64)
                 self._values[name] = values.view(np.int64)
             elif having:
-                known = f"{len(having)} of {len(facts)} episodes"
-                self.notes.append(f"{fact} is known for {known} only: left out")
-        self.columns = (
-            *(self._column(numbers[0], key, name) for key, name in self._keys.items()),
-            *(Column(name, "int64", rows="1") for name in self._values),
-        )
-        self.description.update(
-            {key: metadata[key] for key in _DESCRIBED if key in metadata},
-            episodes=len(numbers),
-            steps=self.num_steps,
-        )
+                some = f"{len(having)} of {len(facts)} episodes"
+                self.notes.append(f"{fact} is known for {some} only: left out")
+        columns = [self._column(numbers[0], key, name) for key, name in self._keys.items()]
+        self.columns = (*columns, *(Column(name, "int64", rows="1") for name in self._values))
+        known = {key: metadata[key] for key in _DESCRIBED if key in metadata}
+        self.description.update(known, episodes=len(numbers), steps=self.num_steps)
 
     def _open_store(self, folder: Path, metadata: dict[str, Any]) -> Hdf5Store | TableStore:
         form = "hdf5" if self.path.is_file() else metadata.get("data_format", "hdf5")

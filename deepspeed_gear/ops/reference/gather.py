@@ -86,13 +86,8 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
         place = length - count
     nearest = torch.minimum(torch.maximum(first, zero), rows_1)
     empty = count == 0
-    return Span(
-        begin,
-        end,
-        torch.where(empty, 0, place),
-        torch.where(empty, nearest, begin),
-        torch.where(empty, nearest, end - 1),
-    )
+    before, after = torch.where(empty, nearest, begin), torch.where(empty, nearest, end - 1)
+    return Span(begin, end, torch.where(empty, 0, place), before, after)
 
 
 def gather_(
