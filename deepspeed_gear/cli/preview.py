@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from deepspeed_gear.cli import Options, grid_of, grouped
 from deepspeed_gear.errors import ConfigError, show_bytes
 
 if TYPE_CHECKING:
-    from deepspeed_gear.replay.preview import Preview, RankPreview
+    from deepspeed_gear.replay.preview import Preview
 
 _AXES = {"dp": "data", "tp": "tensor", "pp": "pipe", "sp": "sequence"}
 _PLACE = ("pipe", "data", "sequence", "tensor")
@@ -97,23 +97,16 @@ def _groups_of_ranks(found: Preview) -> list[str]:
         numbers = [rank.rank for rank in ranks]
         shown = f"ranks {_spans(numbers)} ({len(numbers)})" if len(numbers) > 1 else f"rank {numbers[0]}"
         fields = ", ".join(f"{name}{list(shape)}" for name, shape in ranks[0].shapes.items()) or "nothing"
-        lines.append(f"{shown}: {_places(ranks)}")
+        worlds = dict(zip(_PLACE, ranks[0].place.worlds, strict=True))
+        places = dict(zip(_PLACE, zip(*(rank.place.coordinates for rank in ranks), strict=True), strict=True))
+        axes = [axis for axis in _PLACE if worlds[axis] > 1 or axis == "data"]
+        spans = [f"{axis} {_spans(set(places[axis]))} of {worlds[axis]}" for axis in axes]
+        lines.append(f"{shown}: {', '.join(spans)}")
         lines += textwrap.wrap(fields, _WIDTH, initial_indent="  ", subsequent_indent="  ")
         if ranks[0].shapes:
             size = show_bytes(ranks[0].num_bytes)
             lines.append(f"  {size} a micro batch; padding {padding} of the rows")
     return [*lines, ""]
-
-
-def _places(ranks: Sequence[RankPreview]) -> str:
-    """Return the coordinates of a group of ranks, by axis."""
-    axes = zip(_PLACE, zip(*(rank.place.coordinates for rank in ranks), strict=True), strict=True)
-    worlds = dict(zip(_PLACE, ranks[0].place.worlds, strict=True))
-    return ", ".join(
-        f"{axis} {_spans(set(where))} of {worlds[axis]}"
-        for axis, where in axes
-        if worlds[axis] > 1 or axis == "data"
-    )
 
 
 def _groups_of_nodes(found: Preview) -> list[str]:

@@ -405,7 +405,7 @@ def write_parts(
         stack.callback(partial.discard)
         partial.made.mkdir()
         for index, (first, end) in enumerate(pairwise(np.asarray(bounds).tolist())):
-            part = DatasetPart(index, len(bounds) - 1, first, end, **of_whole)
+            part = DatasetPart(index=index, count=len(bounds) - 1, first=first, end=end, **of_whole)
             path, split, source = partial.made / f"part-{index}", dataset.split, dataset.source
             with DatasetWriter(path, dataset.schema, split=split, source=source) as writer:
                 writer.copy_part(dataset, part, digests)

@@ -102,7 +102,6 @@ class GearRollout(RolloutEngine):
         return len(leases)
 
     def _groups(self, batch: RolloutBatch, sampling: SamplingConfig) -> Iterator[list[Response]]:
-        """Yield the trajectories of each prompt."""
         is_token, at = batch.attention_mask.bool(), torch.arange(batch.seq_len, device=batch.input_ids.device)
         is_response = at >= batch.response_start_idx[:, None]
         last = (is_token * at).amax(1, keepdim=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, hdf5_members, open_hdf5
-from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader
+from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError, known_names
 
 
@@ -44,7 +43,7 @@ class D4rlReader(ArrayReader):
         }
         self._describe()
 
-    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    def _streams(self) -> Streams:
         yield "", dict(self._arrays), False
 
 
@@ -86,7 +85,7 @@ class RobomimicReader(ArrayReader):
             environment = parse_json(environment)
         self.description.update(env_args=environment, masks=sorted(masks), mask=mask)
 
-    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    def _streams(self) -> Streams:
         for name in self._names:
             arrays: dict[str, Any] = {
                 key: RowReader(f"{self.path}: {name}/{key}", node)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from numpy.lib import format as npy
 
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, Record, load_pickle
 from deepspeed_gear.data.ingest.source_checks import DAMAGED
-from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader
+from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError
 
 _NPY = ".npy"
@@ -82,7 +81,6 @@ class NpzReader(ArrayReader):
             return npy.read_array(file, allow_pickle=False)
 
     def _objects(self, where: str, values: Any) -> Any:
-        """Return an array of arrays, one for each trajectory."""
         if not isinstance(values, np.ndarray) or values.ndim != 1:
             raise DataError(where, "must be an array of a value for each trajectory", type(values).__name__)
         found = np.empty(len(values), object)
@@ -90,7 +88,7 @@ class NpzReader(ArrayReader):
             found[i] = self._as_array(where, value, self.path.stat().st_size)
         return found
 
-    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    def _streams(self) -> Streams:
         arrays: dict[str, Any] = self._arrays
         kinds = {KINDS.get(key.split("/")[0], ""): array for key, array in reversed(arrays.items())}
         action, state = kinds.get("action"), kinds.get("observation")
@@ -154,7 +152,7 @@ class PickleReader(NpzReader):
                 arrays[name] = self._as_array(f"{where}: {name}", rows, self.path.stat().st_size)
         return arrays
 
-    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    def _streams(self) -> Streams:
         if isinstance(self._arrays, dict):
             yield from super()._streams()
             return
@@ -162,9 +160,7 @@ class PickleReader(NpzReader):
             yield f"trajectory {i}", arrays, True
 
 
-def _trajectories(
-    where: str, arrays: dict[str, Any], num_steps: int
-) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams:
     """Yield imitation's trajectories; `terminal` has a value for each."""
     indices = arrays["indices"]
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):

@@ -15,7 +15,7 @@ import numpy as np
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
 from deepspeed_gear.data.ingest.source_checks import optional
-from deepspeed_gear.data.ingest.step_arrays import ArrayReader
+from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError
 
 _TYPES = ("SampleBatch", "MultiAgentBatch")
@@ -58,7 +58,6 @@ class RllibReader(ArrayReader):
         self._describe()
 
     def _batches(self, where: str, line: bytes) -> dict[str, dict[str, Any]]:
-        """Return the columns of a line by policy."""
         if not line.strip():
             return {}
         rule, kinds = f"must be the JSON of a {' or '.join(_TYPES)}", (TypeError, KeyError, AttributeError)
@@ -123,7 +122,7 @@ class RllibReader(ArrayReader):
         for low, high in pairwise(bounds):
             yield {key: array[low:high] for key, array in rows.items()}
 
-    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    def _streams(self) -> Streams:
         for i, arrays in enumerate(self._trajectories):
             is_whole = "eps_id" in arrays
             yield f"trajectory {i}", {key: a for key, a in arrays.items() if key not in _PLACES}, is_whole

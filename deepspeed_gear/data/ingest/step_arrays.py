@@ -38,6 +38,9 @@ _KEYS = {  # the usual names of each kind of array
 KINDS = {key: kind for kind, keys in _KEYS.items() for key in keys}
 FLAG_KINDS = ("terminated", "truncated", "done", "start")
 _STATES = ("next_observation", "final_observation")
+# Of an environment or trajectory: its name for errors ("": there is one only), its arrays by key, and whether
+# they are one whole episode.
+Streams = Iterator[tuple[str, dict[str, Any], bool]]
 
 
 def _kind(name: str) -> str:
@@ -231,12 +234,8 @@ class ArrayReader(Reader):
     _num_bytes = 0  # of the arrays that were made so far
 
     @abstractmethod
-    def _streams(self) -> Iterator[tuple[str, dict[str, Any], bool]]:
-        """Yield the steps of each environment or trajectory, in the same order in each call.
-
-        Yields:
-            Its name for errors, or "" for the only one; arrays by key; whether they are one whole episode.
-        """
+    def _streams(self) -> Streams:
+        """Yield the steps of each environment or trajectory, in the same order in each call."""
 
     def _steps(self) -> Iterator[Steps]:
         limit = self.options.get("episode_length")
