@@ -246,6 +246,7 @@ class RowReader:
         if isinstance(rows, tuple):
             return read_rows(self._where, self._dataset, 0, len(self)) if self.ndim else self._dataset[()]
         low, high, _ = rows.indices(len(self))
+        high = max(low, high)
         if not self._first <= low <= high <= self._first + len(self._block):
             self._first = low // self._chunk * self._chunk
             end = max(self._first + self.block_rows, -(-high // self._chunk) * self._chunk)
