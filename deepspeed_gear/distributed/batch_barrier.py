@@ -12,7 +12,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NoReturn, TypeVar
 
 import numpy as np
@@ -99,7 +99,6 @@ class BatchBarrier:
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
-        """Return its regions of the store."""
         return [
             Region("status/words", "int64", (num_peers, BarrierWord.NUM_WORDS)),
             Region("status/outcomes", "int64", (num_peers, OUTCOME_WORDS)),
@@ -170,21 +169,20 @@ class BatchBarrier:
         """Wait until every rank has reached this rank's barrier. PeerError: one failed, died, ended, is late
         or has other samples than its replica; NotReadyError: the next barrier may succeed.
         """
-        if self._lagging():
-            log = WaitLog(f"rank {self._topology.rank}")
-            while self._lagging():
-                waited = log.note(self._named_lagging)
-                if waited < _AWAKE_S:
-                    os.sched_yield()
-                    continue
-                try:
-                    self._check(waited)
-                except PeerError as error:
-                    if self._channel is not None:
-                        self._publish(error, self._count)
-                        self._relay(error)
-                    raise
-                time.sleep(_POLL_S)
+        log = WaitLog(f"rank {self._topology.rank}")
+        while self._lagging():
+            waited = log.note(self._named_lagging)
+            if waited < _AWAKE_S:
+                os.sched_yield()
+                continue
+            try:
+                self._check(waited)
+            except PeerError as error:
+                if self._channel is not None:
+                    self._publish(error, self._count)
+                    self._relay(error)
+                raise
+            time.sleep(_POLL_S)
         if self._channel is not None:
             failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
             try:
@@ -240,13 +238,13 @@ class BatchBarrier:
             node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
             channel.raise_ended(node, f"it ended before batch barrier {self._count}")
         error = channel.first_failure(received[:, BarrierMessage.STATUS], failure)
-        every = None
+        every = np.empty((0, 3), np.int64)
         if received[:, BarrierMessage.VERIFIES].any():
             every, _ = channel.gather_ragged(np.array(digests).reshape(-1, 3))
-        if error is not None and failure is None:
-            raise error
-        if every is not None and error is None:
+        if error is None:
             self._compare_digests(every.tolist())
+        elif failure is None:
+            raise error
 
     def _begin_status(self, channel: NodeChannel, failed: bool) -> Callable[[], np.ndarray]:
         """Send number, status and whether digests are to be compared; return what waits for the others'."""
@@ -294,13 +292,12 @@ class BatchBarrier:
                 raise self._died(peer)
             if waited_s > self._timeout_s + (GRACE_S if self._follows else 0.0):
                 part = "publish the outcome of the other nodes" if self._follows else "have its batch"
-                raise PeerError(
-                    f"rank {self._ranks[peer]}",
-                    f"must {part} within {self._timeout_s} s",
-                    self._passed(peer),
+                rule = f"must {part} within {self._timeout_s} s"
+                remedy = (
                     "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; with "
-                    "gear.pack, where it may generate, the timeout_s of the table's rate_limiter",
                 )
+                remedy += "gear.pack, where it may generate, the timeout_s of the table's rate_limiter"
+                raise PeerError(f"rank {self._ranks[peer]}", rule, self._passed(peer), remedy)
 
     def _died(self, peer: int) -> PeerError:
         name, rule = f"rank {self._ranks[peer]}", "must live as long as the others train"
@@ -329,7 +326,7 @@ class BatchBarrier:
             raise PeerError(name, rule, None, f"it failed {had}: {self._outcome_of(peer).text}")
         raise PeerError(name, MUST_TAKE_ALL, None, f"it ended {had}")
 
-    def _compare_digests(self, known: Iterable[tuple[int, int, int]]) -> None:
+    def _compare_digests(self, known: Iterable[Sequence[int]]) -> None:
         """Raise unless the ranks of a replica have equal digests. Each of `known`: rank, replica, digest."""
         of_replicas: dict[int, dict[int, int]] = {}
         for rank, replica, digest in known:
@@ -338,9 +335,7 @@ class BatchBarrier:
             usual = Counter(digests.values()).most_common(1)[0][0]
             for rank, digest in digests.items():
                 if digest != usual:
-                    raise PeerError(
-                        f"rank {rank}",
-                        f"must have the samples of its replica ({replica})",
-                        f"digest {digest % (1 << 64):016x}, the others {usual % (1 << 64):016x}",
-                        "something changes ids or anchors of its batches",
-                    )
+                    rule = f"must have the samples of its replica ({replica})"
+                    given = f"digest {digest % (1 << 64):016x}, the others {usual % (1 << 64):016x}"
+                    remedy = "something changes ids or anchors of its batches"
+                    raise PeerError(f"rank {rank}", rule, given, remedy)

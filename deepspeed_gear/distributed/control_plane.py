@@ -104,7 +104,6 @@ class ControlPlane:
         ]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Return the value of one rank."""
         return self.gather(value if self.rank == source else None)[source]
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -39,16 +39,12 @@ STEPPING = "_take_model_step"  # of an engine: updates the weights and counts sa
 
 def check_engine(engine: Any) -> None:
     """Raise a ConfigError unless an object is an engine, and of a kind without a schedule of its own."""
-    missing = [name for name in REQUIRED if not callable(getattr(type(engine), name, None))]
+    name = type(engine).__name__
+    missing = [method for method in REQUIRED if not callable(getattr(type(engine), method, None))]
     if missing:
-        raise ConfigError(
-            "engine", "must be a DeepSpeed engine", type(engine).__name__, f"it lacks {', '.join(missing)}"
-        )
-    is_pipeline = any(kind.__name__ == PIPELINE for kind in type(engine).__mro__)
-    if is_pipeline and type(engine).__name__ != PIPELINE:
-        raise ConfigError(
-            "engine", f"must be a {PIPELINE} or no pipeline", type(engine).__name__, "use a PipelineModule"
-        )
+        raise ConfigError("engine", "must be a DeepSpeed engine", name, f"it lacks {', '.join(missing)}")
+    if name != PIPELINE and any(kind.__name__ == PIPELINE for kind in type(engine).__mro__):
+        raise ConfigError("engine", f"must be a {PIPELINE} or no pipeline", name, "use a PipelineModule")
 
 
 def is_pipeline(engine: Any) -> bool:
@@ -82,12 +78,9 @@ def place_of(engine: Any) -> RankCoordinates:
             rule = f"must be the tensor group of DeepSpeed's own groups ({wanted})"
             raise ConfigError("tp_group", rule, ranks, "leave it out")
     if engine.dp_world_size not in (None, place.data_world):
-        raise ConfigError(
-            "engine",
-            f"must have as many replicas as its process groups have ({place.data_world})",
-            engine.dp_world_size,
-            "give initialize the mpu or mesh_param that the model was built for",
-        )
+        rule = f"must have as many replicas as its process groups have ({place.data_world})"
+        remedy = "give initialize the mpu or mesh_param that the model was built for"
+        raise ConfigError("engine", rule, engine.dp_world_size, remedy)
     return place
 
 
@@ -147,17 +140,12 @@ def accumulation_of(engine: Any) -> int:
     """Return a rank's micro batches per global batch; raise on a broken number (a parallelism left out)."""
     steps = engine.gradient_accumulation_steps()
     if steps != int(steps) or steps < 1:
-        raise ConfigError(
-            "gradient_accumulation_steps",
-            "must be a whole number",
-            steps,
-            "give it and train_micro_batch_size_per_gpu, and leave train_batch_size out",
-        )
+        remedy = "give it and train_micro_batch_size_per_gpu, and leave train_batch_size out"
+        raise ConfigError("gradient_accumulation_steps", "must be a whole number", steps, remedy)
     return int(steps)
 
 
 def compute_dtype(engine: Any) -> torch.dtype:
-    """Return the dtype that the engine computes in."""
     if engine.bfloat16_enabled():
         return torch.bfloat16
     return torch.float16 if engine.fp16_enabled() else torch.float32
@@ -178,12 +166,9 @@ def check_elasticity(config: Mapping[str, Any]) -> None:
     """Refuse DeepSpeed's elastic training, which chooses batch sizes itself and which newer versions lack."""
     section = config.get("elasticity")
     if section is not None and (not isinstance(section, Mapping) or section.get("enabled", True)):
-        raise ConfigError(
-            "elasticity",
-            "must not be a section of the DeepSpeed config beside gear",
-            None,
-            "leave it out; torchrun --max-restarts starts ranks again, on any number of nodes",
-        )
+        rule = "must not be a section of the DeepSpeed config beside gear"
+        remedy = "leave it out; torchrun --max-restarts starts ranks again, on any number of nodes"
+        raise ConfigError("elasticity", rule, None, remedy)
 
 
 @dataclass(frozen=True)
@@ -219,12 +204,10 @@ class GradientSettings:
 
 
 def is_engine(model: Any) -> bool:
-    """Return whether an object is a DeepSpeed engine."""
     return any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
 
 
 def gradient_settings(engine: Any) -> GradientSettings:
-    """Read what an engine does with gradients."""
     place, config = place_of(engine), engine.config
     weights, sums = engine.get_data_types()
     options = {**config, **(config.get("data_types") or {})}

@@ -84,7 +84,6 @@ class FailureDetector:
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
-        """Return its regions of the store."""
         return [
             Region("watch/words", "int64", (num_peers, RankWord.NUM_WORDS)),
             Region("watch/texts", "uint8", (num_peers, RankWord.NUM_TEXT_BYTES)),

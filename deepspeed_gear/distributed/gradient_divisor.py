@@ -62,12 +62,9 @@ def engine_divisor(settings: GradientSettings) -> float:
         found.update(scattered)
     if len(found) > 1:
         rule = "must divide the gradients of all parameters by one number: parameters beyond it are averaged"
-        raise ConfigError(
-            "zero_optimization.reduce_bucket_size",
-            f"{rule} over sequence ranks, others are not",
-            sorted(found),
-            'leave "reduce_scatter" true, or raise it above the largest parameter',
-        )
+        rule += " over sequence ranks, others are not"
+        remedy = 'leave "reduce_scatter" true, or raise it above the largest parameter'
+        raise ConfigError("zero_optimization.reduce_bucket_size", rule, sorted(found), remedy)
     return found.pop() * settings.accumulation
 
 

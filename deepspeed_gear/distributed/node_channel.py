@@ -29,17 +29,11 @@ _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, ea
 
 
 class NodeChannel:
-    """Messages between the nodes that hold a table. One thread at a time; all nodes call in one order.
+    """Messages between the nodes that hold a table, in the `order` of their shards. One thread at a time; all
+    nodes call in one order. Exchanges of different purposes never wait for each other.
 
     Construction is collective over the ranks that exchange. A wait that fails leaves messages that a later
-    exchange could receive: the channel stays broken.
-
-    Args:
-        order: The nodes, in the order of their shards.
-        purpose: Exchanges of different purposes have groups of their own and never wait for each other.
-        timeout_s: Longest wait for another node, in seconds.
-        group: Whose ranks the topology counts; None for all.
-        detector: Finds lost ranks and nodes; None: only the transport reports failures.
+    exchange could receive: the channel stays broken. Without a detector only the transport reports failures.
     """
 
     def __init__(
@@ -81,7 +75,6 @@ class NodeChannel:
         self.left = False  # whether a node has announced that it makes no further selection
 
     def name(self, index: int) -> str:
-        """Return the name of a node in errors."""
         return self._topology.describe(self.nodes[index])
 
     def gather(self, words: np.ndarray) -> np.ndarray:

@@ -52,8 +52,6 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.table_spec import TableSpec
 
-_NO_STATISTICS: dict[str, ColumnStatistics] = {}
-
 
 @dataclass(frozen=True)
 class ResolvedTable:
@@ -106,7 +104,7 @@ class Resolved:
 
     def statistics(self, fields: Sequence[ResolvedField]) -> Mapping[str, ColumnStatistics]:
         """Return the statistics of the training split that fields are normalised with, where they are."""
-        return self._statistics if any(field.normalize for field in fields) else _NO_STATISTICS
+        return self._statistics if any(field.normalize for field in fields) else {}
 
     @cached_property
     def _statistics(self) -> Mapping[str, ColumnStatistics]:
@@ -221,11 +219,8 @@ def _read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[s
         if other_sizes != first_sizes:
             found.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
         if found:
-            raise ConfigError(
-                "the gear section",
-                "must be the same on all ranks",
-                f"rank 0 and rank {rank}: {'; '.join(found)}",
-            )
+            given = f"rank 0 and rank {rank}: {'; '.join(found)}"
+            raise ConfigError("the gear section", "must be the same on all ranks", given)
     return config, sizes
 
 
@@ -245,11 +240,8 @@ def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig
     for rank, other in enumerate(exchange.gather(mine)):
         for option, value in mine.items():
             if topology.nodes[rank] == topology.node and other.get(option) != value:
-                raise ConfigError(
-                    option,
-                    "must be the same on all ranks of a node",
-                    f"rank {exchange.rank}: {value}, rank {rank}: {other.get(option)}",
-                )
+                given = f"rank {exchange.rank}: {value}, rank {rank}: {other.get(option)}"
+                raise ConfigError(option, "must be the same on all ranks of a node", given)
 
 
 def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
@@ -265,12 +257,10 @@ def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
     for rank, other in enumerate(exchange.gather(prints)):
         for name, fingerprint in prints.items():
             if other[name] != fingerprint:
-                raise DataError(
-                    f"table {name}: {data[name].path}",
-                    "must be the same data set on all ranks",
-                    f"rank {exchange.rank}: {fingerprint[:12]}, rank {rank}: {other[name][:12]}",
-                    "copy it again; nodes may have parts of one whole, of one `gear split`",
-                )
+                rule = "must be the same data set on all ranks"
+                given = f"rank {exchange.rank}: {fingerprint[:12]}, rank {rank}: {other[name][:12]}"
+                remedy = "copy it again; nodes may have parts of one whole, of one `gear split`"
+                raise DataError(f"table {name}: {data[name].path}", rule, given, remedy)
     return data
 
 

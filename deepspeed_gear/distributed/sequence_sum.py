@@ -21,14 +21,11 @@ def check_process_group(topology: Topology, group: Any) -> None:
     """
     if topology.place.sequence_world == 1 or topology.num_nodes == 1:
         return
-    ranks = len(topology.places)
-    if group is not None and ranks < dist.get_world_size():
-        raise ConfigError(
-            "process_group",
-            "must hold all ranks of the world where sequence ranks train on several nodes",
-            f"{ranks} of {dist.get_world_size()} ranks",
-            "launch the ranks of the replay as a world of their own",
-        )
+    ranks, world = topology.world_size, dist.get_world_size()
+    if group is not None and ranks < world:
+        rule = "must hold all ranks of the world where sequence ranks train on several nodes"
+        remedy = "launch the ranks of the replay as a world of their own"
+        raise ConfigError("process_group", rule, f"{ranks} of {world} ranks", remedy)
 
 
 def sequence_sum(
@@ -61,13 +58,11 @@ def sequence_sum(
         """The losses of all ranks depend on the sum: the gradient of a part is the sum of their gradients."""
 
         @staticmethod
-        def forward(context: Any, values: torch.Tensor) -> torch.Tensor:
-            del context
+        def forward(_: Any, values: torch.Tensor) -> torch.Tensor:
             return total(values)
 
         @staticmethod
-        def backward(context: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            del context
+        def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
             return total(gradients[0])
 
     return Sum.apply

@@ -87,12 +87,9 @@ def _place(
         found[name] = dict(zip(order, shards, strict=True))
     for name in sorted(spread & set(found)):
         if tables[name].group is not None:
-            raise ConfigError(
-                f"gear.tables.{name}.data.replicate",
-                f"must be true for a data set of groups on {len(holders)} nodes",
-                False,
-                "its parts would divide groups, and a group lies on one node",
-            )
+            rule = f"must be true for a data set of groups on {len(holders)} nodes"
+            remedy = "its parts would divide groups, and a group lies on one node"
+            raise ConfigError(f"gear.tables.{name}.data.replicate", rule, False, remedy)
     mine = dict.fromkeys(tables, NOTHING)
     if topology.node in holders:
         index, count = order.index(topology.node), len(order)
@@ -115,12 +112,9 @@ def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted:
             index = {node: shard.index for node, shard in shards.items()}
             known.setdefault(tuple(sorted(holders, key=index.__getitem__)), name)
     if len(known) > 1:
-        raise DataError(
-            "the parts of the tables",
-            "must lie on the nodes in one order",
-            {name: list(order) for order, name in known.items()},
-            "copy part i of every data set to the same node",
-        )
+        rule, remedy = "must lie on the nodes in one order", "copy part i of every data set to the same node"
+        orders = {name: list(order) for order, name in known.items()}
+        raise DataError("the parts of the tables", rule, orders, remedy)
     return next(iter(known), tuple(holders))
 
 

@@ -111,12 +111,9 @@ class SelectionAgreement(LocalSelector):
             self.channel.raise_ended(node, f"it ended before global batch {self._key}")
         self._raise_failure(records, error)
         asked = {self.channel.name(i): key for i, key in enumerate(records[:, StatusMessage.KEY].tolist())}
-        raise PeerError(
-            f"stream {self.spec.name}: the nodes",
-            "must ask for the same global batch",
-            asked,
-            "all ranks must take the same batches in the same order",
-        )
+        rule = "must ask for the same global batch"
+        remedy = "all ranks must take the same batches in the same order"
+        raise PeerError(f"stream {self.spec.name}: the nodes", rule, asked, remedy)
 
     def leave(self) -> None:
         """Send the other nodes that this one makes no further selection, unless one of them has sent that."""
@@ -232,20 +229,18 @@ class ShardedSelector(SelectionAgreement):
         joint, ledger = self.state.joint_limiter, self._table.ledger
 
         def prepare() -> list[np.ndarray]:
-            parts = [NO_WORDS] * self._num_nodes
+            parts, heads = [NO_WORDS] * self._num_nodes, list[np.ndarray]()
             if self.state.priorities is not None:
                 parts = self._packed_reports(key)
             with self._table.lock:
                 # Else changes take effect after the exchange of status messages.
                 if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
                     self.masses.apply(key)
-                if self.state.numbers is not None:
-                    own = self._table.extents.moments.reshape(-1).view(np.int64)
-                    parts = [np.concatenate([own, part.reshape(-1)]) for part in parts]
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
-                    rate = joint.record(count) if ledger is None else ledger.progress()
-                    parts = [np.concatenate([rate, part.reshape(-1)]) for part in parts]
-            return parts
+                    heads.append(joint.record(count) if ledger is None else ledger.progress())
+                if self.state.numbers is not None:
+                    heads.append(self._table.extents.moments.reshape(-1).view(np.int64))
+                return [np.concatenate([*heads, part.reshape(-1)]) for part in parts] if heads else parts
 
         self._received = self._exchange_status(prepare)
         if joint is not None:
@@ -329,9 +324,8 @@ class ShardedSelector(SelectionAgreement):
         highest = int(self._records[:, StatusMessage.HIGHEST].max())
 
         def change() -> None:
-            masses.counts[UpdateCount.HIGHEST_PRIORITY] = max(
-                highest, int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
-            )
+            counts = masses.counts
+            counts[UpdateCount.HIGHEST_PRIORITY] = max(highest, int(counts[UpdateCount.HIGHEST_PRIORITY]))
             packed = np.concatenate(self._received).reshape(-1, PACKED_REPORT_WORDS)
             reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
             masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
@@ -421,14 +415,9 @@ class ShardedSelector(SelectionAgreement):
         masses = self.state.with_priorities
         with self._table.lock:
             items = masses.highest_items(count)
-            own = np.stack(
-                [
-                    masses.values[items].view(np.int32).astype(np.int64),
-                    masses.ids_of(items.numpy()),
-                    masses.coordinates_of(items).numpy(),
-                ],
-                axis=1,
-            )
+            values = masses.values[items].view(np.int32).astype(np.int64)
+            ids, coordinates = masses.ids_of(items.numpy()), masses.coordinates_of(items).numpy()
+            own = np.stack([values, ids, coordinates], axis=1)
         every, shards = self.channel.gather_ragged(own)
         # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
         ages = every[:, 1] if self._table.spec.dataset is None else shards

@@ -230,21 +230,15 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     slots = table.capacity_trajectories or min(whole, max(LEAST_SLOTS, whole // STEPS_PER_SLOT))
     steps = -(-whole // count)
     if table.max_length is not None and table.max_length > steps:
-        raise ConfigError(
-            f"gear.tables.{name}.max_length",
-            f"must be at most {steps}, what each of {count} shards holds of capacity_steps ({whole})",
-            table.max_length,
-            "raise capacity_steps, or use fewer shards",
-        )
+        rule = f"must be at most {steps}, what each of {count} shards holds of capacity_steps ({whole})"
+        remedy = "raise capacity_steps, or use fewer shards"
+        raise ConfigError(f"gear.tables.{name}.max_length", rule, table.max_length, remedy)
     slots_each = -(-slots // count)
     most = 1 if table.group is None else table.group.max_trajectories or table.group.size
     if most > slots_each:
-        raise ConfigError(
-            f"gear.tables.{name}.capacity_trajectories",
-            f"must hold the {most} trajectories of a group in each of {count} shards",
-            table.capacity_trajectories,
-            f"at least {most * count}",
-        )
+        rule = f"must hold the {most} trajectories of a group in each of {count} shards"
+        at, given = f"gear.tables.{name}.capacity_trajectories", table.capacity_trajectories
+        raise ConfigError(at, rule, given, f"at least {most * count}")
     return steps, slots_each
 
 
@@ -420,13 +414,9 @@ def _rate(
     if buffer is None:
         buffer = max(least, rate.samples_per_insert * rate.min_size)
     if buffer < least:
-        raise ConfigError(
-            f"{at}.rate_limiter.error_buffer",
-            f"must be at least {least:g}",
-            buffer,
-            f"half of a global batch ({batch}) and of what the longest addition brings, and what it brings "
-            "without one item, or both sides wait",
-        )
+        remedy = f"half of a global batch ({batch}) and of what the longest addition brings, and what it "
+        remedy += "brings without one item, or both sides wait"
+        raise ConfigError(f"{at}.rate_limiter.error_buffer", f"must be at least {least:g}", buffer, remedy)
     return RateLimiter.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)
 
 
@@ -452,12 +442,9 @@ def store_of(
         own = dataset.first_id, dataset.first_id + len(dataset)
         first, end = (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
         if not (own[0] <= first <= end <= own[1]):
-            raise DataError(
-                f"table {name}: {dataset.path}",
-                f"must hold the trajectories {first} to {end - 1}",
-                str(dataset.part or f"{len(dataset)} trajectories"),
-                "give this node the whole data set, or its own part and every other node another one",
-            )
+            rule, given = f"must hold the trajectories {first} to {end - 1}", f"{len(dataset)} trajectories"
+            remedy = "give this node the whole data set, or its own part and every other node another one"
+            raise DataError(f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy)
         return spec(
             num_slots=end - first,
             num_rows=dataset.row_of(end - own[0]) - dataset.row_of(first - own[0]),

@@ -83,7 +83,6 @@ class Topology:
 
     @property
     def place(self) -> RankCoordinates:
-        """Coordinates of this rank."""
         return self.places[self.rank]
 
     @property
@@ -92,7 +91,6 @@ class Topology:
 
     @property
     def node(self) -> int:
-        """The node of this rank."""
         return self.nodes[self.rank]
 
     def ranks_of(self, node: int) -> list[int]:
@@ -109,8 +107,7 @@ class Topology:
     @property
     def holders(self) -> list[int]:
         """Nodes that hold a shard: those on which a rank reads."""
-        reading = {node for node, place in zip(self.nodes, self.places, strict=True) if place.reads}
-        return sorted(reading)
+        return sorted({node for node, place in zip(self.nodes, self.places, strict=True) if place.reads})
 
     @property
     def peers(self) -> list[int]:
@@ -151,12 +148,9 @@ def check_grid(places: tuple[RankCoordinates, ...]) -> None:
     if is_whole and set(itertools.product(*map(range, worlds))) == {place.coordinates for place in places}:
         return
     table = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
-    raise ConfigError(
-        "parallelism",
-        f"must give the {len(places)} ranks one place each in a grid",
-        table,
-        "check the topology, the mpu or the mesh that the engine was given",
-    )
+    rule = f"must give the {len(places)} ranks one place each in a grid"
+    remedy = "check the topology, the mpu or the mesh that the engine was given"
+    raise ConfigError("parallelism", rule, table, remedy)
 
 
 def node_identity() -> tuple[str, int, int]:

@@ -189,12 +189,9 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
     if field.length is None or place.sequence_world == 1:
         return field
     if field.length % place.sequence_world:
-        raise ConfigError(
-            f"{dotted('gear', 'fields', field.name)}.length",
-            f"must be a multiple of the sequence ranks ({place.sequence_world})",
-            field.length,
-            "change it, or the number of ranks",
-        )
+        rule = f"must be a multiple of the sequence ranks ({place.sequence_world})"
+        at, remedy = f"{dotted('gear', 'fields', field.name)}.length", "change it, or the number of ranks"
+        raise ConfigError(at, rule, field.length, remedy)
     length = field.length // place.sequence_world
     return replace(field, part_first=place.sequence_rank * length, part_length=length)
 

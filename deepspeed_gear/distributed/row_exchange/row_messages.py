@@ -166,10 +166,7 @@ class DeviceTransport:
 
 class RowExchange:
     """Exchanges a stream's rows between nodes, after other words, by the channel or `transport`. One thread.
-
-    Args:
-        needs: The rows that are read of samples, by index (see `ExchangePlan`).
-        rows, slots: The first of this stream's arrival rows and slots, and their numbers per selection.
+    `rows` and `slots`: the first of the stream's arrival rows and slots, and their numbers per selection.
     """
 
     def __init__(
@@ -258,14 +255,9 @@ class RowExchange:
         heads: Sequence[int],
         used: tuple[int, int] = (0, 0),
     ) -> None:
-        """Receive the rows into the arrivals.
-
-        Args:
-            ring: The ring's entry `entry`; gets each incoming sample's first row and slot. [count, 8], int64.
-            which: Indices of the incoming samples in it. [n], int64.
-            incoming: `RowSample`s by sender. [n, 7], int64.
-            received, heads: What `send` has returned, and the words before the rows of each node in it. [S].
-            used: Rows and slots of the arrivals that other samples hold, which come first.
+        """Receive the rows of `incoming` (`RowSample` by sender, [n, 7]) into the arrivals, after `used` rows
+        and slots. The ring's entry, [count, 8], gets the first row and slot of each at the indices `which`,
+        [n]. `received` is what `send` has returned, with so many words before the rows of a node: `heads`.
         """
         if self._transport is not None:
             received, heads = self._transport.exchange(self._outgoing, self._coming), [0] * len(heads)
@@ -279,12 +271,9 @@ class RowExchange:
         self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, bounds)
         num_rows, num_trajectories = self._needed_words
         if num_rows > free[0] or num_trajectories > free[1]:
-            raise StoreError(
-                f"table {self._table.spec.name}: arrivals",
-                f"must fit into {free[0]} rows and {free[1]} slots",
-                f"{num_rows} and {num_trajectories}",
-                "this is a fault of gear: please report it",
-            )
+            rule = f"must fit into {free[0]} rows and {free[1]} slots"
+            given, remedy = f"{num_rows} and {num_trajectories}", "this is a fault of gear: please report it"
+            raise StoreError(f"table {self._table.spec.name}: arrivals", rule, given, remedy)
 
 
 def _flat(rows: np.ndarray) -> torch.Tensor:

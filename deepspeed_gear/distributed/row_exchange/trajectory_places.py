@@ -34,12 +34,8 @@ class Moves:
 
 
 class TrajectoryPlaces:
-    """The nodes that have the rows of each trajectory of a rollout batch, of one table.
-
-    Args:
-        origins: shard << 32 | slot of each sample, repeated or not; `num_steps` of each. [n], int64.
-        final_row: 1 if a column that is read has T+1 rows.
-        copies_own: Whether a node's own rows must be copied to its arrivals, too.
+    """The nodes that have the rows of each trajectory of a rollout batch, of one table. `origins` of samples,
+    shard << 32 | slot, may repeat, [n], int64; `copies_own`: a node's own rows must be copied, too.
     """
 
     def __init__(
@@ -125,12 +121,10 @@ class TrajectoryExchange:
             received = self._rows.send(status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing))
             found = [NO_BATCH - int(words[StatusMessage.KEY]) for words in received]
             if any(number != self._number for number in found):  # it selects, or has done more or fewer steps
-                raise PeerError(
-                    "the nodes",
-                    "must gather the packs of the same steps",
-                    {channel.name(node): number for node, number in enumerate(found)},
-                    "all ranks must take the same steps in the same order",
-                )
+                rule = "must gather the packs of the same steps"
+                numbers = {channel.name(node): number for node, number in enumerate(found)}
+                remedy = "all ranks must take the same steps in the same order"
+                raise PeerError("the nodes", rule, numbers, remedy)
             count = len(moves.incoming)
             places = torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64)  # as `moves` has them
             incoming, sizes = torch.from_numpy(moves.incoming), [len(status)] * channel.count
