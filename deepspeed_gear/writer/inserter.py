@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, StoreError
+from deepspeed_gear.errors import DataError, StoreError, undo_on_error
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
 from deepspeed_gear.store.table import Table
@@ -32,14 +33,8 @@ class EpisodeLimit(NamedTuple):
 class Inserter:
     """Adds the trajectories of this process to a table with a capacity. One thread at a time; by one native
     call where all arrays have the stored form and the eviction policy is native, else in Python, with the
-    same result.
-
-    Args:
-        context: Longest wait for free rows, and the check while it waits.
-        max_length: Steps of the longest trajectory; None: as many as fit.
-        checks: Called with the columns of a trajectory before anything changes; they raise DataError.
-        committed: Called with the lock held after a commit, with the slot; an error evicts the trajectory.
-        samples: Whether this process samples too: it must not wait for itself.
+    same result. `checks` raise DataError before anything changes; `committed` is called with a slot and the
+    lock held, and its error evicts the trajectory. If it `samples` too, it must not wait for itself.
     """
 
     def __init__(
@@ -242,18 +237,12 @@ class Inserter:
 
     def _commit(self, slot: int) -> int:
         if self.table.groups is not None:
-            try:
+            with undo_on_error(partial(self.table.extents.free, slot)):
                 self.table.groups.check_room(slot)
-            except DataError:
-                self.table.extents.free(slot)
-                raise
         number = self.table.commit(slot, 0 if self._position is None else int(self._position[Head.KEY]))
         if self._committed is not None:
-            try:
+            with undo_on_error(partial(self.table.extents.retire, slot)):
                 self._committed(slot)
-            except BaseException:
-                self.table.extents.retire(slot)
-                raise
         return number
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, undo_on_error
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
 from deepspeed_gear.store.row_allocator import OpenHandle
 from deepspeed_gear.writer.inserter import Inserter
@@ -32,12 +32,8 @@ class CompletedTrajectory(NamedTuple):
 
 
 class GrowingTrajectory:
-    """An open trajectory of this process, and how many of its steps are published.
-
-    Args:
-        owner: The object that appends to it; the trajectory ends when that is deleted.
-        publisher: Publishes its steps; None: they cannot be published.
-        words: Its state, shared with C++, `Growing`, [6], int64; None: it is new, and used once.
+    """An open trajectory of this process, and how many of its steps are published. It ends when its `owner`
+    is deleted, which appends to it. `words`, `Growing`, are shared with C++; None: it is new, and used once.
     """
 
     def __init__(self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None) -> None:
@@ -200,16 +196,12 @@ class Publisher:
             slot = self.inserter.reserve(limit, inserts=part.num_steps)
             growing.handle = extents.handle_of(slot)
             self.inserter.growing.add(growing)
-            try:
-                with self._table.lock:
-                    if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
-                        growing.handle = None
-                        continue
-                    self._table.write(slot, part.columns, 0, part.num_steps, growing.first)
-                    growing.words[Growing.ID] = self.inserter.publish(slot, part.num_steps)
-            except BaseException:
-                self.end(growing)
-                raise
+            with undo_on_error(lambda: self.end(growing)), self._table.lock:
+                if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
+                    growing.handle = None
+                    continue
+                self._table.write(slot, part.columns, 0, part.num_steps, growing.first)
+                growing.words[Growing.ID] = self.inserter.publish(slot, part.num_steps)
         growing.words[Growing.PUBLISHED] = part.num_steps
         self._num_begun += 1
 

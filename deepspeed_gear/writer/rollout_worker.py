@@ -13,7 +13,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.errors import ConfigError, DataError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
@@ -123,11 +123,8 @@ class RolloutWorker(ProcessBound):
     def attach(cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any) -> RolloutWorker:
         """Attach to the store of a run of this node; options and errors as of `TrajectoryWriter.attach`."""
         writer = TrajectoryWriter.attach(config, **options)
-        try:
+        with undo_on_error(writer.close):
             return cls(writer)
-        except BaseException:
-            writer.close()
-            raise
 
     def __repr__(self) -> str:
         return f"RolloutWorker({self._table.spec.name}: {self._spec.num_prompts:,} prompts)"
