@@ -61,7 +61,6 @@ def batches(position: Position) -> int:
 
 
 def fingerprint(plan: Resolved) -> dict[str, str]:
-    """Return the fingerprint of each table's whole data set."""
     return {name: dataset.whole_fingerprint for name, dataset in plan.datasets.items()}
 
 

@@ -20,6 +20,7 @@ from deepspeed_gear.sampling.priority_log import without_slots
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Head
+from deepspeed_gear.store.row_allocator import look_up
 
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps", "walked"), ("priorities", "draws")
@@ -62,7 +63,7 @@ class SavedShard:
             return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
         committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         order = committed[np.argsort(self.slots[committed, Slot.ID])]
-        return _found(self.slots[order, Slot.ID], ids, order)
+        return look_up(self.slots[order, Slot.ID], ids, order)
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before
     for index, one in enumerate(shards):
         of_it = np.nonzero(shard == index)[0]
         numbers = np.arange(one.num_slots) if one.numbers is None else one.numbers
-        found = _found(numbers, slot[of_it], np.arange(len(numbers)))
+        found = look_up(numbers, slot[of_it], np.arange(len(numbers)))
         position[of_it] = np.where(found < 0, -1, found + before[index])
     log[:, PriorityUpdate.SLOT] = position
     num_slots = sum(one.num_slots for one in shards)
@@ -207,14 +208,6 @@ def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Conten
 
 def _before(sizes: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.asarray(sizes, np.int64))])
-
-
-def _found(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Look numbers up among ascending ones; -1 where they are missing. [n], int64."""
-    if not len(known):
-        return np.full(len(wanted), -1, np.int64)
-    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(known[at] == wanted, values[at], -1)
 
 
 def divide(

@@ -153,9 +153,9 @@ def _save_rows(
 
 def _segment_rows(table: Table) -> int:
     """Return the rows of a store in which the trajectories of one segment begin."""
-    shard, capacity = table.spec.shard, table.spec.capacity_rows
-    most = max(_FEWEST_SEGMENTS, _MOST_SEGMENTS // (1 if shard is None else shard.count))
-    return max(-(-capacity // most), _LEAST_SEGMENT_BYTES // max(1, table.spec.schema.row_bytes), 1)
+    spec = table.spec
+    most = max(_FEWEST_SEGMENTS, _MOST_SEGMENTS // spec.own_shard.count)
+    return max(-(-spec.capacity_rows // most), _LEAST_SEGMENT_BYTES // max(1, spec.schema.row_bytes), 1)
 
 
 def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
@@ -237,18 +237,16 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
                 streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
             elif kind != "column" and not kind.startswith(_SEGMENT):
                 others[kind] = _loaded(one / name, digest)
-        groups = None
-        if {"groups", "group_counts", "consumed_groups"} <= others.keys():
-            groups = reshard.SavedGroups(others["groups"], others["group_counts"], others["consumed_groups"])
-        names = "slots", "numbers", "retention", "moments"
-        slots, numbers, retention, moments = (others.get(name) for name in names)
-        next_id, inserted = manifest["next_id"], tuple(manifest["inserted"][:2])
-        prompts = {kind: array for kind, array in others.items() if kind.startswith("prompt_")} or None
-        shards.append(
-            reshard.SavedShard(
-                slots, numbers, next_id, streams, retention, inserted, groups, moments, prompts
-            )
+        groups = [others[name] for name in ("groups", "group_counts", "consumed_groups") if name in others]
+        shard = reshard.SavedShard(
+            next_id=manifest["next_id"],
+            streams=streams,
+            inserted=tuple(manifest["inserted"][:2]),
+            groups=reshard.SavedGroups(*groups) if len(groups) == 3 else None,
+            prompts={kind: array for kind, array in others.items() if kind.startswith("prompt_")} or None,
+            **{name: others.get(name) for name in ("slots", "numbers", "retention", "moments")},
         )
+        shards.append(shard)
     return SavedTable(folders, manifests, shards, reshard.merge(shards))
 
 
@@ -341,7 +339,8 @@ def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) 
 
     Returns the slots of the trajectories, besides retired groups of a kept store.
     """
-    whole, shard, chosen = found.whole, table.spec.shard, division.chosen(_index_of(table))
+    whole, shard = found.whole, table.spec.own_shard
+    chosen = division.chosen(shard.index)
     assert whole.slots is not None
     records = whole.slots[chosen]
     if isinstance(table.ledger, KeptLedger) and whole.prompts is not None:
@@ -365,18 +364,18 @@ def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) 
     if whole.retention is not None:
         table.views["retention"][slots] = whole.retention[chosen]
     table.slots[slots] = placed
-    counts = shard is None or shard.index == 0  # for all nodes together
-    table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = whole.inserted if counts else (0, 0)
+    # The first shard counts for all nodes together.
+    inserted = whole.inserted if shard.index == 0 else (0, 0)
+    table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = inserted
     table.control[Control.QUOTA] = 0
     if table.spec.normalized:
-        index, is_kept = _index_of(table), len(found.shards) == (1 if shard is None else shard.count)
-        moments = (found.shards[index] if is_kept else whole).moments
+        is_kept = len(found.shards) == shard.count
+        moments = (found.shards[shard.index] if is_kept else whole).moments
         assert moments is not None
-        table.extents.moments[:] = moments if is_kept or index == 0 else 0  # the first shard has all
-    next_id = whole.next_id
-    table.restored(next_id if shard is None else reshard.next_id_of(next_id, shard.index, shard.count))
+        table.extents.moments[:] = moments if is_kept or shard.index == 0 else 0  # the first shard has all
+    table.restored(reshard.next_id_of(whole.next_id, shard.index, shard.count))
     if table.groups is not None:
-        groups = whole.groups if shard is None else reshard.groups_of(whole, division, shard.index)
+        groups = whole.groups if shard.count == 1 else reshard.groups_of(whole, division, shard.index)
         assert groups is not None
         words = np.zeros((len(table.slots), groups.records.shape[1]), np.int64)
         words[slots] = groups.records
@@ -402,11 +401,6 @@ def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
     if (most := saved["prompt_kept"].shape[1]) > spec.keep_bytes:
         remedy = "load with the prompts.keep_bytes of its run"
         raise CheckpointError(at, f"must have at most {spec.keep_bytes} bytes kept of a lease", most, remedy)
-
-
-def _index_of(table: Table) -> int:
-    """Return the index of the shard that a store holds; 0: the table is in one store."""
-    return 0 if table.spec.shard is None else table.spec.shard.index
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
@@ -493,7 +487,7 @@ class TableLoader:
         if table.ledger is not None:
             _check_prompts(table.ledger.spec, found)
         division = self._divisions[name] = self._divide(name, table, found)
-        chosen = division.chosen(_index_of(table))
+        chosen = division.chosen(table.spec.own_shard.index)
         if dataset is not None and found.whole.num_slots != dataset.versions[data]:
             rule = f"must have the {dataset.versions[data]} trajectories of the data set"
             raise CheckpointError(str(found.folders[0]), rule, found.whole.num_slots)
@@ -502,7 +496,7 @@ class TableLoader:
             rule = f"must hold the {len(chosen)} trajectories and {rows} rows of the checkpoint"
             room = f"{len(table.slots)} and {table.spec.capacity_rows}"
             raise StoreFullError(f"table {table.spec.name}", rule, room, "raise its capacity")
-        open_rows(found, division if name in self._spread else None, _index_of(table))
+        open_rows(found, division if name in self._spread else None, table.spec.own_shard.index)
 
     def _divide(self, name: str, table: Table, found: SavedTable) -> reshard.ShardDivision:
         whole = found.whole
@@ -528,7 +522,7 @@ class TableLoader:
         """Replace the contents of this node's tables."""
         for name, table in self._tables.items():
             found, division = self._found[name], self._divisions[name]
-            slots = np.arange(len(division.chosen(_index_of(table))))
+            slots = np.arange(len(division.chosen(table.spec.own_shard.index)))
             with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
                     slots = load_rows(table, found, division)
@@ -543,7 +537,7 @@ class TableLoader:
         whole, division = self._found[name].whole, self._divisions[name]
         if name not in self._spread:
             return dict(whole.streams[stream.spec.name])
-        index = _index_of(stream.table)
+        index = stream.table.spec.own_shard.index
         items: np.ndarray | slice | None = None
         if stream.spec.rule.unit == "step":
             if whole.slots is not None:
@@ -584,7 +578,7 @@ class TableLoader:
         placement, mine = self._plan.placement, {}
         for name, table in self._tables.items():
             if name in self._spread and table.spec.dataset is None:
-                num_loaded = len(self._divisions[name].chosen(_index_of(table)))
+                num_loaded = len(self._divisions[name].chosen(table.spec.own_shard.index))
                 ids = table.slots[:num_loaded, Slot.ID].copy()
                 mine[name] = ids, self._found[name].whole.next_id
         found = self._of_nodes(mine)

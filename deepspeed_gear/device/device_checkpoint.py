@@ -17,6 +17,7 @@ from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.records import OpenTrajectory, RingState, Slot, SlotState, UpdateCount
+from deepspeed_gear.store.row_allocator import rows_of
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 FORMAT = 3
@@ -51,24 +52,23 @@ def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
         of[RingState.BATCH], of[RingState.SAMPLES] = words["batches"], words["samples"]
 
 
-def saved_content(plan: Resolved, name: str, table: RingTable) -> dict[str, Tensor]:
-    """Return copies in host memory of the tensors that are saved: all but the columns of a data set."""
+def _saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
+    """Return the names of the tensors that are saved: all but the columns of a data set."""
     has_data = name in plan.datasets
-    return table.copied([key for key in table.content if not (has_data and key.startswith("column/"))])
+    return [key for key in table.content if not (has_data and key.startswith("column/"))]
+
+
+def saved_content(plan: Resolved, name: str, table: RingTable) -> dict[str, Tensor]:
+    return table.copied(_saved_names(plan, name, table))
 
 
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
     """Copy what `saved_content` returned of each table into its tensors; if one does not fit, nothing."""
     for name, table in tables.items():
         saved = save_folders.entry(content, name, dict, "the saved content")
-        for key in saved.keys() | table.content.keys():
-            held, values = table.content.get(key), saved.get(key)
-            if values is None and name in plan.datasets and key.startswith("column/"):
-                continue
-            if held is None or not isinstance(values, Tensor):
-                rule = "must be that of a table of this config"
-                raise CheckpointError(f"the saved content of table {name}", rule, key)
-            if held.shape != values.shape:
+        _check_content(table, saved, f"table {name}", _saved_names(plan, name, table))
+        for key, values in saved.items():
+            if table.content[key].shape != values.shape:
                 rule = "must be of a table of this size"
                 raise CheckpointError(f"{key} of the saved table {name}", rule, list(values.shape))
     for name, table in tables.items():
@@ -161,7 +161,7 @@ def deal(
     all had been added again. CheckpointError if a saved table has other columns or item states.
     """
     for number, content in enumerate(saved):
-        _check_content(table, content, f"shard-{number}")
+        _check_content(table, content, f"shard-{number}", list(table.content))
     every = [content["slots"].numpy() for content in saved]
     stored = [np.flatnonzero(records[:, Slot.STATE] == SlotState.COMMITTED) for records in every]
     slots = np.concatenate([records[which] for records, which in zip(every, stored, strict=True)])
@@ -193,20 +193,16 @@ def deal(
     copied |= {f"column/{column.name}": column.rows != "1" for column in table.schema}
     for number, source in enumerate(saved):
         to = np.flatnonzero(shard == number)
-        rows = slots[to, Slot.NUM_ROWS]
-        within = np.arange(rows.sum()) - np.repeat(np.cumsum(rows) - rows, rows)  # of 2 and 3: 0, 1, 0, 1, 2
+        (new_rows, _, owner), (old_rows, _, _) = rows_of(records[to]), rows_of(slots[to])
         of_slots = torch.from_numpy(to), torch.from_numpy(places[to])
-        of_rows = [
-            torch.from_numpy(np.repeat(first, rows) + within)
-            for first in (first_rows[to], slots[to, Slot.FIRST_ROW])
-        ]
+        of_rows = torch.from_numpy(new_rows), torch.from_numpy(old_rows)
         for name, by_row in copied.items():
             if len(new[name]):
                 there, here = of_rows if by_row else of_slots
                 new[name][there] = source[name][here]
         for name in ("owners", "row_slots"):
             if len(new.get(name, ())):
-                new[name][of_rows[0]] = torch.from_numpy(np.repeat(to, rows)).to(torch.int32)
+                new[name][of_rows[0]] = torch.from_numpy(to[owner]).to(torch.int32)
 
     table.ops.tree_build_(new["sums"], table.num_items)
     if len(new["minima"]):
@@ -225,11 +221,10 @@ def deal(
     return new, num_left_out
 
 
-def _check_content(table: RingTable, content: Content, where: str) -> None:
+def _check_content(table: RingTable, content: Content, where: str, wanted: Sequence[str]) -> None:
     """Raise unless a saved table has the columns and the item state of this one."""
-    wanted = set(table.content)
-    if set(content) != wanted:
-        differ = sorted(wanted ^ set(content))
+    tensors = {name for name, values in content.items() if isinstance(values, Tensor)}
+    if differ := sorted({*wanted, *content} - (tensors & {*wanted})):
         raise CheckpointError(f"the content of {where}", "must be that of a table of this config", differ[0])
     for name, values in content.items():
         held = table.content[name]

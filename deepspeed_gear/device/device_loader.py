@@ -158,12 +158,8 @@ class DeviceLoader:
 
 
 class DeviceBatch(Batch):
-    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills.
-
-    Args:
-        total: Total mass of the latest selection. [], int64.
-        owner: The replay whose training stream fills it; None: it is of a pass.
-        mixture: The tables that it is drawn from; None: there is one.
+    """A batch of fixed tensors on a device, which `DeviceReplay.sample_` fills. `total` is the total mass of
+    the latest selection; `owner` the replay whose training stream fills it, None for a batch of a pass.
     """
 
     _internal = Batch._internal.union(

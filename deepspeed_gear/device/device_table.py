@@ -155,11 +155,9 @@ class TableMixture:
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
         # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts, micro batch 0
         # has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
-        ends = [0, *accumulate(self._counts)]
-        self.sizes = [
-            [len([i for i in range(*pair) if i % num_parts == part]) for pair in pairwise(ends)]
-            for part in range(num_parts)
-        ]
+        owners = np.repeat(np.arange(len(tables)), self._counts)
+        by_part = (owners[part::num_parts] for part in range(num_parts))
+        self.sizes = [np.bincount(own, minlength=len(tables)).tolist() for own in by_part]
         self.is_prioritized = tables[0].table.items.has_priorities
         self.has_step_items, self.device = tables[0].has_step_items, tables[0].table.device
         #: Table of each sample of each micro batch; None: there is one. [B], int64.
@@ -172,11 +170,7 @@ class TableMixture:
         """Return the samples of each table; those of one are the tensor itself, also in a trace."""
         if len(self.tables) == 1:
             return [values]
-        parts, first = [], 0
-        for size in sizes:
-            parts.append(values[first : first + size])
-            first += size
-        return parts
+        return [values[begin:end] for begin, end in pairwise(accumulate(sizes, initial=0))]
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Draw the next global batch, table by table; arguments as `DeviceTable.select_`."""

@@ -16,6 +16,7 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.store.row_allocator import look_up
 from deepspeed_gear.store.table_spec import Shard
 
 NOTHING = Shard(0, 1, 0, 0)
@@ -45,9 +46,7 @@ class ShardPlacement:
         if name in self.loaded:
             known, holders, after = self.loaded[name]
             old = ids < after
-            at = np.searchsorted(known, ids[old])
-            found = np.append(known, -1)[at] == ids[old]
-            shards[old] = np.where(found, np.append(holders, -1)[at], -1)
+            shards[old] = look_up(known, ids[old], holders)
         return shards
 
 

@@ -14,7 +14,6 @@ from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld
-from deepspeed_gear.timeouts import wait_until
 
 _POLL_S = 100e-6
 _CALLS = "can_sample() or missing_groups()"
@@ -54,14 +53,7 @@ class Readiness:
                 answers = exchange.gather(exchange.agree("looking at its node's items", look))
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
-        entry = self._answers[number % len(self._answers)]
-        if plan.leads_shard:
-            with self._table.lock:
-                entry[:] = number + 1, found
-        if plan.topology.node in plan.placement.order:  # the new quota holds for this rank's writers then
-            timeout_s = self._timeout_s
-            if not wait_until(lambda: bool(entry[0] == number + 1), timeout_s, _POLL_S, self._check):
-                raise PeerError("the first rank of this node", f"must answer within {timeout_s} s")
+        exchange.barrier()  # after it ranks may write, by the new quotas
         return found
 
     def missing(self, stream: BatchStream, key: int) -> int:

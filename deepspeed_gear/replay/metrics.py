@@ -265,8 +265,8 @@ def _duplicates(batch: Selections) -> float:
 
 
 def _ages(stream: BatchStream, selection: SelectionPart) -> np.ndarray:
-    shard, counter = stream.table.spec.shard, int(stream.table.control[Control.NEXT_ID])
-    count = shard.count if shard is not None and stream.table.spec.dataset is None else 1
+    spec, counter = stream.table.spec, int(stream.table.control[Control.NEXT_ID])
+    count = spec.own_shard.count if spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids alternate between nodes
     return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
 

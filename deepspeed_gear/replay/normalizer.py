@@ -158,10 +158,8 @@ class Normalizer:
         checked = parse(ds_config.read(config)[0])
         paths = {name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None}
         if dataset is not None and len(paths) != 1:
-            rule = "must be given where the config names one data set"
-            raise ConfigError(
-                "dataset", rule, f"{len(paths)} in the config", "correct the paths in the config"
-            )
+            rule, given = "must be given where the config names one data set", f"{len(paths)} in the config"
+            raise ConfigError("dataset", rule, given, "correct the paths in the config")
         data = {name: Dataset.open(path) if dataset is None else dataset for name, path in paths.items()}
         known = schemas_of(checked, data, schemas)
         fields = fields_of(checked, known, data)

@@ -94,7 +94,6 @@ def span_of(column: torch.Tensor) -> Span:
 
 
 def memory_span(memory: SharedMemory) -> Span:
-    """Return the addresses of shared memory."""
     begin = address(np.frombuffer(memory.buffer, np.uint8, 1))
     return Span(begin, begin + memory.num_bytes)
 

@@ -38,7 +38,7 @@ class Evictor:
         self.policy = policy_class(self.retention.eviction)(self.retention)
         self.waited_s = 0.0  # of this process
         self._position = table.views.get("stream/train/position")
-        self._is_shared = table.spec.shard is not None and table.spec.shard.count > 1
+        self._is_shared = table.spec.own_shard.count > 1
 
     def may_insert(self, num_steps: int) -> bool:
         """Return whether the rate admits a trajectory now."""

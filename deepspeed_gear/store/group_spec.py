@@ -118,6 +118,5 @@ class GroupSpec:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> GroupSpec:
-        """Return the specification in a table's `sizes`."""
         where = tuple(GroupCondition(**one) for one in values["where"])
         return cls(**{**values, "late": tuple(values["late"]), "where": where})

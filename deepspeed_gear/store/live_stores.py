@@ -29,8 +29,6 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class LiveStore:
-    """The store of a table of a run."""
-
     table: str  # its name
     processes: tuple[int, ...]  # ids of the processes attached to it; none: it is kept
     run: RunIdentity

@@ -39,8 +39,6 @@ KEPT_OFFSET = HOLDER_OFFSET + 8  # a byte: 1 if the file stays where no process 
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """The run that a store belongs to."""
-
     id: str  # 32 hexadecimal digits, drawn when the run begins; no two runs have the same
     name: str = ""  # the user's name for it; may be empty
     # SHA-256 of the options a writer depends on, hex; empty where no writer attaches by a config.
@@ -133,16 +131,13 @@ def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
     if len(head) < HEADER_BYTES:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
     header = np.frombuffer(head, HEADER, 1)[0]
-    if bytes(header["magic"]) != MAGIC:
-        raise StoreError(
-            path, "must be a gear store", bytes(header["magic"]), "remove the file or use its right name"
-        )
-    if int(header["format"]) != FORMAT:
-        raise StoreError(
-            path, f"must have store format {FORMAT}", int(header["format"]), "use one version everywhere"
-        )
-    if int(header["total_bytes"]) != num_bytes:
-        raise StoreError(path, f"must have {int(header['total_bytes'])} bytes", num_bytes, "it is truncated")
+    magic, version, total = bytes(header["magic"]), int(header["format"]), int(header["total_bytes"])
+    if magic != MAGIC:
+        raise StoreError(path, "must be a gear store", magic, "remove the file or use its right name")
+    if version != FORMAT:
+        raise StoreError(path, f"must have store format {FORMAT}", version, "use one version everywhere")
+    if total != num_bytes:
+        raise StoreError(path, f"must have {total} bytes", num_bytes, "it is truncated")
     text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
     if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
         raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")

@@ -69,8 +69,7 @@ def tightest(read: Read) -> MemoryLimit | None:
 def _limits(read: Read) -> Iterator[MemoryLimit]:
     found = _entries(read("/proc/meminfo")).get("MemAvailable:")
     if found is not None:
-        available = found * 1024
-        yield MemoryLimit("/proc/meminfo: MemAvailable", available, "of the whole machine")
+        yield MemoryLimit("/proc/meminfo: MemAvailable", found * 1024, "of the whole machine")
     for version, folder in cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo")):
         limit_file, usage_file, cache_entries = _FILES[version]
         path = f"{folder}/{limit_file}"

@@ -103,7 +103,7 @@ class _Reader(NamedTuple):
     @property
     def is_frozen(self) -> bool:
         """Whether a pass is under way, whose items stay until its end."""
-        if self.skips:
+        if self.skips or self.steps is not None:
             return False
         position = self.position
         walked = position[Head.SAMPLES] + position[Position.DONE] - position[Head.EPOCH_FIRST]
@@ -127,8 +127,9 @@ class SelectionPins:
             )
             for name in names
         ]
+        self._steps = [reader.steps for reader in self._readers if reader.steps is not None]
         #: Whether rows have priorities that must move with their trajectory.
-        self.have_step_priorities = any(reader.steps is not None for reader in self._readers)
+        self.have_step_priorities = bool(self._steps)
         meaning = table.layout.meaning
         described = {name: meaning.get(name.removeprefix("stream/"), {}) for name in names}
         self.orders = [name for name in names if str(described[name].get("walks", "")) != "False"]
@@ -148,14 +149,14 @@ class SelectionPins:
     @property
     def are_frozen(self) -> bool:
         """Whether a pass is under way in any stream, whose items stay until its end."""
-        return any(reader.steps is None and reader.is_frozen for reader in self._readers)
+        return any(reader.is_frozen for reader in self._readers)
 
     def pinned(self, slots: np.ndarray) -> np.ndarray:
         """Return which retired slots are still read or may be drawn. [n] -> [n], bool."""
         pinned = self.reading(slots)
         items = slots if self._table.groups is None else self._table.groups.items(slots)
         for reader in self._readers:
-            if reader.steps is None and reader.is_frozen:
+            if reader.is_frozen:
                 pinned |= reader.leaves[items] != 0
         return pinned
 
@@ -175,15 +176,13 @@ class SelectionPins:
     def forget(self, slot: int) -> None:
         """Clear the priorities of a retired slot's rows, so that another trajectory can use them."""
         first, count = self._table.slots[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-        for reader in self._readers:
-            if reader.steps is not None:
-                reader.steps.forget(first, count)
+        for steps in self._steps:
+            steps.forget(first, count)
 
     def replace(self, source: int, to: int, num_rows: int, spare: range) -> None:
         """Derive the masses of rows anew, after their trajectory was moved."""
-        for reader in self._readers:
-            if reader.steps is not None:
-                reader.steps.replace(source, to, num_rows, spare)
+        for steps in self._steps:
+            steps.replace(source, to, num_rows, spare)
 
     def forget_ahead(self) -> None:
         """Discard draws made before their selection: they hold old rows of trajectories."""

@@ -52,12 +52,9 @@ class InForkedChild:
         return InForkedChild.__refuse(self)
 
     def __refuse(self, *_: object) -> NoReturn:
-        raise StoreError(
-            "a replay or writer",
-            "must be used in the process that made it",
-            f"process {os.getpid()}, which was forked",
-            "make one in the child, or start it with spawn; a DataLoader over a Replay needs num_workers=0",
-        )
+        rule, given = "must be used in the process that made it", f"process {os.getpid()}, which was forked"
+        remedy = "make one in the child, or start it by spawn; a DataLoader over a Replay needs num_workers=0"
+        raise StoreError("a replay or writer", rule, given, remedy)
 
     __reduce_ex__ = __len__ = __iter__ = __next__ = __getitem__ = __enter__ = __setattr__ = __refuse
 

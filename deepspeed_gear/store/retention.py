@@ -115,8 +115,6 @@ def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Retention:
-    """Retention of a table's trajectories."""
-
     eviction: str = "none"  # name of the eviction policy, or "module:Class"
     column: str | None = None  # per-trajectory column whose lowest values are evicted first, with "keep_best"
     max_steps: int = UNLIMITED  # limits below the capacity
@@ -130,7 +128,6 @@ class Retention:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Retention:
-        """Return the retention of a table's `sizes`."""
         rate = values["rate_limiter"]
         if rate is not None:
             rate = RateLimiter(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})

@@ -29,7 +29,7 @@ from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
 from deepspeed_gear.store.records import Control, MomentHead, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
-from deepspeed_gear.store.table_spec import Shard, TableSpec
+from deepspeed_gear.store.table_spec import TableSpec
 
 _TRAIN_POSITION = "stream/train/position"
 
@@ -64,7 +64,7 @@ class RowAllocator:
         self._final_rows = int(spec.schema.has_final_row)  # rows of a trajectory beyond its steps
         roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
         self._end_flags = [None if column is None else columns[column.name] for column in roles]
-        self._shard = spec.shard or Shard()
+        self._shard = spec.own_shard
         self.ends = len(self.slots)
         self.retired_ends = self.ends + 1
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
@@ -149,7 +149,6 @@ class RowAllocator:
         record[Slot.FIRST_ROW] = to  # publishes the new place
 
     def end_move(self) -> None:
-        """End the move that was finished."""
         self.control[Control.MOVING] = 0
 
     def _copy(self, source: int, to: int, count: int) -> None:
@@ -328,6 +327,14 @@ def distinct(values: np.ndarray) -> np.ndarray:
     """Return each value once, ascending. [n] -> [m]."""
     ordered = np.sort(values)
     return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
+
+
+def look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the values of numbers among ascending known ones; -1 where they are missing. [n], int64."""
+    if not len(known):
+        return np.full(len(wanted), -1, np.int64)
+    at = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(known[at] == wanted, values[at], -1)
 
 
 def is_among(values: np.ndarray, few: Sequence[int]) -> np.ndarray:

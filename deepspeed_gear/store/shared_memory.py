@@ -14,7 +14,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import logging
 import mmap
 import os
 import re
@@ -23,7 +22,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
+from deepspeed_gear.context import LOG
+from deepspeed_gear.errors import (
+    ConfigError,
+    StoreError,
+    StoreFullError,
+    StoreGoneError,
+    show_bytes,
+    undo_on_error,
+)
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
@@ -32,7 +39,6 @@ from deepspeed_gear.timeouts import wait_until
 
 SHM = Path("/dev/shm")
 MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
-LOG = logging.getLogger("deepspeed_gear")
 _NO_PEER = 1 << 40  # byte of no process: its holder has locked the whole file, to remove it
 _REMOVAL_S = 1.0  # longest wait for another process to end a removal, which takes it two calls
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
@@ -87,11 +93,8 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int, peer: int = 0, huge_pages: bool = True) -> SharedMemory:
-        """Allocate memory under no name, which `link` makes visible.
+        """Allocate memory under no name, which `link` makes visible; `peer` is the index of this process.
 
-        Args:
-            peer: Index of this process, for `is_alive` of the others.
-            huge_pages: Request transparent huge pages; `huge_bytes` is how many bytes have them.
         Raises:
             StoreFullError, StoreError: Too little space in /dev/shm or allowed memory; no usable /dev/shm.
         """
@@ -112,13 +115,10 @@ class SharedMemory:
             release(fd)
             _refuse_no_descriptor(SHM, error)
             if error.errno in _NO_MEMORY:
-                space = os.statvfs(SHM)
-                raise StoreFullError(
-                    str(SHM),
-                    f"must have {show_bytes(num_bytes)} free",
-                    f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})",
-                    f"lower the table's capacity, use load: mmap, run `gear clean`, or {ENLARGE_SHM}",
-                ) from error
+                space, rule = os.statvfs(SHM), f"must have {show_bytes(num_bytes)} free"
+                given = f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})"
+                remedy = f"lower the table's capacity, use load: mmap, run `gear clean`, or {ENLARGE_SHM}"
+                raise StoreFullError(str(SHM), rule, given, remedy) from error
             raise StoreError(str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror) from error
         except BaseException:
             release(fd)
@@ -197,7 +197,7 @@ class SharedMemory:
         """
         path = file_path(name)
         fd = hold(_open(path))
-        try:
+        with undo_on_error(lambda: release(fd)):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(str(path), "must be a regular file")
@@ -205,27 +205,21 @@ class SharedMemory:
                 raise StoreError(str(path), f"must belong to user {os.geteuid()}", status.st_uid)
             if stat.S_IMODE(status.st_mode) != 0o600:
                 raise StoreError(str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode)))
-            if not try_lock(fd, fcntl.F_WRLCK, peer, 1):
-                if not is_held(fd, _NO_PEER, 1):
-                    raise PeerTakenError(f"{path}: peer {peer}", "must be attached by one process only")
-                raise StoreGoneError(str(path), "must belong to a living run", None, "its run has ended")
-            if os.fstat(fd).st_nlink == 0:
+            is_locked = try_lock(fd, fcntl.F_WRLCK, peer, 1)
+            if not is_locked and not is_held(fd, _NO_PEER, 1):
+                raise PeerTakenError(f"{path}: peer {peer}", "must be attached by one process only")
+            if not is_locked or os.fstat(fd).st_nlink == 0:
                 raise StoreGoneError(str(path), "must belong to a living run", None, "its run has ended")
             if status.st_size == 0:
                 raise StoreError(str(path), "must be a gear store", "an empty file")
             return cls(path, fd, status.st_size, peer)
-        except BaseException:
-            release(fd)
-            raise
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:
         """Map a name's memory under the first free index; StoreError: all are taken, or as `attach`."""
         for peer in peers:
-            try:
+            with contextlib.suppress(PeerTakenError):
                 return cls.attach(name, peer)
-            except PeerTakenError:
-                continue
         raise StoreError(str(SHM / name), "must have a free place", len(peers), "raise the table's writers")
 
     def unlink(self) -> None:

@@ -20,8 +20,6 @@ _REFUSALS = (StoreError, DataError)  # raised before anything has changed
 
 
 class LockResult:
-    """What the native lock returns."""
-
     LOCKED: Final = 0
     OWNER_DIED: Final = 1
     TIMED_OUT: Final = 2

@@ -27,7 +27,7 @@ from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.retention import RateLimiter
-from deepspeed_gear.store.row_allocator import RowAllocator
+from deepspeed_gear.store.row_allocator import RowAllocator, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
@@ -144,9 +144,8 @@ class Table:
         ops: Ops,
         timeout_s: float,
     ) -> Table:
-        """Attach to a store of another process of the node.
-
-        StoreError: no store of this user or this run; ConfigError: its layout differs.
+        """Attach to a store of another process of the node. StoreError: no store of this user or this run;
+        ConfigError: its layout differs.
         """
         memory = SharedMemory.attach(name, peer)
         with undo_on_error(memory.close):
@@ -174,7 +173,6 @@ class Table:
 
     @property
     def run(self) -> RunIdentity:
-        """The run that the store belongs to."""
         return read_header(self.memory.fd, str(self.memory.path))[1]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -222,10 +220,7 @@ class Table:
             return at if len(at) else np.array([-1])
         committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         committed = committed[np.argsort(self.slots[committed, Slot.ID])]
-        stored = self.slots[committed, Slot.ID]
-        at = np.searchsorted(stored, ids)
-        is_stored = np.append(stored, -1)[at] == ids
-        return np.where(is_stored & (ids >= 0), np.append(committed, -1)[at], -1)
+        return look_up(self.slots[committed, Slot.ID], ids, committed)
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of a trajectory's rows, each column with its own number of rows."""
@@ -244,23 +239,18 @@ class Table:
         if refusal == Refusal.NO_SLOT:
             rule, remedy = f"must have a free slot of {len(self.slots)}", "raise capacity_trajectories"
             return StoreFullError(name, rule, None, remedy)
-        free, longest = int(self.control[Control.FREE_ROWS]), self.extents.longest_run
-        return StoreFullError(
-            name,
-            f"must have {self.rows_for(num_steps)} free rows in a run",
-            f"{free} free, longest run {longest}",
-            "raise capacity_steps, remove trajectories, or set remove to evict old ones",
-        )
+        rule = f"must have {self.rows_for(num_steps)} free rows in a run"
+        given = f"{int(self.control[Control.FREE_ROWS])} free, longest run {self.extents.longest_run}"
+        remedy = "raise capacity_steps, remove trajectories, or set remove to evict old ones"
+        return StoreFullError(name, rule, given, remedy)
 
     def write(
         self, slot: int, columns: Mapping[str, Any], known: int = 0, end: int | None = None, before: int = 0
     ) -> None:
         """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an open one.
 
-        Args:
-            columns: All rows of each column, or a list of them; late columns may be left out.
-            known, end: Steps written already; number of steps by then, None: the slot's.
-            before: Steps of `columns` before the first one of the slot.
+        `columns` hold all rows, in arrays or lists; late ones may be left out. Written are the steps from
+        `known` to `end` (None: the slot's); `before` of those in `columns` come before the slot's first one.
         """
         at, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
         for column in self.spec.schema:

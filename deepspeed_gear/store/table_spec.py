@@ -36,8 +36,6 @@ class Shard:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Specification of a table, from which its memory is laid out."""
-
     name: str
     schema: Schema
     num_slots: int  # trajectories that this store can hold
@@ -57,6 +55,11 @@ class TableSpec:
     prompts: PromptSpec | None = None  # what rollout workers lease; None: processes add what they like
     whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
+
+    @property
+    def own_shard(self) -> Shard:
+        """What this store holds; of a table in one store its only shard."""
+        return self.shard or Shard()
 
     @property
     def capacity_rows(self) -> int:
@@ -81,7 +84,6 @@ class TableSpec:
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
-        """Return the spec that has these `sizes`."""
         values = dict(sizes, retention=Retention.from_json(sizes["retention"]))
         values["shard"] = None if sizes["shard"] is None else Shard(**sizes["shard"])
         values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
@@ -91,7 +93,6 @@ class TableSpec:
 
     @property
     def normalized_columns(self) -> list[Column]:
-        """The columns of which the store keeps running moments."""
         return [self.schema[name] for name in self.normalized]
 
     @property
@@ -118,7 +119,6 @@ class TableSpec:
         return slice(first, first + self.num_slots)
 
     def regions(self) -> list[Region]:
-        """Return the regions in shared memory."""
         regions = [
             Region("control", "int64", (Control.NUM_WORDS,)),
             Region("peers", "int64", (self.num_peers + self.num_writers, Peer.NUM_WORDS)),

@@ -132,7 +132,6 @@ class _Search:
         return None
 
     def not_found(self, wait_s: float) -> StoreError:
-        """Return the error of a search without a result."""
         what = f"{SHM}/{self.prefix}-*-{self.table or '*'}"
         of = [] if self.section is None else ["of this config"]
         of += [f"of run {name}" for name in self.runs]

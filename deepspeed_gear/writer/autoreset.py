@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
@@ -10,6 +9,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.context import LOG
 from deepspeed_gear.errors import DataError
 
 Autoreset = Literal["next_step", "same_step", "disabled"]
@@ -66,7 +66,6 @@ def _mode(value: Any) -> str:
     return mode
 
 
-LOG = logging.getLogger("deepspeed_gear")
 LEAST = 8  # resets before the log may have a warning
 MOST = 64  # resets that show nothing, before the check ends
 
@@ -84,7 +83,7 @@ class ResetCheck:
     def __init__(self) -> None:
         self.is_done = False
         self._num_wrong = self._num_unclear = 0
-        self._example: list[np.ndarray] | np.ndarray | None = None  # of a first observation, or a reward
+        self._example: list[np.ndarray] = []  # of a first observation, by column, or a reward
         self._varies = False
 
     def note_states(
@@ -98,12 +97,7 @@ class ResetCheck:
             return
         self._num_unclear += int(still.sum())
         for row in np.flatnonzero(~still).tolist():
-            self._num_wrong += 1
-            states = [np.array(rows[row]) for rows in first]
-            if self._example is None:
-                self._example = states
-            pairs = zip(states, self._example, strict=True)
-            self._varies |= any((one != other).any() for one, other in pairs)
+            self._count([np.array(rows[row]) for rows in first])
         if self._conclude():
             LOG.warning(
                 "gear: the last observations of all %d truncated episodes are the first observations of the "
@@ -116,10 +110,7 @@ class ResetCheck:
     def note_rewards(self, rewards: np.ndarray) -> None:
         """Note the rewards of steps that were taken as resets. [n]."""
         for reward in rewards:
-            self._num_wrong += 1
-            if self._example is None:
-                self._example = np.array(reward)
-            self._varies |= bool(reward != self._example)
+            self._count([np.array(reward)])
         if self._conclude():
             LOG.warning(
                 'gear: autoreset "next_step": the steps after the ends of %d episodes have rewards that '
@@ -127,6 +118,13 @@ class ResetCheck:
                 'number, or autoreset "same_step" with the last observations of episodes',
                 self._num_wrong,
             )
+
+    def _count(self, begin: list[np.ndarray]) -> None:
+        """Count an end after which an episode begins like this."""
+        self._num_wrong += 1
+        self._example = self._example or begin
+        pairs = zip(begin, self._example, strict=True)
+        self._varies |= any((one != other).any() for one, other in pairs)
 
     def _conclude(self) -> bool:
         """Return whether to warn; end the check then, or if the resets so far show nothing."""

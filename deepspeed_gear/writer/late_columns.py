@@ -25,12 +25,9 @@ def fill(
     """Write late columns of a stored trajectory; batches from the next selection on may read them.
 
     The rows are written with the lock held, so the slot cannot become another trajectory's; rows of a process
-    that dies in between are never visible, and may be written again.
+    that dies in between are never visible, and may be written again. With a `lineage`, `Table.lineage` when
+    the id was given, nothing happens if the trajectory is gone.
 
-    Args:
-        columns: Column -> [T, *shape], [T+1, *shape] or [*shape]; or nested, as in `Replay.add`.
-        timeout_s: Longest wait for a selection over nodes.
-        lineage: `Table.lineage` when the id was given. With it, nothing happens if the trajectory is gone.
     Raises:
         DataError: A column is not late, has been written, does not fit, or is not finite and must be; nothing
             has changed.

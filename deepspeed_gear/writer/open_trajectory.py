@@ -26,12 +26,8 @@ from deepspeed_gear.writer.partial_publish import (
 
 
 class OpenTrajectory(ProcessBound):
-    """A trajectory that grows step by step in this process.
-
-    Args:
-        table: Its name, for error texts.
-        publisher: Publishes steps before the end; None: steps cannot be published.
-        native: The native module; None on a machine without a store, which needs no compiler.
+    """A trajectory that grows step by step in this process. Without a `publisher` no steps are published
+    before the end; on a machine without a store there is no native module, and no compiler is needed.
     """
 
     def __init__(

@@ -15,11 +15,7 @@ from deepspeed_gear.store.native_rows import address, form_of
 
 class Staging:
     """The arrays, of their creator, in which open trajectories of N environments grow. One process at a time.
-
-    Args:
-        arrays: Of steps: column -> [places, length + 1, *shape], contiguous, of the stored dtypes.
-        places: The place of each environment. [N], int64, distinct.
-        native: The native module; None on a machine without a store.
+    Each column has [places, length + 1, *shape], contiguous; the places of environments differ. [N], int64.
     """
 
     def __init__(
@@ -47,7 +43,6 @@ class Staging:
         return rows
 
     def rows(self, columns: Sequence[Column]) -> StagedRows:
-        """Return the staged rows of some columns."""
         return StagedRows(columns, self.arrays, self._native, self.places)
 
 
@@ -66,9 +61,8 @@ class StagedRows:
         self._flat = {c.name: arrays[c.name].reshape(-1, *c.shape) for c in columns}
         self._targets: Any = None
         if native is not None:
-            self._targets = native.RowTargets(
-                [(address(arrays[c.name]), form_of(native, c)) for c in columns]
-            )
+            targets = [(address(arrays[c.name]), form_of(native, c)) for c in columns]
+            self._targets = native.RowTargets(targets)
             self._rows_put, self._address = native.rows_put, self._targets.address
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:

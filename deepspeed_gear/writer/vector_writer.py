@@ -292,10 +292,9 @@ class VectorWriter(ProcessBound, PublicNames):
             if self.autoreset == "next_step":
                 unbegun = waiting[self._next[waiting] == self._staging.first[waiting]]
             if len(unbegun):
+                which = f"environments {unbegun[:8].tolist()}"
                 remedy = f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
-                raise DataError(
-                    "step", "must come after reset", f"environments {unbegun[:8].tolist()}", remedy
-                )
+                raise DataError("step", "must come after reset", which, remedy)
         once = self._values_in(columns, envs, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
         state = self._pick(self._state, columns, "step")
@@ -396,6 +395,7 @@ class VectorWriter(ProcessBound, PublicNames):
             return _LEFT
         if self._stores:
             self._look(publish)
+        # Steps of each environment's episode that are not stored any more.
         evicted = [] if self._returns is None else self._growing_words[:, Growing.FIRST].tolist()
         events: int = self._vector_step(
             self._steps_address, columns, final, observed, publish and self._publishes
@@ -408,7 +408,10 @@ class VectorWriter(ProcessBound, PublicNames):
             self.num_trajectories += count
             self._completed += map(CompletedTrajectory._make, self._just_completed[:count].tolist())
             if evicted or self._continued:
-                self._end_stored(self._completed[-count:], evicted)
+                stored = self._completed[-count:]
+                for done in stored:
+                    self._note_rewards(done, evicted[done.env] if evicted else 0)
+                self._end_episodes(done.env for done in stored)
         if events > 0 and events & _ENDS_LEFT:
             at = np.flatnonzero(self._unstored)
             self._unstored[at] = False
@@ -528,12 +531,6 @@ class VectorWriter(ProcessBound, PublicNames):
             rewards = self._steps_of(self._returns.reward, stored.env, end)[:end]
             self._returns.note(stored.env, stored.trajectory_id, rewards, evicted)
 
-    def _end_stored(self, stored: list[CompletedTrajectory], evicted: list[int]) -> None:
-        """End the episodes that the native call has stored; `evicted` steps of each environment before."""
-        for done in stored:
-            self._note_rewards(done, evicted[done.env] if evicted else 0)
-        self._end_episodes(done.env for done in stored)
-
     def _end_episodes(self, envs: Iterable[int]) -> None:
         """End the episodes of environments: number the next steps from 0, and fill returns-to-go."""
         for env in envs:
@@ -556,7 +553,6 @@ class VectorWriter(ProcessBound, PublicNames):
         return self._staging.of(column.name, env)[: num_steps + (column.rows == "T+1")]
 
     def _publish(self) -> None:
-        """Publish all open trajectories."""
         publisher = checked(self._publisher)
         if self._stores:
             self._look(True)
