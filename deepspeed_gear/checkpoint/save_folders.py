@@ -26,6 +26,7 @@ import shutil
 import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -268,11 +269,10 @@ def _find(folder: Path, table: str, save_id: str, files: Mapping[str, str]) -> P
         try:
             for name, digest in files.items():
                 at = path / name
-                if sha256(at) != digest:
-                    raise CheckpointError(str(at), "must be as it was saved", None, ANOTHER)
+                with _readable(at):
+                    if sha256(at) != digest:
+                        raise CheckpointError(str(at), "must be as it was saved", None, ANOTHER)
             return path
-        except OSError as error:
-            problems.append(_unreadable(at, error))
         except CheckpointError as error:
             problems.append(error)
     if problems:
@@ -288,10 +288,9 @@ def _find(folder: Path, table: str, save_id: str, files: Mapping[str, str]) -> P
 
 def _changed_at(folder: Path) -> int:
     """Return when a name in a folder was last changed, as by a save that another process publishes."""
-    try:
+    with contextlib.suppress(OSError):
         return folder.stat().st_mtime_ns
-    except OSError:
-        return 0
+    return 0
 
 
 def newest_tables(folder: Path) -> list[Path]:
@@ -328,10 +327,8 @@ def link_of(file: BinaryIO) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    try:
+    with _readable(path):
         content = parse_json(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
     if not isinstance(content, dict):
         raise CheckpointError(str(path), "must hold a mapping", type(content).__name__, ANOTHER)
     return content
@@ -366,17 +363,15 @@ def _sha256(file: BinaryIO) -> str:
     return digest.hexdigest()
 
 
-def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    text = getattr(error, "strerror", None) or str(error)
-    return CheckpointError(str(path), "must be readable", None, f"{text}; {ANOTHER}")
+def _readable(path: Path) -> AbstractContextManager[None]:
+    return CheckpointError.on(str(path), "must be readable", OSError, ValueError, remedy=ANOTHER)
 
 
 def _named(folder: Path) -> str | None:
     """Return the id of the save that `position.json` names, if it names one."""
-    try:
+    with contextlib.suppress(CheckpointError):
         return str(save_of(read_position(folder))["id"])
-    except CheckpointError:
-        return None
+    return None
 
 
 def _versions(folder: Path, table: str) -> tuple[Path, ...]:
@@ -386,10 +381,9 @@ def _versions(folder: Path, table: str) -> tuple[Path, ...]:
 def manifests_in(folder: Path) -> list[Path]:
     """Return the manifest of a table's folder, or those of its shards; [] if it holds no table any more."""
     own = folder / MANIFEST
-    try:
+    with contextlib.suppress(OSError):
         return [own] if own.is_file() else sorted(folder.glob(f"shard-*/{MANIFEST}"))
-    except OSError:
-        return []
+    return []
 
 
 def digest_of(state: State) -> str:
@@ -449,10 +443,9 @@ def _locked(folder: Path) -> int:
 
 def _is_file(fd: int, path: Path) -> bool:
     """Return whether a path is that of an open file."""
-    try:
+    with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(fd), os.stat(path))
-    except OSError:
-        return False
+    return False
 
 
 def _release_all(held: dict[Path, int]) -> None:

@@ -84,7 +84,7 @@ def test_states(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
         with pytest.raises(CheckpointError, match=rf"{word} must be in \[(0|-\d+), .*edited"):
             replay.load(folder, changed)
     (folder / "position.json").write_text(DEEP)
-    with pytest.raises(CheckpointError, match=r"position\.json must be readable; it is nested too deeply"):
+    with pytest.raises(CheckpointError, match=r"position\.json must be readable, got .it is nested too"):
         replay.load(folder)
 
 
