@@ -6,8 +6,9 @@ selections refer to a trajectory by its position in this list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.row_allocator import look_up
 
+T = TypeVar("T")
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
 PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps", "walked"), ("priorities", "draws")
 OF_ALL = ("position", "newest_numbers")  # the same in all shards
@@ -30,8 +32,6 @@ SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 
 @dataclass(frozen=True)
 class SavedGroups:
-    """The groups of a saved shard."""
-
     records: np.ndarray  # what `TableGroups.export` returned. [n, 3], int64.
     counts: np.ndarray  # the words of `GroupCount`. [16], int64.
     consumed: np.ndarray  # numbers of the groups that have left the table, the oldest first. [m], int64.
@@ -93,22 +93,24 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
         for name in shards[0].streams
     }
-    lives = [shard.retention for shard in shards if shard.retention is not None]
-    retention = np.concatenate(lives) if len(lives) == len(shards) else None
     inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
     # Shard i of S assigns the ids counter * S + i: the next one is above all of them.
     counters = [shard.next_id for shard in shards]
     given = [(count - 1) * len(shards) + i + 1 for i, count in enumerate(counters) if count > 0]
-    slots, next_id = _merge_slots(shards), max(given, default=0)
+    slots, next_id = _merged(shards, "slots", _merge_slots), max(given, default=0)
     if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
-    counted = [shard.moments for shard in shards if shard.moments is not None]
-    moments = running_moments.merge(counted) if len(counted) == len(shards) else None
-    ledgers = [shard.prompts for shard in shards if shard.prompts is not None]
-    groups, prompts = _merge_groups(shards, before), None
-    if len(ledgers) == len(shards):
-        prompts = prompt_ledger.merge(ledgers)
+    retention = _merged(shards, "retention", np.concatenate)
+    groups = _merged(shards, "groups", lambda every: _merge_groups(every, before))
+    moments = _merged(shards, "moments", running_moments.merge)
+    prompts = _merged(shards, "prompts", prompt_ledger.merge)
     return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments, prompts)
+
+
+def _merged(shards: Sequence[SavedShard], name: str, merge: Callable[[list[Any]], T]) -> T | None:
+    """Merge what all shards have; None: one of them has none."""
+    every = [getattr(shard, name) for shard in shards]
+    return None if any(one is None for one in every) else merge(every)
 
 
 def packed(records: np.ndarray) -> np.ndarray:
@@ -124,23 +126,18 @@ def in_rows(records: np.ndarray) -> np.ndarray:
     return np.argsort(records[:, Slot.FIRST_ROW], kind="stable")
 
 
-def _merge_slots(shards: Sequence[SavedShard]) -> np.ndarray | None:
+def _merge_slots(every: Sequence[np.ndarray]) -> np.ndarray:
     found, row = [], 0
-    for shard in shards:
-        if shard.slots is None:
-            return None
-        records = packed(shard.slots)
+    for slots in every:
+        records = packed(slots)
         records[:, Slot.FIRST_ROW] += row
         row += int(records[:, Slot.NUM_ROWS].sum())
         found.append(records)
     return np.concatenate(found)
 
 
-def _merge_groups(shards: Sequence[SavedShard], before: np.ndarray) -> SavedGroups | None:
+def _merge_groups(every: Sequence[SavedGroups], before: np.ndarray) -> SavedGroups:
     """Return the groups of all shards, each of which lies in one."""
-    every = [shard.groups for shard in shards if shard.groups is not None]
-    if len(every) < len(shards):
-        return None
     records = np.concatenate([groups.records for groups in every])
     starts = np.repeat(before[:-1], [len(groups.records) for groups in every])
     records[:, 0] += np.where(records[:, 0] > 0, starts, 0)

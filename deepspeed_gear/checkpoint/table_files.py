@@ -125,13 +125,9 @@ def _save_rows(
     order = reshard.in_rows(records)
     order = order[records[order, Slot.NUM_ROWS] > 0]
     # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are filled.
-    words = np.column_stack(
-        [
-            records[order][:, [Slot.ID, Slot.NUM_STEPS, Slot.NUM_ROWS]],
-            retention[order][:, [SlotRetention.PRESENT, SlotRetention.OPEN]],
-        ]
-    )
-    extents = records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
+    ordered, kept = records[order], retention[order][:, [SlotRetention.PRESENT, SlotRetention.OPEN]]
+    words = np.column_stack([ordered[:, [Slot.ID, Slot.NUM_STEPS, Slot.NUM_ROWS]], kept])
+    extents = ordered[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
     numbers, begins = np.unique(extents[:, 0] // _segment_rows(table), return_index=True)
     ends = np.append(begins[1:], len(order))  # one more than segments where there are none
     for number, first, end in zip(numbers.tolist(), begins, ends, strict=False):
@@ -172,12 +168,10 @@ def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
 def _link(before: Path, to: Path, names: Sequence[str], files: Mapping[str, str]) -> dict[str, str]:
     """Link files of an earlier save, until the file system refuses; return their checksums."""
     linked = {}
-    for name in names:
-        try:
+    with contextlib.suppress(OSError):  # no links, or too many
+        for name in names:
             os.link(before / name, to / name)
-        except OSError:  # no links, or too many
-            break
-        linked[name] = files[name]
+            linked[name] = files[name]
     return linked
 
 
@@ -519,7 +513,6 @@ class TableLoader:
         return reshard.divide(name, whole, room, by_rows, numbers)
 
     def replace(self) -> None:
-        """Replace the contents of this node's tables."""
         for name, table in self._tables.items():
             found, division = self._found[name], self._divisions[name]
             slots = np.arange(len(division.chosen(table.spec.own_shard.index)))
