@@ -468,11 +468,9 @@ class ShardedSelector(SelectionAgreement):
 
 def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
     """Agree on the quotas of each node's writers. Collective; arguments as in `may_select`."""
-    joint = [stream for stream in streams if stream.state.joint_limiter is not None]
-    for stream in joint:
-        may_select(exchange, leads, stream, int(stream.position[Head.KEY]))
-    if joint:
-        exchange.barrier()  # after it ranks may write
+    for stream in streams:
+        if stream.state.joint_limiter is not None:
+            may_select(exchange, leads, stream, int(stream.position[Head.KEY]))
 
 
 def may_select(
@@ -499,6 +497,7 @@ def may_select(
     changes = leads and not messages[:, NodeRate.IS_FIXED].any()  # a fixed record: no node may `apply`
     with stream.table.lock:
         is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
+    exchange.barrier()  # after it ranks may write, by the new quotas
     return is_open or any(was_selected for _, was_selected, _ in found)
 
 
