@@ -129,16 +129,18 @@ def _traffic(
     held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
     sent = np.zeros((num_nodes, num_nodes), np.int64)
     replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
-    for index in range(info.data_world):
-        for node, readers in exchange_plan.readers_of(places, nodes, index).items():
-            fields = {field for place in readers for field in needs[place].fields}
-            opaque = {field for place in readers for field in needs[place].opaque}
-            size = sum(
-                (_mask(batch, field).sum(1).numpy() * _row_bytes(field) for field in fields),
-                start=np.full(batch.num_samples, sum(map(_row_bytes, opaque)), np.int64),
-            )
-            lacking = (replica == index) & (held != node)
-            np.add.at(sent[:, node], held[lacking], size[lacking])
+    readers: dict[tuple[int, int], list[ReadNeeds]] = {}  # of each replica on each node
+    for place, node in zip(places, nodes, strict=True):
+        if place.reads:
+            readers.setdefault((place.data_rank, node), []).append(needs[place])
+    for (index, node), read in readers.items():
+        fields = {field for each in read for field in each.fields}
+        opaque = {field for each in read for field in each.opaque}
+        size = np.full(batch.num_samples, sum(map(_row_bytes, opaque)), np.int64)
+        for field in fields:
+            size += _mask(batch, field).sum(1).numpy() * _row_bytes(field)
+        lacking = (replica == index) & (held != node)
+        np.add.at(sent[:, node], held[lacking], size[lacking])
     return sent
 
 

@@ -213,14 +213,3 @@ def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
     wanted = before[-1] * np.arange(1, num_nodes) / num_nodes
     inner = np.clip(np.searchsorted(before, wanted), 0, len(sizes))
     return np.concatenate([[0], inner, [len(sizes)]]).astype(np.int64)
-
-
-def readers_of(
-    places: Sequence[RankCoordinates], nodes: Sequence[int], replica: int
-) -> dict[int, list[RankCoordinates]]:
-    """Return the ranks of a replica that read, by node."""
-    found: dict[int, list[RankCoordinates]] = {}
-    for place, node in zip(places, nodes, strict=True):
-        if place.data_rank == replica and place.reads:
-            found.setdefault(node, []).append(place)
-    return found
