@@ -136,11 +136,7 @@ def describe(state: Mapping[str, Any]) -> dict[str, Any]:
         train[table] = {"global_batches": batches, "samples": samples}
         if size:
             train[table] |= {"epoch": epoch, "epoch_samples": samples - first, "epoch_items": size}
-    return {
-        "train": train,
-        "passes": entry(state, "passes", dict, at),
-        "data": entry(state, "data", dict, at),
-    }
+    return {"train": train, **{name: entry(state, name, dict, at) for name in ("passes", "data")}}
 
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:

@@ -234,16 +234,13 @@ def divide(
     ends, wanted = (_before(slots_of.tolist()), _before(rows_of.tolist())), shards_of(rows_of, len(room))
     starts = [count]  # where a part must begin at the latest so that it and those after it hold the rest
     for sizes in reversed(room):
-        least = [
-            int(np.searchsorted(end, end[starts[0]] - size)) for end, size in zip(ends, sizes, strict=True)
-        ]
+        pairs = zip(ends, sizes, strict=True)
+        least = [int(np.searchsorted(end, end[starts[0]] - size)) for end, size in pairs]
         starts.insert(0, max(0, *least))
     bounds = [0]  # the first unit of each part
     for index, sizes in enumerate(room):
-        most = [
-            int(np.searchsorted(end, end[bounds[-1]] + size, side="right")) - 1
-            for end, size in zip(ends, sizes, strict=True)
-        ]
+        pairs = zip(ends, sizes, strict=True)
+        most = [int(np.searchsorted(end, end[bounds[-1]] + size, side="right")) - 1 for end, size in pairs]
         if min(most) < starts[index + 1]:
             content = f"{ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint"
             what = "trajectories" if numbers is None else "groups"

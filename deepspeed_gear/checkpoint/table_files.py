@@ -317,15 +317,13 @@ def file_of(column: str, segment: str | None = None) -> str:
 
 def _loaded(path: Path, digest: str) -> np.ndarray:
     with save_folders.open_checked(path, digest) as file:
-        found: np.ndarray = np.load(file)
-        return found
+        return np.asarray(np.load(file))
 
 
 def _mapped(path: Path, digest: str) -> np.ndarray:
     is_readable = CheckpointError.on(str(path), "must be readable", OSError)
     with is_readable, save_folders.open_checked(path, digest) as file:
-        found: np.ndarray = np.load(save_folders.link_of(file), mmap_mode="r")
-        return found
+        return np.asanyarray(np.load(save_folders.link_of(file), mmap_mode="r"))
 
 
 def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) -> np.ndarray:

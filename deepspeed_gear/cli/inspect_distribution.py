@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
@@ -70,7 +71,8 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     train, sizes, schema = meaning.get("train"), meaning.get("sizes", {}), Schema.from_json(meaning["schema"])
     groups = prompts = None
     if sizes.get("group") is not None:  # groups are formed on copies
-        views, groups = forecast_groups(store.table, GroupSpec.from_json(sizes["group"]), schema, views)
+        group = TypeAdapter(GroupSpec).validate_python(sizes["group"])
+        views, groups = forecast_groups(store.table, group, schema, views)
     if sizes.get("prompts") is not None:
         numbers = views["column/" + sizes["group"]["column"]]
         prompts = books_of(PromptSpec(**sizes["prompts"]), views, numbers)

@@ -24,9 +24,8 @@ FORMAT = 3
 CONTENT = "content.pt"
 Tables = Mapping[str, RingTable]
 Content = Mapping[str, Tensor]
-_DRAWABLE, _HIGHEST = (
-    RingState.COUNTS + word for word in (UpdateCount.DRAWABLE, UpdateCount.HIGHEST_PRIORITY)
-)
+_DRAWABLE = RingState.COUNTS + UpdateCount.DRAWABLE
+_HIGHEST = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
 _COUNTED = (
     RingState.REFUSED,
     RingState.EMPTY,

@@ -98,10 +98,8 @@ class ControlPlane:
         sent[: len(mine)] = mine
         rows = list(torch.zeros(self.world_size, len(sent), dtype=torch.uint8).unbind())
         self.run(lambda: dist.all_gather(rows, sent, group, async_op=True))
-        return [
-            pickle.loads(row[:size].numpy().tobytes())
-            for row, (size,) in zip(rows, sizes.tolist(), strict=True)
-        ]
+        pairs = zip(rows, sizes[:, 0].tolist(), strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in pairs]
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
         return self.gather(value if self.rank == source else None)[source]
@@ -114,7 +112,6 @@ class ControlPlane:
         return tensor
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self.gather(None)
 
     def agree(self, what: str, action: Callable[[], T]) -> T:

@@ -220,11 +220,9 @@ class FailureDetector:
     def _send(self, ended: bool = False) -> None:
         """Publish the heartbeat: count, end, problem, and which ended rank passed the fewest barriers."""
         words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
-        ended_ranks = [
-            (passed - 1, rank)
-            for rank, (has_ended, passed) in zip(self._ranks, words, strict=True)
-            if has_ended and passed  # no rank waits for one that takes no part in barriers
-        ]
+        ranks = zip(self._ranks, words, strict=True)
+        # No rank waits for one that takes no part in barriers.
+        ended_ranks = [(passed - 1, rank) for rank, (has_ended, passed) in ranks if has_ended and passed]
         first = min(ended_ranks)[::-1] if ended_ranks else None
         problem = self._known_problem()  # read last: a rank that fails reports it before it ends
         record = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}

@@ -54,10 +54,8 @@ class NodeChannel:
         # Messages to nodes after their sender and to those before it have groups of their own: while a thread
         # sends, gloo's thread that is notified of a message between the same two ranks of the same group
         # spins, maybe on the core that the sender needs.
-        self._up, self._down = (
-            lane(tuple(sorted(self.ranks)), f"{purpose}, {way}", timeout_s + GRACE_S)
-            for way in ("up", "down")
-        )
+        ranks, wait_s = tuple(sorted(self.ranks)), timeout_s + GRACE_S
+        self._up, self._down = (lane(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down"))
         #: Of this channel's messages among those of the groups.
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]

@@ -127,9 +127,6 @@ def resolve_plan(
     """Read config and data on every rank, compare and resolve; arguments of `Replay`. Collective, as its
     errors are. `on_device`: tables must lie on devices.
     """
-    if schemas is not None:
-        for name, schema in arguments.mapping("schemas", schemas, "table -> Schema").items():
-            arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
     exchange = ControlPlane(process_group)
@@ -268,12 +265,15 @@ def schemas_of(
     config: GearConfig, data: Mapping[str, Dataset], given: Mapping[str, Schema] | None
 ) -> dict[str, Schema]:
     """Return the schema of each table: from its data set, its config, or the program."""
+    given = arguments.mapping("schemas", {} if given is None else given, "table -> Schema")
     schemas: dict[str, Schema] = {}
+    for name, one in given.items():
+        arguments.one_of(f"schemas: {name}", one, Schema, "a Schema")
     for name, table in config.resolved_tables.items():
-        schema = data[name].schema if name in data else (table.schema or (given or {}).get(name))
+        schema = data[name].schema if name in data else (table.schema or given.get(name))
         if schema is not None:
             schemas[name] = schema
-    unknown = sorted(set(given or {}) - set(config.resolved_tables))
+    unknown = sorted(set(given) - set(config.resolved_tables))
     if unknown:
         raise ConfigError("schemas", "must be of tables in the config", unknown[0])
     return schemas

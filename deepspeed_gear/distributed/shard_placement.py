@@ -91,11 +91,8 @@ def _place(
             raise ConfigError(f"gear.tables.{name}.data.replicate", rule, False, remedy)
     mine = dict.fromkeys(tables, NOTHING)
     if topology.node in holders:
-        index, count = order.index(topology.node), len(order)
-        mine = {
-            name: found[name][topology.node] if name in found else Shard(index, count, 0, 0)
-            for name in spread
-        }
+        empty = Shard(order.index(topology.node), len(order))  # of a table with a capacity
+        mine = {name: found[name][topology.node] if name in found else empty for name in spread}
     firsts: dict[str, np.ndarray] = {}
     for name in spread & set(found):
         ordered = sorted(found[name].values(), key=lambda shard: shard.index)

@@ -30,13 +30,7 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import (
-    AnchorRule,
-    Condition,
-    MassRule,
-    check_weights,
-    key_of,
-)
+from deepspeed_gear.sampling.mass_rules import AnchorRule, Condition, MassRule, check_weights, key_of
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
@@ -101,17 +95,16 @@ def streams_of(
     num_shards = num_holders if is_spread else 1
     is_replicated = num_holders > 1 and not is_spread
     mixture, index = mixture_of(config, info), config.sampled_tables.index(name)
-    train = StreamSpec(
+    stream = partial(StreamSpec, seed=config.seed, num_shards=num_shards)
+    train = stream(
         name=TRAIN,
         sampler=sampler,
         sampling=sampling,
-        seed=config.seed,
         key=key_of(name, TRAIN),
         batch=info.global_batch,
         depth=config.prefetch + SPARE_SELECTIONS,
         count=None if mixture is None else partial(mixture.count, index),
         count_draws=config.count_draws,
-        num_shards=num_shards,
         together=is_spread or (is_replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
         rate_timeout_s=config.timeout_s if rate is None else rate.timeout_s,
@@ -121,15 +114,13 @@ def streams_of(
     for number, part in enumerate(sorted(split)):
         passes = EvaluationPass()
         of_part = replace(admitted, split_index=number + 1)
-        specs[part] = StreamSpec(
+        specs[part] = stream(
             name=part,
             sampler=passes,
             sampling=passes.spec(replace(scope, admitted=of_part)),
-            seed=config.seed,
             key=key_of(name, part),
             batch=info.micro * info.data_world,
             depth=SPARE_SELECTIONS,
-            num_shards=num_shards,
             together=is_spread,
         )
     return specs
@@ -201,7 +192,6 @@ def check_compressed(config: GearConfig, datasets: Mapping[str, Dataset], spread
 
 
 def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRule:
-    """Return the rule of which steps the sampler admits as anchors."""
     anchors = config.item_sampler.anchors
     if anchors == "fits":
         n = config.n_step.n if config.n_step is not None else 0

@@ -70,8 +70,6 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """Coordinates and node of every rank."""
-
     rank: int
     places: tuple[RankCoordinates, ...]
     nodes: tuple[int, ...]  # number of the node of each rank, counted from 0 in the order of ranks
@@ -135,10 +133,9 @@ class Topology:
         places = tuple(place for _, place, _ in answers)
         check_grid(places)
         hosts = {node: host for node, _, host in answers}  # in the order of ranks
-        nodes = list(hosts)
-        return cls(
-            exchange.rank, places, tuple(nodes.index(node) for node, _, _ in answers), tuple(hosts.values())
-        )
+        numbers = {node: number for number, node in enumerate(hosts)}
+        nodes = tuple(numbers[node] for node, _, _ in answers)
+        return cls(exchange.rank, places, nodes, tuple(hosts.values()))
 
 
 def check_grid(places: tuple[RankCoordinates, ...]) -> None:

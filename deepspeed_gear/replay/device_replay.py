@@ -22,7 +22,7 @@ from deepspeed_gear.device.device_table import DeviceTable, TableMixture, device
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
@@ -74,15 +74,11 @@ class DeviceReplay(ReplayBase):
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = resolve_plan(config, process_group, schemas, info, place, on_device=True)
         self.tables: dict[str, RingTable] = {}
-        try:
+        with undo_on_error(plan.exchange.close), undo_on_error(self._close_tables):
             to = plan.exchange.agree("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
             plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
             self._loader = DeviceLoader(plan, self._mixture, self._burn_in, owner=self)
-        except BaseException:
-            self._close_tables()
-            plan.exchange.close()
-            raise
         self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = 0  # global batches selected here, less the position of the latest load
 
@@ -148,10 +144,8 @@ class DeviceReplay(ReplayBase):
         if self._transform is None:
             return batch
         numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
-        keys = [
-            position.transform_keys(each.seed, each.key, part)
-            for each, part in zip(self._mixture.tables, numbers, strict=True)
-        ]
+        parts = zip(self._mixture.tables, numbers, strict=True)
+        keys = [position.transform_keys(each.seed, each.key, part) for each, part in parts]
         return self._transform(batch.again(), torch.cat(keys))
 
     def add_(

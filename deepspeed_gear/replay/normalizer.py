@@ -78,11 +78,10 @@ class FieldConversion:
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a file; its numbers are exact."""
-        known: dict[str, Any] = {"stored": _NAMES[self.stored], "dtype": _NAMES[self.dtype]}
-        known["shape"] = list(self.shape)
-        for name, part in (("shift", self.shift), ("gain", self.gain)):
-            known[name] = None if part is None else part.tolist()
-        return known
+        parts = {"shift": self.shift, "gain": self.gain}
+        numbers = {name: None if part is None else part.tolist() for name, part in parts.items()}
+        form = {"stored": _NAMES[self.stored], "dtype": _NAMES[self.dtype], "shape": list(self.shape)}
+        return {**form, **numbers}
 
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> FieldConversion:
@@ -153,8 +152,6 @@ class Normalizer:
             dataset = Dataset.open(dataset)
         arguments.one_of("dataset", dataset, (Dataset, type(None)), "a Dataset or a path")
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
-        for name, schema in arguments.mapping("schemas", schemas or {}, "table -> Schema").items():
-            arguments.one_of(f"schemas: {name}", schema, Schema, "a Schema")
         checked = parse(ds_config.read(config)[0])
         paths = {name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None}
         if dataset is not None and len(paths) != 1:

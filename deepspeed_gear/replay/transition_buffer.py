@@ -78,9 +78,8 @@ class _Rows(NamedTuple):
         if rows.shape != self.shape:
             if rows.shape not in self.others:
                 remedy = "give the spaces of one environment: single_observation_space, single_action_space"
-                raise DataError(
-                    self.argument, f"must have shape {list(self.shape)}", list(rows.shape), remedy
-                )
+                rule = f"must have shape {list(self.shape)}"
+                raise DataError(self.argument, rule, list(rows.shape), remedy)
             rows = rows.reshape(self.shape)
         if rows.dtype == self.dtype:
             return rows
@@ -158,9 +157,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self.replay = Replay(section, schemas={"main": Schema(columns)}, device=device)
         # "same_step" is "disabled" here: an episode's first observation comes with its first transition.
         self._resets_itself = mode == "next_step"
-        self._writer = self.replay.vector_writer(
-            self.num_envs, "next_step" if self._resets_itself else "disabled"
-        )
+        own: Autoreset = "next_step" if self._resets_itself else "disabled"
+        self._writer = self.replay.vector_writer(self.num_envs, own)
         self._begins_anew = False  # after an error, which may have come before or after the step was taken
         self._num_gaps = self._num_resets = 0
 
@@ -306,20 +304,16 @@ def _section(
     fields = arguments.mapping("fields", options.get("fields", {}))
     longest = most_steps if any(map(_reads_other_steps, fields.items())) else LONGEST
     default = max(1, min(longest or buffer_size, buffer_size // (num_envs + 1)))
-    longest = arguments.count(
-        "table.max_length", arguments.mapping("table", table).get("max_length", default)
-    )
+    given = arguments.mapping("table", table).get("max_length", default)
+    longest = arguments.count("table.max_length", given)
+    sampler = arguments.mapping("sampler", options.get("sampler", {}))
     capacity = buffer_size + buffer_size // MARGIN + (num_envs + 1) * longest
     next_offset = "n_step" if options.get("n_step") is not None else 1
     return {
         "batch_size": 256,
         **options,
         "tables": {"main": {"capacity_steps": capacity, "remove": "fifo", **table, "max_length": longest}},
-        "sampler": {
-            "kind": "uniform",
-            "unit": "step",
-            **arguments.mapping("sampler", options.get("sampler", {})),
-        },
+        "sampler": {"kind": "uniform", "unit": "step", **sampler},
         "fields": {
             "observation": {},
             "action": {},

@@ -209,9 +209,8 @@ def why_impossible() -> str:
     current = torch.device("cuda", torch.cuda.current_device())
     memory = SharedMemory.create(mmap.PAGESIZE, huge_pages=False)
     try:
-        registration = Registration(
-            memory, plan({"page": memory_span(memory)}, memory_span(memory)), CudaRuntime(current)
-        )
+        page = memory_span(memory)
+        registration = Registration(memory, plan({"page": page}, page), CudaRuntime(current))
         registration.close()
         return registration.left_out.get("page", "")
     finally:

@@ -41,7 +41,6 @@ class Evictor:
         self._is_shared = table.spec.own_shard.count > 1
 
     def may_insert(self, num_steps: int) -> bool:
-        """Return whether the rate admits a trajectory now."""
         rate, control = self.retention.rate_limiter, self.table.control
         if rate is None:
             return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -115,8 +115,3 @@ class GroupSpec:
     where: tuple[GroupCondition, ...] = ()  # a group that fails one is evicted when it is complete
     max_trajectories: int = 0  # of a group
     remember: int = 0  # groups that have left the table, at most, of which late trajectories are dropped
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> GroupSpec:
-        where = tuple(GroupCondition(**one) for one in values["where"])
-        return cls(**{**values, "late": tuple(values["late"]), "where": where})

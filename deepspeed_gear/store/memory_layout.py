@@ -102,14 +102,11 @@ class Layout:
 
     def views(self, buffer: Any) -> dict[str, np.ndarray]:
         """Return every region as an array over `buffer`, without a copy."""
-        return {
-            r.name: np.ndarray(r.shape, np.dtype(r.dtype), buffer=buffer, offset=begin)
-            for r, begin in zip(self.regions, self._begins, strict=False)
-        }
+        placed = zip(self.regions, self._begins, strict=False)
+        return {r.name: np.ndarray(r.shape, r.dtype, buffer, begin) for r, begin in placed}
 
 
 def align(offset: int) -> int:
-    """Round up to the alignment of regions."""
     return (offset + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 

@@ -78,9 +78,8 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
             continue
         entries = _entries(read(f"{folder}/memory.stat"))
         cache = sum(entries.get(key, 0) for key in cache_entries)
-        numbers = (
-            f"limit {show_bytes(limit)}, used {show_bytes(used)}, of this {show_bytes(cache)} page cache"
-        )
+        numbers = f"limit {show_bytes(limit)}, used {show_bytes(used)}"
+        numbers += f", of this {show_bytes(cache)} page cache"
         yield MemoryLimit(path, max(0, limit - max(0, used - cache)), numbers)
 
 

@@ -23,7 +23,6 @@ def form_of(native: ModuleType, column: Column) -> Any:
 
 
 def address(array: np.ndarray) -> int:
-    """Return the address of an array."""
     return int(array.ctypes.data)
 
 

@@ -15,7 +15,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState, UpdateCount
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Head, Peer, Position
-from deepspeed_gear.store.row_allocator import is_among
+from deepspeed_gear.store.row_allocator import is_among, rows_of
 from deepspeed_gear.store.table import Table
 
 _LAST_DRAWN = "/last_drawn"
@@ -76,11 +76,10 @@ class StepPriorities:
     def repair(self, table: Table) -> None:
         """Repair priorities and slots of rows from the slot table; the caller rebuilds the masses."""
         used = np.nonzero(is_among(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
+        rows, _, owner = rows_of(table.slots[used])
+        self.row_slots[rows] = used[owner]
         free = np.ones(len(self.priorities), bool)
-        extents = table.slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
-        for slot, (first, count) in zip(used.tolist(), extents, strict=True):
-            free[first : first + count] = False
-            self.row_slots[first : first + count] = slot
+        free[rows] = False
         self.priorities[free] = 0
 
     def _update(self, items: np.ndarray, masses: np.ndarray) -> None:

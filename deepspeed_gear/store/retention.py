@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -125,10 +125,3 @@ class Retention:
     version_column: str | None = None  # column of policy versions
     max_lag: int = 0  # largest lag of a stored policy version
     waits: bool = False  # whether a new version waits for open trajectories that would exceed the lag
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Retention:
-        rate = values["rate_limiter"]
-        if rate is not None:
-            rate = RateLimiter(**{**rate, "least": float(rate["least"]), "most": float(rate["most"])})
-        return cls(**{**values, "rate_limiter": rate})

@@ -277,8 +277,7 @@ class RowAllocator:
     @property
     def moments(self) -> np.ndarray:
         """The running moments of the normalised columns, a view. [6, elements], float64."""
-        current: np.ndarray = self._moments[self._moments_head[MomentHead.CURRENT]]
-        return current
+        return np.asarray(self._moments[self._moments_head[MomentHead.CURRENT]])
 
     def first_complete(self, link: int) -> int:
         """Return the oldest (SlotLink.NEWER) or newest (OLDER) complete committed slot; -1: none."""

@@ -102,9 +102,8 @@ class Table:
                 spec.name, spec.group, spec.schema, views, self.columns, extents, self.ledger
             )
         # The next change of a slot notifies it if a sampler waits.
-        self.bells = FutexEvents(
-            self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32).reshape(1, 2), ops.native
-        )
+        word = self.control[Control.EVENT : Control.EVENT + 1].view(np.uint32)
+        self.bells = FutexEvents(word.reshape(1, 2), ops.native)
 
     @classmethod
     def create(
@@ -213,12 +212,11 @@ class Table:
             held = (at >= 0) & (at < len(self.slots))
             held[held] = self.slots[at[held], Slot.STATE] == SlotState.COMMITTED
             return np.where(held, at, -1)
+        is_committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
         if len(ids) == 1:
-            at = np.nonzero(
-                (self.slots[:, Slot.ID] == ids[0]) & (self.slots[:, Slot.STATE] == SlotState.COMMITTED)
-            )[0]
+            at = np.nonzero(is_committed & (self.slots[:, Slot.ID] == ids[0]))[0]
             return at if len(at) else np.array([-1])
-        committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        committed = np.nonzero(is_committed)[0]
         committed = committed[np.argsort(self.slots[committed, Slot.ID])]
         return look_up(self.slots[committed, Slot.ID], ids, committed)
 
@@ -230,7 +228,6 @@ class Table:
         return {column.name: self.columns[column.name][at[column.rows], ...] for column in self.spec.schema}
 
     def rows_for(self, num_steps: int) -> int:
-        """Return the rows that a trajectory takes."""
         return num_steps + (1 if self.spec.schema.has_final_row else 0)
 
     def full(self, refusal: int, num_steps: int) -> StoreFullError:

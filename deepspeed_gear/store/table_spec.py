@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter
 
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
@@ -84,11 +86,8 @@ class TableSpec:
 
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
-        values = dict(sizes, retention=Retention.from_json(sizes["retention"]))
-        values["shard"] = None if sizes["shard"] is None else Shard(**sizes["shard"])
-        values["group"] = None if sizes["group"] is None else GroupSpec.from_json(sizes["group"])
-        values["prompts"] = None if sizes["prompts"] is None else PromptSpec(**sizes["prompts"])
-        values |= {name: tuple(sizes[name]) for name in ("whole_fields", "normalized")}
+        kinds = get_type_hints(cls)
+        values = {part: TypeAdapter(kinds[part]).validate_python(value) for part, value in sizes.items()}
         return cls(name, Schema.from_json(schema), dataset=None, in_memory=True, **values)
 
     @property

@@ -158,7 +158,6 @@ class Inserter:
             check(columns)
 
     def check_length(self, num_steps: int) -> None:
-        """Raise if a trajectory is longer than `max_length`."""
         if self.max_length is not None and num_steps > self.max_length:
             rule = f"must have at most max_length = {self.max_length} steps"
             raise DataError(f"{self._name}: trajectory", rule, num_steps)

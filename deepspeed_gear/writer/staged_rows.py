@@ -39,8 +39,7 @@ class Staging:
 
     def of(self, name: str, env: int) -> np.ndarray:
         """Return an environment's rows of a column. [length + 1, *shape], a view."""
-        rows: np.ndarray = self.arrays[name][self.places[env]]
-        return rows
+        return np.asarray(self.arrays[name][self.places[env]])
 
     def rows(self, columns: Sequence[Column]) -> StagedRows:
         return StagedRows(columns, self.arrays, self._native, self.places)

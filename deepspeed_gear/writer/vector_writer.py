@@ -473,9 +473,7 @@ class VectorWriter(ProcessBound, PublicNames):
             self._refuse_others("final", final, self._final_names)
         for column in self._state:
             if final is None or column.name not in final:
-                remedy = (
-                    'with "same_step" it comes with the next episode\'s first; gymnasium: info["final_obs"]'
-                )
+                remedy = '"same_step": it comes with the next episode\'s first; gymnasium: info["final_obs"]'
                 raise DataError(f"final {column.name}", "must be given where an episode ends", None, remedy)
             given = final[column.name]
             ends = given[at] if isinstance(given, torch.Tensor) else [given[row] for row in at.tolist()]

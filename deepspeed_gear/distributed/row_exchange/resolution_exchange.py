@@ -23,8 +23,6 @@ Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 @dataclass
 class NodeSelection:
-    """The selection that is being made."""
-
     key: int
     entry: int  # of the ring
     count: int  # samples
@@ -48,7 +46,6 @@ class NodeSelection:
         self.owner[begin:end] = owner[self.asked[begin:end] - done]
 
     def drawn(self) -> tuple[np.ndarray, torch.Tensor]:
-        """Return `own` and `records` of all draws."""
         if len(self.own) == 1:
             return self.own[0], self.records[0]
         own = np.concatenate([np.empty(0, np.int64), *self.own])

@@ -63,7 +63,6 @@ Window = tuple[int, int, int, int, int, int]  # words of `RowWindow` after the g
 
 
 def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLayout:
-    """Return the layout of row reads for the ops."""
     of_steps: dict[str, dict[Window, list[int]]] = {}  # windows of each column, and who has them
     single: dict[str, list[int]] = {}
     for index, need in enumerate(needs):
@@ -210,9 +209,8 @@ class RowExchange:
         """Return the steps of the n-step returns of this node's records, where windows follow them. [n]."""
         if self._n_step is None:
             return None
-        return self._n_step.fill(
-            self._ops, [torch.empty(len(records), dtype=d) for d in N_STEP_DTYPES], records
-        )
+        values = [torch.empty(len(records), dtype=dtype) for dtype in N_STEP_DTYPES]
+        return self._n_step.fill(self._ops, values, records)
 
     def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
         """Send each node `head`, its words of `parts` and the rows of `outgoing` (`RowSample` by receiver,
