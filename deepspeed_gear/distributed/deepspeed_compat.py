@@ -23,16 +23,9 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
 
 REQUIRED = (
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "is_gradient_accumulation_boundary",
-    "zero_optimization_stage",
-    "autotp_size",
-    "save_checkpoint",
-    "load_checkpoint",
-    "load_universal_checkpoint",
-    "destroy",
-)
+    "train_micro_batch_size_per_gpu gradient_accumulation_steps is_gradient_accumulation_boundary "
+    "zero_optimization_stage autotp_size save_checkpoint load_checkpoint load_universal_checkpoint destroy"
+).split()
 PIPELINE = "PipelineEngine"  # engines of a subclass have schedules of their own
 STEPPING = "_take_model_step"  # of an engine: updates the weights and counts samples, inside `step`
 

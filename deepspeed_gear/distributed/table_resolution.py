@@ -151,12 +151,8 @@ def read_columns(
     options: SamplerOptions, fields: Sequence[ResolvedField], group: GroupConfig | None
 ) -> tuple[str, ...]:
     """Return the columns that batches read, or that groups need: late columns among them must be filled."""
-    read = {
-        column.name
-        for field in read_fields(fields)
-        for column in (field.column, field.hindsight)
-        if column is not None
-    }
+    columns = (column for field in read_fields(fields) for column in (field.column, field.hindsight))
+    read = {column.name for column in columns if column is not None}
     read.update((*options.where, *options.columns.values()))
     if group is not None:
         read.update((*group.needs, *group.where))

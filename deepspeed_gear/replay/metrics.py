@@ -240,10 +240,8 @@ def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
     """Return the latest global batches with every table's selection, the newest first."""
     selections = [recent_selections(stream.spec, stream.table, most) for stream in streams]
     keys = set.intersection(*(set(known) for known in selections))
-    return [
-        [(stream, known[key]) for stream, known in zip(streams, selections, strict=True)]
-        for key in sorted(keys, reverse=True)
-    ]
+    of_keys = ([known[key] for known in selections] for key in sorted(keys, reverse=True))
+    return [list(zip(streams, of_key, strict=True)) for of_key in of_keys]
 
 
 def _effective(batch: Selections) -> float:

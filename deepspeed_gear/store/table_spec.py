@@ -147,11 +147,8 @@ class TableSpec:
         if self.prompts is not None:
             regions += self.prompts.regions()
         if self.in_memory:
-            regions += [
-                self._region("column", column, self.num_slots, self.num_rows)
-                for column in self.schema
-                if column.name not in self.compressed
-            ]
+            columns = [column for column in self.schema if column.name not in self.compressed]
+            regions += [self._region("column", column, self.num_slots, self.num_rows) for column in columns]
         elif self.has_arrivals:
             regions += [self._region("arrival", column, 0, 0) for column in self.schema]
         if self.return_to_go:

@@ -201,10 +201,8 @@ def grid(worlds: Mapping[str, int]) -> list[RankCoordinates]:
     sizes = {axis: worlds.get(axis, 1) for axis in AXES}
     named = {f"{axis}_world": size for axis, size in sizes.items()}
     ranks = itertools.product(*(range(size) for size in sizes.values()))
-    return [
-        RankCoordinates(**named, **{f"{axis}_rank": at for axis, at in zip(AXES, where, strict=True)})
-        for where in ranks
-    ]
+    names = [f"{axis}_rank" for axis in sizes]
+    return [RankCoordinates(**named, **dict(zip(names, where, strict=True))) for where in ranks]
 
 
 def shards_of(sizes: np.ndarray, num_nodes: int) -> np.ndarray:
