@@ -121,18 +121,22 @@ class ControlPlane:
             PeerError: It failed on another rank, with that rank's error; `what` names the action.
             NotReadyError: That rank is not ready: the same call may succeed later.
         """
-        result, error = None, None
+        own: list[T] = []
+        self.collect(what, lambda: own.append(action()))
+        return own[0]
+
+    def collect(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Run an action as `agree`, and return the results of all ranks, in their order."""
         try:
-            result = action()
-        except Exception as caught:  # of any type: all of them are raised on the other ranks
-            error = caught
-        outcomes = self.gather(None if error is None else Outcome.of(error))
-        if error is not None:
-            raise error
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                raise outcome.error(f"rank {rank}: {what}")
-        return result  # type: ignore[return-value]
+            answer: T | Outcome = action()
+        except Exception as error:  # of any type: all of them are raised on the other ranks
+            self.gather(Outcome.of(error))
+            raise
+        answers = self.gather(answer)
+        for rank, other in enumerate(answers):
+            if isinstance(other, Outcome):
+                raise other.error(f"rank {rank}: {what}")
+        return answers
 
     def compare(self, what: str, value: Any) -> None:
         """Raise a PeerError on every rank unless all of them give an equal value; `what` names it there."""

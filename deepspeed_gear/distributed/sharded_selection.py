@@ -491,8 +491,8 @@ def may_select(
         with stream.table.lock:
             return limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
 
-    mine = exchange.agree("the record of its rate limiter", record)
-    found = sorted((one for one in exchange.gather(mine) if one is not None), key=lambda one: one[0])
+    records = exchange.collect("the record of its rate limiter", record)
+    found = sorted((one for one in records if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
     changes = leads and not messages[:, NodeRate.IS_FIXED].any()  # a fixed record: no node may `apply`
     with stream.table.lock:
@@ -511,6 +511,6 @@ def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -
         with lock:
             return ledger.progress() if leads else None
 
-    of_ranks = exchange.gather(exchange.agree("the progress of its prompts", progress))
+    of_ranks = exchange.collect("the progress of its prompts", progress)
     with lock:
         ledger.agree(np.stack([one for one in of_ranks if one is not None]))

@@ -50,7 +50,7 @@ class Readiness:
                 may = may_select(exchange, plan.leads_shard, stream, key, prepares)
             else:
                 look = partial(self._can_select, stream, key)
-                answers = exchange.gather(exchange.agree("looking at its node's items", look))
+                answers = exchange.collect("looking at its node's items", look)
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found
@@ -71,8 +71,7 @@ class Readiness:
         if stream.spec.num_shards > 1:
             exchange, leads = self._parts.plan.exchange, self._parts.plan.leads_shard
             agree_on_prompts(exchange, leads, stream)
-            own = exchange.agree("counting the items of its node", lambda: count() if leads else [])
-            held = exchange.gather(own)
+            held = exchange.collect("counting the items of its node", lambda: count() if leads else [])
             missing = stream.missing_items(key, [one for of_rank in held for one in of_rank])
         else:
             here = stream.missing_items(key, count())
