@@ -25,7 +25,7 @@ from deepspeed_gear.store.row_allocator import look_up
 
 T = TypeVar("T")
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
-PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "steps", "walked"), ("priorities", "draws")
+PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "born", "steps", "walked"), ("priorities", "draws")
 OF_ALL = ("position", "newest_numbers")  # the same in all shards
 SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from deepspeed_gear.config.options import FieldConfig, GearOptions
 from deepspeed_gear.config.pack_options import PackConfig, room
-from deepspeed_gear.config.sampler_options import MixtureSampler, PrioritizedSampler
+from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, MixtureSampler, PrioritizedSampler
 from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, TableConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
@@ -95,7 +95,7 @@ def check_options(config: GearOptions) -> None:
         if table.group is not None:
             _check_group(table.group, table, Part(f"{at}.group", table.group))
         if table.prompts is not None:
-            _check_prompts(config, table, Part(at, table))
+            _check_prompts(config, name, table, Part(at, table))
         if table.rate_limiter is not None:
             _check_rate(config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter))
     if config.shared_memory.keep and all(one.prompts is None for one in config.resolved_tables.values()):
@@ -130,7 +130,7 @@ def check_options(config: GearOptions) -> None:
 
 
 def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    sampler, sampled = config.item_sampler, name in config.sampled_tables
+    sampler, sampled = config.sampler_of(name), name in config.sampled_tables
     if table.data is not None:
         part.leave_out(
             "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age version "
@@ -232,12 +232,16 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
                 part.refuse(option, "must not be given for a data set")
 
 
-def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
-    sampler = config.sampler
-    is_mixture = isinstance(sampler, MixtureSampler)
-    if config.pack is None or table.group is None or is_mixture or sampler.kind != "fifo":
-        rule = 'must not be given unless gear.sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
+def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
+    size, share = config.rollout_size, config.share_of(name)
+    groups = 0.0 if size is None or share is None else share * size.size
+    if config.pack is None or table.group is None or config.sampler_of(name).kind != "fifo":
+        rule = 'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
         part.refuse("prompts", rule, "prompts are trained in the order of their leases, in packed batches")
+    if size is not None and (round(groups) < 1 or abs(groups - round(groups)) > SHARES_TOLERANCE):
+        rule = f"must be a number that makes whole groups of the {size.size} of a batch"
+        remedy = "prompts are leased for batches with a fixed number of groups"
+        raise ConfigError(dotted("gear", "sampler", "shares", name), rule, share, remedy)
     if table.prompts is not None and table.prompts.late == "drop" and table.prompts.order == "lease":
         remedy = 'in the order of leases each batch waits for its groups: set order to "completion"'
         Part(f"{part.at}.prompts", table.prompts).refuse(
@@ -251,7 +255,6 @@ def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
         rate.leave_out("queue samples_per_insert", when, "prompts.max_lag bounds what waits")
     remedy = "a lease commits whole groups, of `size` trajectories"
     Part(f"{part.at}.group", table.group).leave_out("after_s member", when, remedy)
-    size = config.rollout_size
     if size is not None and size.tokens is not None:
         rule = f"must not be given {when}: batches of leases have a fixed number of groups"
         at = "gear.batch" if config.batch is not None else "gear.rollout"
@@ -259,7 +262,8 @@ def _check_prompts(config: GearOptions, table: TableConfig, part: Part) -> None:
 
 
 def _check_rate(config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part) -> None:
-    sampler, at_table = config.item_sampler, part.at.removesuffix(".rate_limiter")
+    at_table = part.at.removesuffix(".rate_limiter")
+    sampler = config.sampler_of(at_table.removeprefix("gear.tables."))
     if rate.queue is not None:
         part.leave_out(
             "error_buffer min_size samples_per_insert", f"together with {part.at}.queue", "drop one"
@@ -293,6 +297,8 @@ def _check_sampler(config: GearOptions) -> None:
         Part("gear", config).need("pack", 'where gear.sampler.unit is "group"', remedy)
     if not config.on_device:
         return
+    if isinstance(config.sampler, MixtureSampler):
+        Part("gear.sampler", config.sampler).leave_out("by_table", "for tables on devices", _ON_HOST)
     if not sampler.on_device:
         rule = "must be one of uniform, length, prioritized, top_k for a table on devices"
         part.refuse("kind", rule, _ON_HOST)
@@ -302,6 +308,8 @@ def _check_sampler(config: GearOptions) -> None:
         if sampler.kind == "top_k":
             when = "where steps are added one by one: rows are not in the order of ids, by which equal"
             part.admit("unit", ["trajectory"], f"{when} priorities are selected", _WHOLE_TRAJECTORIES)
+    if isinstance(sampler, PrioritizedSampler):
+        part.leave_out("decay", "for a table on devices", _ON_HOST)
     if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler.alpha, (int, float)):
         rule = "must be a number for a table on devices: all masses follow from it"
         part.refuse("alpha", rule, _ON_HOST)

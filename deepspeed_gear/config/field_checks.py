@@ -137,8 +137,9 @@ def check_against(
         statistics_available = [column.name for column in schema if not column.late]
     elif statistics_available is None:
         statistics_available = True
-    fields = {name: _fields(config, schemas[name], statistics_available) for name in config.sampled_tables}
-    first, *others = config.sampled_tables
+    sampled, available = config.sampled_tables, statistics_available
+    fields = {name: _fields(config, name, schemas[name], available) for name in sampled}
+    first, *others = sampled
     for other in others:
         if config.pack is not None:
             _check_packed(config, first, other, schemas)
@@ -231,10 +232,10 @@ def _check_packed(config: GearOptions, first: str, other: str, schemas: Mapping[
 
 
 def _fields(
-    config: GearOptions, schema: Schema, statistics_available: Collection[str] | bool
+    config: GearOptions, table: str, schema: Schema, statistics_available: Collection[str] | bool
 ) -> list[ResolvedField]:
     """Check a config against one table; return the fields of its samples."""
-    sampler = config.item_sampler
+    sampler = config.sampler_of(table)
     for column, where in sampler.where.items():
         _check_where(column, where, schema)
     for option, column in sampler.columns.items():

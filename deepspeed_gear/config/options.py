@@ -297,8 +297,20 @@ class GearOptions(GearModel):
 
     @property
     def item_sampler(self) -> ItemSampler:
-        """How the samples of one table are selected."""
+        """How the samples of one table are selected: unit and anchors are those of all tables."""
         return self.sampler.of if isinstance(self.sampler, MixtureSampler) else self.sampler
+
+    def sampler_of(self, table: str) -> ItemSampler:
+        """Return how the samples of a table are selected."""
+        own = self.sampler.by_table if isinstance(self.sampler, MixtureSampler) else {}
+        return own.get(table, self.item_sampler)
+
+    def share_of(self, table: str) -> float | None:
+        """Return the part of each global batch that comes from a table; None: none, or it is a schedule."""
+        if not isinstance(self.sampler, MixtureSampler):
+            return 1.0
+        share = self.sampler.shares.get(table)
+        return share if isinstance(share, (int, float)) else None
 
     @property
     def sampled_tables(self) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from annotated_types import MinLen
+from annotated_types import Ge, MinLen
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
 from deepspeed_gear.config.schedules import Schedule, imported
@@ -29,7 +29,7 @@ from deepspeed_gear.config.types import (
 from deepspeed_gear.errors import ConfigError
 
 _NAMES = Field(description="Names the sampler.")
-_SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
+SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 
 
 class EveryConfig(GearModel):
@@ -170,6 +170,10 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
     beta: Schedule = 0.4
     """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a table on
     devices a function takes and returns a tensor [], float64."""
+    decay: Annotated[Number, Ge(1)] | None = None
+    """Global batches in which a priority falls by the factor e: a new item's is `initial` times
+    exp(-age / decay), a reported one likewise, where age is counted in global batches since the item could
+    first be drawn. null: priorities do not decay."""
     normalize: Literal["batch", "table"] | None = "batch"
     """What divides the importance weights: the largest one of the global batch, the largest one that any item
     of the table would have, or nothing (null)."""
@@ -292,12 +296,22 @@ class MixtureSampler(GearModel):
     whole samples leaves is carried to the next batches, so each table has its share within one."""
     of: Annotated[ItemSampler, Discriminator(_kind_of)] = UniformSampler()
     """How the samples of each table are selected."""
+    by_table: dict[Name, Annotated[ItemSampler, Discriminator(_kind_of)]] = Field(default={})
+    """Tables whose samples are selected otherwise, with the `unit` and `anchors` of `of`."""
 
     @model_validator(mode="after")
     def _whole(self) -> Any:
         numbers = [share for share in self.shares.values() if isinstance(share, (int, float))]
-        if len(numbers) == len(self.shares) and abs(sum(numbers) - 1) > _SHARES_TOLERANCE:
+        if len(numbers) == len(self.shares) and abs(sum(numbers) - 1) > SHARES_TOLERANCE:
             raise conflict("must sum to 1", option="shares", value=self.shares)
+        for name, sampler in self.by_table.items():
+            if name not in self.shares:
+                raise conflict("must name tables of {at}.shares", option="by_table", value=name)
+            for option in ("unit", "anchors", "table"):
+                own, common = getattr(sampler, option), getattr(self.of, option)
+                if own != common:
+                    rule = f"must have in table {name} the {option} of {{at}}.of ({common})"
+                    raise conflict(rule, option="by_table", value=own)
         return self
 
 

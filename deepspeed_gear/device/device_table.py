@@ -13,7 +13,7 @@ from torch import Tensor
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import Buffers, Gatherer
 from deepspeed_gear.config import SamplerOptions
-from deepspeed_gear.config.sampler_options import PrioritizedSampler
+from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, PrioritizedSampler
 from deepspeed_gear.config.schedules import end_of, imported
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
@@ -25,7 +25,7 @@ from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
-from deepspeed_gear.sampling.mixture import TOLERANCE, Mixture
+from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 _BETA = "gear.sampler.beta"
@@ -145,7 +145,7 @@ class TableMixture:
         self.shares = [1.0] if mixture is None else mixture.shares(0)
         self._counts = [round(share * num_samples) for share in self.shares]
         for each, share, count in zip(tables, self.shares, self._counts, strict=True):
-            if count == 0 or abs(share - count / num_samples) > TOLERANCE:
+            if count == 0 or abs(share - count / num_samples) > SHARES_TOLERANCE:
                 rule = f"must be a whole number of {num_samples} samples where tables lie on devices"
                 least = max(count, 1)
                 remedy = (

@@ -174,12 +174,12 @@ class SelectionAgreement(LocalSelector):
 class ReplicatedSelector(SelectionAgreement):
     """Selects, by priorities, from a store that stays equal to those of all other nodes. In one thread."""
 
-    def begin(self, key: int, entry: int, count: int) -> bool:
+    def begin(self, key: int, entry: int, count: int) -> int | None:
         self._key = key
         received = self._exchange_status(lambda: [self._reports_due(key)] * self._num_nodes)
         self.num_selections += 1
         self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received if len(words)]
-        return True
+        return count
 
     def apply(self, key: int) -> int:
         priorities = self.state.with_priorities
@@ -218,11 +218,11 @@ class ShardedSelector(SelectionAgreement):
     def total(self) -> int:
         return int(self._totals.sum())
 
-    def begin(self, key: int, entry: int, count: int) -> bool:
-        """Agree with the other nodes on a selection; return whether the rate limiter admits it.
+    def begin(self, key: int, entry: int, count: int) -> int | None:
+        """Agree with the other nodes on a selection. Returns as `LocalSelector.begin`.
 
         Raises:
-            NotReadyError: It does not, and a node waits no longer.
+            NotReadyError: The rate limiter does not admit it, and a node waits no longer.
             StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
         """
         self._begin_selection(key, entry, count)
@@ -255,18 +255,22 @@ class ShardedSelector(SelectionAgreement):
                 rates = self.channel.gather(rate)
             with self._table.lock:
                 is_open = joint.apply(rates, count)
-                error = None if is_open else joint.given_up(rates, key, count)
+                waits = not is_open and not self.spec.is_optional
+                error = joint.given_up(rates, key, count) if waits else None
             if error is not None:
                 raise error
+            if waits:
+                return None
             if not is_open:
-                return False
+                count = 0
+                self._begin_selection(key, entry, count)
         if self.state.numbers is not None:
             shape = self.state.numbers.shape[1:]
             of_shards = [words[: prod(shape)].view(np.float64).reshape(shape) for words in self._received]
             self._moments = merge(of_shards)
             self._received = [words[prod(shape) :] for words in self._received]
         self.num_selections += 1
-        return True
+        return count
 
     @property
     def moments(self) -> np.ndarray:
@@ -415,7 +419,7 @@ class ShardedSelector(SelectionAgreement):
         masses = self.state.with_priorities
         with self._table.lock:
             items = masses.highest_items(count)
-            values = masses.values[items].view(np.int32).astype(np.int64)
+            values = masses.values[items.numpy()].view(np.int32).astype(np.int64)
             ids, coordinates = masses.ids_of(items.numpy()), masses.coordinates_of(items).numpy()
             own = np.stack([values, ids, coordinates], axis=1)
         every, shards = self.channel.gather_ragged(own)

@@ -80,9 +80,9 @@ def streams_of(
     `num_items` and `weight_total` (0: not known yet) are of all nodes; without a placement every replica
     samples a table of its own. ConfigError: the table has groups and a split.
     """
-    options, table = config.item_sampler, config.resolved_tables[name]
+    options, table = config.sampler_of(name), config.resolved_tables[name]
     group, rate, split = table.group, table.rate_limiter, split_of(config, name, dataset)
-    admitted = _admitted(config, fields, split, group)
+    admitted = _admitted(config, name, fields, split, group)
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
     sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
@@ -104,6 +104,8 @@ def streams_of(
         batch=info.global_batch,
         depth=config.prefetch + SPARE_SELECTIONS,
         count=None if mixture is None else partial(mixture.count, index),
+        # Beside prompts, which do not wait for them, groups come from another table as soon as it has some.
+        is_optional=table.prompts is None and any(t.prompts for t in config.resolved_tables.values()),
         count_draws=config.count_draws,
         together=is_spread or (is_replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
@@ -128,12 +130,13 @@ def streams_of(
 
 def _admitted(
     config: GearConfig,
+    table: str,
     fields: Sequence[ResolvedField],
     split: Mapping[str, float],
     group: GroupConfig | None = None,
 ) -> MassRule:
     """Return which trajectories and anchors the config admits, each with mass 1."""
-    options = config.item_sampler
+    options = config.sampler_of(table)
     return MassRule(
         unit=options.unit,
         by_length=False,
@@ -161,10 +164,10 @@ def read_columns(
 
 def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset) -> float:
     """Return the sum of item weights of a data set, or 0; DataError: one is negative or not finite."""
-    column = config.item_sampler.weight_column
+    column = config.sampler_of(table).weight_column
     if column is None:
         return 0.0
-    admitted = _admitted(config, fields, split_of(config, table, dataset))
+    admitted = _admitted(config, table, fields, split_of(config, table, dataset))
     weights = as_numbers(dataset.columns[column], dataset.schema[column])
     check_weights(f"table {dataset.path}: column {column}", weights)
     anchors = admitted.anchors.num_anchors(dataset.lengths)
@@ -324,6 +327,7 @@ def prompt_spec_of(
     prompts, size, at = config.resolved_tables[name].prompts, config.rollout_size, f"gear.tables.{name}"
     assert prompts is not None
     assert size is not None
+    groups = round((config.share_of(name) or 0) * size.size)  # whole, as the config's checks demand
     from deepspeed_gear.data.ingest import ingested
 
     dataset = ingested(prompts.data)
@@ -344,7 +348,7 @@ def prompt_spec_of(
         rule = f"must not be late with {at}.prompts on several nodes"
         raise ConfigError(f"{at}.schema.columns.{group.late[0]}", rule, None, "give it in lease.commit")
     # A store alone may have the groups of a batch: where the other ones drop all of theirs.
-    least = count * max(-(-(prompts.max_lag + 2) * size.size // count), size.size) * group.max_trajectories
+    least = count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
     if slots * count < least:
         rule = f"must be at least {least}, the groups of max_lag + 1 batches and of the one in training"
         rule += "" if count == 1 else f", and for each of {count} nodes those of a batch"
@@ -353,7 +357,7 @@ def prompt_spec_of(
         data=str(dataset.path.resolve()),
         fingerprint=dataset.fingerprint,
         num_prompts=len(dataset),
-        groups=size.size,
+        groups=groups,
         size=group.max_trajectories,
         **prompts.model_dump(exclude={"data"}),
         seed=config.seed,
@@ -421,7 +425,7 @@ def store_of(
     """
     table, is_sampled = config.resolved_tables[name], name in config.sampled_tables
     returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
-    read = read_columns(config.item_sampler, fields, table.group)
+    read = read_columns(config.sampler_of(name), fields, table.group)
     spec = partial(TableSpec, name, schema, return_to_go=returns, num_peers=num_peers, shard=shard)
     if dataset is not None:
         assert table.data is not None
@@ -515,7 +519,7 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
     given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
     return {
         "max_length": table.max_length,
-        "weight": config.item_sampler.weight_column,
+        "weight": config.sampler_of(spec.name).weight_column,
         "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
         "options": options_of(config.seed, spec.name, given),
         "defaults": {"seed": defaults_of(GearConfig)["seed"], **DEFAULTS},

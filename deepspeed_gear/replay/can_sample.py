@@ -34,17 +34,17 @@ class Readiness:
     def ask(self, key: int) -> bool:
         """Return whether a global batch could be selected at the first rank's call. Collective."""
         plan, number = self._parts.plan, int(self._asked[self._peer])
-        exchange = plan.exchange
+        exchange, streams = plan.exchange, [s for s in self._streams if not s.spec.is_optional]
         self._wait_for_slowest(number)
         if plan.topology.num_nodes == 1:
-            answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in self._streams)))
+            answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in streams)))
             self._asked[self._peer] = number + 1
             return answer
         self._asked[self._peer] = number + 1
         if plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
             self._wait_for_slowest(number + len(self._answers))
         found = True
-        for stream in self._streams:
+        for stream in streams:
             if stream.state.joint_limiter is not None:
                 prepares = any(prefetcher.is_alive for prefetcher in self._parts.prefetchers)
                 may = may_select(exchange, plan.leads_shard, stream, key, prepares)

@@ -28,6 +28,7 @@ from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
+from deepspeed_gear.replay.item_copies import copy_items
 from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
@@ -244,6 +245,41 @@ class Replay(ReplayBase):
         """
         fill(self.store(table), trajectory_id, columns, self.config.timeout_s)
 
+    def copy_items(
+        self,
+        rollout: Rollout,
+        table: str,
+        chosen: torch.Tensor | Sequence[bool] | None = None,
+        priorities: torch.Tensor | Sequence[float] | None = None,
+    ) -> int:
+        """Add items of a rollout batch to another table, of which a mixture draws them again. Collective.
+
+        Each node copies those that it holds. A table of groups leaves out a group whose number it holds.
+
+        Args:
+            rollout: The batch; it has not ended.
+            table: Its columns are among those of the items' tables.
+            chosen: Which items. [num_items], bool; None: all that do not come from this table.
+            priorities: Of the items in a table that is sampled by them. [num_items], finite, at least 0.
+        Returns:
+            How many trajectories this rank has added: that of its node which writes.
+        Raises:
+            ConfigError: There is no such table or column, or it has no priorities.
+            DataError, ShapeError: `chosen` or `priorities` do not fit; or a late column is absent.
+            StoreFullError: Too few rows are free; items before it are added.
+            PeerError: Another rank failed.
+        """
+        self._check_open()
+        rollout.check_open()
+        data = rollout.data
+
+        def copy() -> int:
+            target = self.store(table)
+            report = None if priorities is None else partial(self._report_by_id, table=table)
+            return copy_items(data, target, partial(self.add, table=table), report, chosen, priorities)
+
+        return data.session.agree(copy)
+
     def forward(
         self, *names: str, tokens: int | None = None, table: str | None = None
     ) -> Iterator[MicroBatch]:
@@ -279,12 +315,14 @@ class Replay(ReplayBase):
         return writer
 
     def rollout_worker(self, table: str | None = None) -> RolloutWorker:
-        """Return a rollout worker in this process; as with `writer`, `rollout` never waits then.
+        """Return a rollout worker in this process, of the table with prompts; as with `writer`, `rollout`
+        never waits then.
 
         Raises:
             ConfigError: The table has no prompts.
         """
-        return RolloutWorker(self.writer(table))
+        with_prompts = [name for name, one in self.tables.items() if one.ledger is not None]
+        return RolloutWorker(self.writer(with_prompts[0] if table is None and with_prompts else table))
 
     def vector_writer(
         self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
@@ -541,9 +579,8 @@ class Replay(ReplayBase):
         self._check_open()
         masses = self._all_priorities
         if self._place.reports:
-            priority_updates.report(
-                masses, self.config.item_sampler, self._place, batch, priorities, mask, self._late_updates
-            )
+            sampler = self.config.sampler_of(self.config.sampled_tables[0])
+            priority_updates.report(masses, sampler, self._place, batch, priorities, mask, self._late_updates)
 
     def set_priorities(
         self,
@@ -564,11 +601,16 @@ class Replay(ReplayBase):
             ConfigError, DataError, ShapeError, StoreError: As `update_priorities`.
         """
         self._check_open()
+        return self._report_by_id(ids, priorities, steps, table, self._place.reports)
+
+    def _report_by_id(
+        self, ids: Any, priorities: Any, steps: Any = None, table: str | None = None, reports: bool = True
+    ) -> int:
         self._late_updates.drain()
         masses, placement = self._priorities(table), self._parts.plan.placement
         name = masses.table.spec.name
         shard_of = partial(placement.shard_of, name) if name in placement.spread else None
-        return priority_updates.report_by_id(masses, ids, priorities, steps, self._place.reports, shard_of)
+        return priority_updates.report_by_id(masses, ids, priorities, steps, reports, shard_of)
 
     def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
         """Return the priorities at the latest selection, 0 for evicted items. [n], float32."""
@@ -585,7 +627,7 @@ class Replay(ReplayBase):
         masses = streams[TRAIN].state.priorities if TRAIN in streams else None
         if masses is None:
             rule = 'must be "prioritized" or "top_k" for priorities to be reported'
-            raise ConfigError("gear.sampler.kind", rule, self.config.item_sampler.kind)
+            raise ConfigError("gear.sampler.kind", rule, self.config.sampler_of(name).kind)
         return masses
 
     @property

@@ -38,10 +38,11 @@ class Rollout(PublicNames):
         columns: The columns of this rollout batch. [num_tokens] each, float32, trajectory by trajectory.
     """
 
-    _internal = frozenset({"abandon", "check_open", "finish", "step"})
+    _internal = frozenset({"abandon", "check_open", "data", "finish", "step"})
 
     def __init__(self, data: RolloutData, consume: Callable[[], None], steps_done: int = 0) -> None:
-        self._data, self._size, self.number = data, data.settings.size, data.number
+        self._data = self.data = data
+        self._size, self.number = data.settings.size, data.number
         self._consume = consume  # releases its rows, and lets the next one begin
         self.num_items = data.num_items
         self.num_tokens = data.num_tokens
@@ -65,6 +66,12 @@ class Rollout(PublicNames):
     def group(self) -> torch.Tensor:
         """Item of each trajectory: those of one group have one number. [n], int64."""
         return torch.from_numpy(self._data.item.copy())
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Table of each item: its index in `sampler.shares` of a mixture, else 0. [num_items], int64."""
+        _, first = np.unique(self._data.item, return_index=True)
+        return torch.from_numpy(self._data.source[first])
 
     @property
     def trajectory_id(self) -> torch.Tensor:

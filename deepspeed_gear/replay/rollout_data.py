@@ -137,10 +137,13 @@ class TablePart:
         self.rows = records.resolutions.clone()
         # The trajectories whose values this rank contributes. [m], int64.
         self._own = np.arange(len(self.rows))
+        #: Those of which this rank makes copies, for its node. [k], int64.
+        self.copied = self._own[: len(self.rows) if contributes else 0]
         if spread is not None:
             origins, routes, shard = records.origins.numpy(), spread.plan, table.spec.shard
             assert shard is not None
             self._own = np.nonzero((origins >> SHARD_BITS == shard.index) & contributes)[0]
+            self.copied = self._own
             #: Which nodes have the rows of which trajectories. Every rank keeps the same account.
             steps, copies_own = self.rows[:, Resolution.NUM_STEPS].numpy(), not table.gathers_own_rows
             nodes = routes.final_row, routes.num_nodes, routes.index

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -64,13 +64,18 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             absent = int(numbers[slots < 0][0])
             raise StoreError(f"table {table.spec.name}: id", "must be stored", absent, remedy)
         found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
+    return [values(table, rows) for rows in found]
+
+
+def values(table: Table, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows."""
 
     def value(column: Column, rows: np.ndarray) -> Any:
         if column.is_opaque:
             return decode(rows, column, f"table {table.spec.name}: column {column.name}")
         return as_tensor(np.ascontiguousarray(rows).reshape(rows.shape), column.dtype)
 
-    return [{column.name: value(column, rows[column.name]) for column in table.spec.schema} for rows in found]
+    return {column.name: value(column, rows[column.name]) for column in table.spec.schema}
 
 
 def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:

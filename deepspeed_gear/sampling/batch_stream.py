@@ -122,7 +122,7 @@ class BatchStream:
     def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8], contiguous."""
         weights = torch.ones(records.size(0))
-        if self.spec.priorities is not None:
+        if self.spec.priorities is not None and len(weights):
             words = head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
             self.table.ops.importance_(weights, records, *words)
         return weights
@@ -188,7 +188,7 @@ class BatchStream:
         late = self.readers.late(held)
         slow = [] if state.reports is None else state.reports.late(key)
         self.prepare(key)
-        limits_here = state.is_limited and state.joint_limiter is None
+        limits_here = state.is_limited and state.joint_limiter is None and not self.spec.is_optional
         limiter = state.limiter if limits_here and not late else None
         if limiter is not None and not limiter.is_open(self.spec.num_samples(key), exact=False):
             return self._few_items(key)
@@ -242,7 +242,7 @@ class BatchStream:
     def can_select(self, key: int) -> bool:
         """Return whether a global batch is selected, or could be now from this store. Requires the lock."""
         self.state.catch_up()
-        if self.prepare(key):
+        if self.prepare(key) or self.spec.is_optional:
             return True
         limiter = self.state.limiter
         if limiter is None:
@@ -424,5 +424,6 @@ def is_plain(state: StreamState) -> bool:
     spec, masses = state.spec, state.masses
     draws = spec.sampling.native is NativeDraw.RANDOM and not spec.sampler.walks and spec.count is None
     weighs = spec.rule.has_weights or spec.by_group or type(masses) not in (ItemMasses, PriorityMasses)
+    weighs |= spec.priorities is not None and spec.priorities.decay is not None
     limits = state.is_limited or state.staleness is not None or state.counts is not None
     return draws and not weighs and not limits and not spec.together

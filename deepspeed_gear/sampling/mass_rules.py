@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
@@ -263,6 +264,40 @@ class MassRule:
 
 
 @dataclass(frozen=True)
+class Decay:
+    """Exponential decay of priorities by age, without touching old items: those of new ones grow.
+
+    A priority counts times exp(-age / batches) up to a factor that all items have in common. It changes with
+    each era, in which new items grow by at most 2^8; then all masses are computed again.
+    """
+
+    batches: float  # in which a priority falls by the factor e
+
+    @property
+    def era_batches(self) -> int:
+        """Global batches of an era, over which exp falls by less than 2^8."""
+        return int(5.5 * self.batches)
+
+    def era(self, key: int) -> int:
+        """Return the era of a global batch."""
+        return key // self.era_batches
+
+    def decayed(self, priorities: np.ndarray, born: np.ndarray, era: int) -> np.ndarray:
+        """Return priorities as they count in an era; a positive one stays so. [n]; [n], batches; float32.
+
+        Cost: one multiplication for each bit of the largest age. The bits do not depend on the machine.
+        """
+        left = np.maximum((era + 1) * self.era_batches - 1 - born, 0)  # batches until the end of the era
+        growth = np.full(len(born), 256.0)
+        factor = float((-1 / Decimal(self.batches)).exp())
+        while left.any():
+            growth[left & 1 > 0] *= factor
+            left, factor = left >> 1, factor * factor
+        least = np.where(priorities > 0, np.finfo(np.float32).tiny, 0)
+        return np.asarray(np.maximum(priorities * growth, least), np.float32)
+
+
+@dataclass(frozen=True)
 class PriorityRule:
     """How priorities become masses and importance weights."""
 
@@ -275,6 +310,7 @@ class PriorityRule:
     lag: int  # global batches that are prefetched
     log_size: int  # priority updates of one rank that may wait
     most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
+    decay: Decay | None = None
 
 
 # Bits of the total mass of given weights, and of weight 1 where the weights are not known yet.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE
 from deepspeed_gear.errors import ConfigError
 
-TOLERANCE = 1e-6  # of the sum of the shares
-_ONE = 1 << 53  # a share of 1: shares are integers, so that their sums are exact
+_ONE = 1 << 40  # a sample: parts of a batch are integers, so that their sums are exact
 _NUM_KEPT = 4096  # latest global batches whose counts are kept
 
 
@@ -35,7 +35,7 @@ class Mixture:
 
     def _restart(self) -> None:
         self._next = 0  # global batch that is counted next
-        self._lacking = [0] * len(self.names)  # each table's share so far less its samples, in 1 / _ONE
+        self._lacking = [0] * len(self.names)  # each table's parts so far less its samples, in 1 / _ONE
 
     def counts(self, number: int) -> np.ndarray:
         """Return the samples of each table in a global batch; raises as `shares`. [tables], int64."""
@@ -60,7 +60,7 @@ class Mixture:
     def shares(self, number: int) -> list[float]:
         """Return each table's share at a global batch; raise a ConfigError unless they sum to 1."""
         shares = [share(number) for share in self._by_batch]
-        if abs(sum(shares) - 1) > TOLERANCE:
+        if abs(sum(shares) - 1) > SHARES_TOLERANCE:
             given = dict(zip(self.names, shares, strict=True))
             raise ConfigError(f"gear.sampler.shares at global batch {number}", "must sum to 1", given)
         return shares
@@ -76,19 +76,20 @@ class Mixture:
     def _count(self, number: int) -> list[int]:
         """Return the samples of each table in the next global batch, and carry the remainders."""
         shares = self.shares(number)
-        if shares != self._shares:  # as integers that sum to `_ONE`
-            weights = [round(share / sum(shares) * _ONE) for share in shares]
-            weights[weights.index(max(weights))] += _ONE - sum(weights)
+        batch = self.batch
+        if shares != self._shares:  # 0.8 of 5 samples are 4 exactly, in every batch
+            weights = [round(share / sum(shares) * batch * _ONE) for share in shares]
+            weights[weights.index(max(weights))] += batch * _ONE - sum(weights)
             self._shares, self._weights = shares, weights
-        weights, batch = self._weights, self.batch
-        lacking = [rest + batch * w for rest, w in zip(self._lacking, weights, strict=True)]
+        weights = self._weights
+        lacking = [rest + w for rest, w in zip(self._lacking, weights, strict=True)]
         counts = [max(rest // _ONE, 0) for rest in lacking]  # those that are due
         spare = batch - sum(counts)
         if spare:
             rests = [rest - count * _ONE for rest, count in zip(lacking, counts, strict=True)]
             if spare > 0:  # e.g. a table lacks 3.4 samples: 3 are due, a fourth may come
                 order = [table for table, rest in enumerate(rests) if rest > 0]
-                order.sort(key=lambda at: -((rests[at] - _ONE) // (batch * weights[at] or 1)))  # until due
+                order.sort(key=lambda at: -((rests[at] - _ONE) // (weights[at] or 1)))  # until due
             else:
                 order = [table for table, count in enumerate(counts) if count]
                 order.sort(key=rests.__getitem__)

@@ -45,6 +45,10 @@ class PriorityMasses(ItemMasses):
         self._bases: np.ndarray = views[at + "bases"]
         self.applied, self.draws_anchor = self._bases, spec.rule.draws_anchor and not self.by_step
         self._generations: np.ndarray = views[at + "generations"]  # of trajectories with a priority
+        #: The global batch from which each slot's age counts; None: priorities do not decay.
+        self._born: np.ndarray | None = views.get(at + "born")
+        if self._born is not None:
+            self._plain_unit = None  # the native op does not know of ages
         self._steps: np.ndarray | None = views.get(at + "steps")  # each slot's steps with a priority
         self.reports = PriorityLog(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
@@ -87,6 +91,8 @@ class PriorityMasses(ItemMasses):
             Region(spec.at + "generations", "int64", (num_slots,)),
             *PriorityLog.regions(spec, table.num_peers),
         ]
+        if rule.decay is not None:
+            regions.append(Region(spec.at + "born", "int64", (num_slots,)))
         if spec.rule.unit == "step":
             regions.append(Region(spec.at + "row_slots", "int32", (items,)))
             regions.append(Region(spec.at + "steps", "int64", (num_slots,)))
@@ -117,28 +123,33 @@ class PriorityMasses(ItemMasses):
 
     def apply_reports(self, key: int, reports: list[np.ndarray]) -> None:
         """Write queued changes of slots to the tree, then priority updates in any order. [n, 6] each."""
+        self.words[TreeChanges.BATCH] = key
         super().apply(key)
-        alpha = self.alpha_at(key)
-        if alpha != self.words[TreeChanges.ALPHA]:
-            self.words[TreeChanges.ALPHA] = alpha
-            self._build()
+        era = 0 if self.rule.decay is None else self.rule.decay.era(key)
+        for word, value in ((TreeChanges.ALPHA, self.alpha_at(key)), (TreeChanges.ERA, era)):
+            if value != self.words[word]:
+                self.words[word] = value
+                self._build()
         counts, window, at = self._count_words, self._window_words, key % WINDOW
         if not reports:
             window[at, 0] = window[at, 1] = 0
             return
         applied, clamped = counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
+        known = self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))
         self.ops.prioritize_(
             self.sums,
             self._minima,
             self._values,
             self._counts,
             self._slots,
-            torch.from_numpy(self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))),
+            torch.from_numpy(known),
             self._how[0],
             self.words[TreeChanges.ALPHA],
             self._unit,
             self.rule.most_bits,
         )
+        if self._born is not None:
+            self._set_masses(self._reported(known))
         window[at, 0] = counts[UpdateCount.APPLIED] - applied
         window[at, 1] = counts[UpdateCount.CLAMPED] - clamped
 
@@ -193,6 +204,7 @@ class PriorityMasses(ItemMasses):
         slots = self.table.slots_of(ids)
         known = slots >= 0
         if self._groups is not None:
+            self._groups.update()
             slots = np.where(known, self._groups.items(slots), -1)
         records = self.table.slots[slots]
         known[known] &= self.of(slots[known]) > 0
@@ -210,6 +222,8 @@ class PriorityMasses(ItemMasses):
             slots, masses = slots[there], masses[there]
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
         differ = ~known | ((self._bases[slots] > 0) != (masses > 0))  # others keep their priorities
+        if self._born is not None:
+            self._born[slots[differ]] = self.words[TreeChanges.BATCH]
         items, admitted = self._items_of(slots[differ], masses[differ])
         self._set_items(items, np.where(admitted, self._initial, np.float32(0)))
         if self._steps is not None:
@@ -253,16 +267,36 @@ class PriorityMasses(ItemMasses):
 
     def _set_items(self, items: np.ndarray, priorities: np.ndarray) -> None:
         """Set the priorities of items. [n], int64; [n] or [], float32."""
-        priorities = np.broadcast_to(priorities, items.shape).copy()
-        new = torch.empty(len(items), dtype=torch.int64)
-        self.ops.mass_(new, torch.from_numpy(priorities), self.words[TreeChanges.ALPHA], self.rule.most_bits)
-        before = np.count_nonzero(self.leaves[items])
         self.values[items] = priorities
+        self._set_masses(items)
+
+    def _set_masses(self, items: np.ndarray) -> None:
+        """Derive the masses of items from their priorities. [n], int64, each once."""
+        new = torch.empty(len(items), dtype=torch.int64)
+        decayed = torch.from_numpy(self._decayed(items))
+        self.ops.mass_(new, decayed, self.words[TreeChanges.ALPHA], self.rule.most_bits)
+        before = np.count_nonzero(self.leaves[items])
         changed = torch.from_numpy(items)
         self.ops.tree_update_(self.sums, self.num_items, changed, new)
         if len(self._minima):
             self.ops.minima_update_(self._minima, self.sums, self.num_items, changed)
         self.counts[UpdateCount.DRAWABLE] += np.count_nonzero(new.numpy()) - before
+
+    def _decayed(self, items: np.ndarray | slice) -> np.ndarray:
+        """Return the priorities of items as they count now. [n], float32."""
+        values = self.values[items]
+        if self._born is None or self.rule.decay is None:
+            return values
+        slots = self._row_slots if self.by_step else np.arange(self.num_items)
+        return self.rule.decay.decayed(values, self._born[slots[items]], self.words[TreeChanges.ERA])
+
+    def _reported(self, reports: np.ndarray) -> np.ndarray:
+        """Return the items of reports that are stored, each once. [n, 6] -> [m], int64."""
+        slots, anchors = reports[:, PriorityUpdate.SLOT], reports[:, PriorityUpdate.ANCHOR]
+        records = self.table.slots[slots]
+        is_stored = (slots >= 0) & (records[:, Slot.GENERATION] == reports[:, PriorityUpdate.GENERATION])
+        items = records[:, Slot.FIRST_ROW] + anchors if self.by_step else slots
+        return distinct(items[is_stored & (anchors < records[:, Slot.NUM_STEPS])])
 
     def _differing(self) -> np.ndarray:
         differing = super()._differing()
@@ -296,8 +330,8 @@ class PriorityMasses(ItemMasses):
 
     def _build(self) -> None:
         """Derive masses, trees and counts from the priorities."""
-        leaves = self.sums[: self.num_items]
-        self.ops.mass_(leaves, self._values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
+        leaves, values = self.sums[: self.num_items], torch.from_numpy(self._decayed(slice(None)))
+        self.ops.mass_(leaves, values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self._minima):
             self.ops.minima_build_(self._minima, self.sums, self.num_items)
@@ -381,6 +415,7 @@ class PriorityMasses(ItemMasses):
             "priorities": self.values[items],
             "bases": bases,
             **({} if self._steps is None else {"steps": self._steps[slots]}),
+            **({} if self._born is None else {"born": self._born[slots]}),
             "queued": self.queued[slots],
             "counts": self.counts.copy(),
             "alpha": np.array([self.words[TreeChanges.ALPHA]]),
@@ -397,6 +432,8 @@ class PriorityMasses(ItemMasses):
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
         if self._steps is not None:
             self._steps[slots] = content["steps"]
+        if self._born is not None:
+            self._born[slots] = content.get("born", 0)
         self.counts[:], self.words[TreeChanges.ALPHA] = content["counts"], int(content["alpha"][0])
         log = content["log"].copy()
         if self.spec.num_shards == 1:

@@ -52,9 +52,12 @@ class LocalSelector:
         """Sum of all masses, as of the latest selection."""
         return self.masses.total
 
-    def begin(self, key: int, entry: int, count: int) -> bool:
-        """Begin the selection of a global batch; return whether the rate limiter admits it."""
-        return True
+    def begin(self, key: int, entry: int, count: int) -> int | None:
+        """Begin the selection of a global batch. Returns how many samples of `count` the rate limiter admits,
+        all or, of a stream that `is_optional`, none; None: it must wait.
+        """
+        limiter = self.state.limiter if self.spec.is_optional else None
+        return count if limiter is None or limiter.is_open(count) else 0
 
     def apply(self, key: int) -> int:
         """Apply all changes of masses that precede the selection. Returns their sum."""
@@ -144,7 +147,6 @@ class LocalSelector:
         mass.
         """
         state = self.state
-        rows, count = self._rows(key, entry)
         head = state.head_words[entry]
         head[Head.KEY] = NOTHING
         after: list[int] = state.words[: Head.NUM_SET].tolist()
@@ -153,8 +155,10 @@ class LocalSelector:
             after[Head.EPOCH] = key >> PASS_SHIFT
             if after[Head.EPOCH] != state.words[Head.KEY] >> PASS_SHIFT:  # a new pass begins
                 after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
-        if not self.begin(key, entry, count):
+        count = self.begin(key, entry, self.spec.num_samples(key))
+        if count is None:
             return False
+        rows = self._rows(entry, count)
         if self._sampler.walks:
             self._walk(key, rows, state.drawn[entry][1], after)
         elif count:
@@ -197,15 +201,15 @@ class LocalSelector:
         state.head_words[entry][Head.KEY] = NOTHING
         total = state.masses.total
         if total:
-            rows, count = self._rows(key, entry)
-            first = words[Head.SAMPLES]
+            count, first = self.spec.batch, words[Head.SAMPLES]
+            rows = self._rows(entry, count)
             self.resolve(rows, 0, self._coordinates_of(count, first, total), first)
             words[Position.AHEAD] = key
 
-    def _rows(self, key: int, entry: int) -> tuple[torch.Tensor, int]:
-        """Return the places of the items that a selection draws, and their number."""
-        rows, count = self.state.drawn[entry][0], self.spec.num_samples(key)
-        return (rows if count == self.spec.batch else rows[:count]), count
+    def _rows(self, entry: int, count: int) -> torch.Tensor:
+        """Return the places of the items that a selection draws."""
+        rows: torch.Tensor = self.state.drawn[entry][0]
+        return rows if count == self.spec.batch else rows[:count]
 
     def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
         """Return coordinates from the native op, or from the sampler, which are checked. [count], int64."""

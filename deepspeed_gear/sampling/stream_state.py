@@ -124,7 +124,8 @@ class StreamState:
         #: Whether a selection may have to wait for items.
         self.may_wait = self.is_limited or table.spec.num_writers > 0
         #: The limiter where all nodes that hold the table decide together.
-        self.joint_limiter = self.limiter if self.may_wait and spec.num_shards > 1 else None
+        asks = self.may_wait or spec.is_optional
+        self.joint_limiter = self.limiter if asks and spec.num_shards > 1 else None
         table.recoveries.append(self.recover)
 
     @property

@@ -31,6 +31,8 @@ class TreeChanges:
     APPLYING: Final = 1  # 1: the queue is being written to the tree; -1 - n: log entries up to n are
     ALPHA: Final = 2  # exponent of the priorities, Q62
     SEEN: Final = 3  # the table's Control.CHANGED up to which changes are queued
+    BATCH: Final = 4  # global batch of the latest selection, from which the age of new items counts
+    ERA: Final = 5  # `Decay.era` of the masses
     NUM_WORDS: Final = 8
 
 

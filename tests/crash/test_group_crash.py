@@ -17,6 +17,7 @@ from store_support import StoreScene, check_whole, every_death, priority_rule, s
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.replay import table_access
+from deepspeed_gear.sampling.mass_rules import Decay
 from deepspeed_gear.store.group_spec import GroupCondition, GroupCount, GroupSpec
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.retention import Retention
@@ -52,7 +53,7 @@ def sampled(stream: Any, key: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", ["random", "epoch", "fifo", "priorities"])
 def test_death_while_groups_are_formed(kind: str) -> None:
     """A selection evicts late members and a group that fails, forms two groups, and draws."""
-    options = {"priorities": priority_rule(lag=9)} if kind == "priorities" else {}
+    options = {"priorities": priority_rule(lag=9, decay=Decay(0.4))} if kind == "priorities" else {}
     spec = spec_of("random" if options else kind, **options)
 
     def make() -> StoreScene:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from deepspeed_gear.ops.records import LogEntry, RandomPurpose, Slot, SlotState
 from deepspeed_gear.ops.reference.priorities import mass_
 from deepspeed_gear.ops.reference.select import philox
 from deepspeed_gear.replay import table_access
+from deepspeed_gear.sampling.mass_rules import Decay
 from deepspeed_gear.store.records import Head
 
 NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3
@@ -48,7 +50,7 @@ class PriorityMachine(RuleBasedStateMachine):
     """The oracle: `known` is as of the latest selection; `reported` waits, with batch and order."""
 
     unit, kind, lag, normalize, initial = "step", "random", 0, "table", None
-    batch = 9
+    batch, decay = 9, None
 
     @initialize(seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4))
     def make(self, seed: int, lengths: list[int]) -> None:
@@ -62,6 +64,7 @@ class PriorityMachine(RuleBasedStateMachine):
             lag=self.lag,
             initial=self.initial,
             log_size=40,
+            decay=None if self.decay is None else Decay(self.decay),
         )
         kind = {"top": "top_k", "stratified": "stratified"}.get(self.kind, "random")
         spec = stream_spec(kind, self.unit, self.batch, priorities=rule, seed=seed, depth=self.lag + 4)
@@ -73,6 +76,7 @@ class PriorityMachine(RuleBasedStateMachine):
             self.streams.append(stream)
         self.stored: dict[int, int] = {}  # id -> steps
         self.known: dict[Item, float] = {}
+        self.born: dict[int, int] = {}  # of each trajectory, the global batch that it could first be drawn in
         self.reported: list[tuple[int, int, int, Item, float]] = []  # batch, order, peer, item, priority
         self.waiting = [0] * NUM_PEERS
         self.drawn: list[tuple[int, np.ndarray]] = []
@@ -158,7 +162,7 @@ class PriorityMachine(RuleBasedStateMachine):
             stream.state.ask(self.key - self.lag)
             self.asked[each] = self.key - self.lag
         self._apply()
-        total = sum(masses_of(list(self.known.values()), self.alpha_at))
+        total = sum(masses_of([self._counted(item) for item in self.known], self.alpha_at))
         if not self._enough(total):
             with pytest.raises(StoreError):
                 self.streams[peer].get(self.key)
@@ -187,6 +191,7 @@ class PriorityMachine(RuleBasedStateMachine):
         count = {number: steps if self.unit == "step" else 1 for number, steps in self.stored.items()}
         items = {(number, step) for number, steps in count.items() for step in range(steps)}
         self.known = {item: self.known.get(item, first) for item in items}
+        self.born = {number: self.born.get(number, self.key) for number in self.stored}
         due = [entry for entry in self.reported if entry[0] < self.key - self.lag]
         self.reported = [entry for entry in self.reported if entry[0] >= self.key - self.lag]
         for _, _, peer, item, value in sorted(due, key=lambda entry: entry[:3]):
@@ -194,6 +199,16 @@ class PriorityMachine(RuleBasedStateMachine):
             if item in self.known:
                 self.known[item] = value
             self.highest = max(self.highest, value)  # also of an item that was removed meanwhile
+
+    def _counted(self, item: Item) -> float:
+        """Return an item's priority as it counts in the draws."""
+        value = self.known[item]
+        if self.decay is None or not value:
+            return value
+        era = int(self.decay * 5.5)
+        left = (self.key // era + 1) * era - 1 - self.born[item[0]]
+        grown = Decimal(value) * 256 * (-Decimal(left) / Decimal(self.decay)).exp()
+        return max(float(np.float32(grown)), 2.0**-126)
 
     def _order(self) -> list[Item]:
         """Return the items in stored order."""
@@ -207,7 +222,7 @@ class PriorityMachine(RuleBasedStateMachine):
 
     def _check(self, head: np.ndarray, records: np.ndarray, total: int) -> None:
         order = self._order()
-        masses = masses_of([self.known[item] for item in order], self.alpha_at)
+        masses = masses_of([self._counted(item) for item in order], self.alpha_at)
         ends = np.cumsum(masses)
         assert int(ends[-1]) == total
         coordinates = points_of(self.seed, self.samples, total, self.batch)
@@ -245,7 +260,7 @@ class PriorityMachine(RuleBasedStateMachine):
 def case(name: str, **options: Any) -> Any:
     """Return the tests of one kind of stream."""
     made: Any = type(name, (PriorityMachine,), options).TestCase
-    made.settings = settings(max_examples=16, stateful_step_count=30)  # six kinds share the rules
+    made.settings = settings(max_examples=16, stateful_step_count=30)  # eight kinds share the rules
     return made
 
 
@@ -253,5 +268,7 @@ TestSteps = case("steps")
 TestTrajectories = case("trajectories", unit="trajectory", normalize="batch")
 TestStepsBehindALag = case("lagging", lag=2, normalize="batch")
 TestStratified = case("stratified_steps", kind="stratified", normalize=None, initial=0.5)
+TestDecaying = case("decaying", unit="trajectory", decay=1.5)
+TestDecayingSteps = case("decaying_steps", decay=1.0, normalize=None, lag=1)
 TestTop = case("top_steps", kind="top", normalize=None)
 TestTopTrajectories = case("top_trajectories", kind="top", unit="trajectory", normalize=None, batch=3)

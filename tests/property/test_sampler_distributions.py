@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import MassUnit, Resolution, Slot
 from deepspeed_gear.replay import table_access
+from deepspeed_gear.sampling.mass_rules import Decay
 from deepspeed_gear.sampling.samplers.kinds import stratify_
 
 ALL_ANCHORS = (0, 0, 1, 1 << 40, 0)
@@ -248,6 +250,21 @@ def test_priorities(scenes: Any, name: str, kind: str, unit: str) -> None:
     wanted = np.round(priorities * 2.0**24)
     assert masses[masses > 0].tolist() == wanted[wanted > 0].tolist()
     assert p_value(counts, masses) > 1e-3
+
+
+def test_old_items_decay_exactly() -> None:
+    """Items of 61 global batches, of two eras, against exp(-age / 7) in 40 digits."""
+    spec = stream_spec(batch=BATCH, seed=5, priorities=priority_rule(alpha=1.0, decay=Decay(7.0)))
+    with StoreScene([spec], [1], 61, 200, 1) as scene:
+        for _ in range(60):
+            counted(scene, 1)
+            scene.add(1)
+        counts, masses = counted(scene), scene.streams[0].masses.leaves.copy()
+    with localcontext(prec=40):
+        exact = [(Decimal(-age) / 7).exp() for age in range(60, -1, -1)]
+        wanted = np.array([float(value / sum(exact)) for value in exact])
+    np.testing.assert_allclose(masses / masses.sum(), wanted, rtol=2e-7, atol=2.0**-30)
+    assert p_value(counts, wanted) > 1e-3
 
 
 def test_light_items_beside_heavy_ones_have_their_coordinates(scenes: Any) -> None:

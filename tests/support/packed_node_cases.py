@@ -98,6 +98,13 @@ def cases(data: str, other: str) -> dict[str, Case]:
     prioritized = {"kind": "prioritized", "unit": "trajectory", "beta": 0.5}
     replicated = {"data": {"path": data, "replicate": True}, "group": group}
     by_member = {**sequence, "by": "member"}
+    again = groups("fifo", token)
+    again["sampler"] = {
+        "kind": "mixture",
+        "shares": {"main": 0.8, "again": 0.2},
+        "of": {"kind": "fifo", "unit": "group"},
+        "by_table": {"again": {"kind": "top_k", "unit": "group"}},
+    }
     prompts = table(group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1})
     return {
         "data": {"section": section(**memory, sampler=uniform)},
@@ -109,6 +116,10 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "replicated groups": {"section": groups("prioritized", by_group, main=replicated)},
         "queue": {"section": groups("fifo", token, max_times_sampled=1)},
         "prompts": {"section": groups("fifo", token, main=prompts), "resumes": True},
+        "again": {
+            "section": {**again, "tables": {"main": prompts, "again": table(group=group)}},
+            "resumes": True,
+        },
         "tokens": {"section": section(**capacity, rollout=by_tokens), "resumes": True},
         "prioritized": {"section": section(**capacity, sampler=prioritized), "resumes": True},
         "mixture": {"section": section(tables=tables, sampler=mixture)},
@@ -216,6 +227,9 @@ def prepare(replay: Replay) -> tuple[Any, list[int]]:
         by_item, prompts = replay.config.item_sampler.unit == "group", rollout.values("prompt")
         if by_item and replay.config.item_sampler.kind == "prioritized" and reports:
             replay.set_priorities(rollout.trajectory_id[::GROUP], 1.0 + prompts[::GROUP] * 5 % 11)
+        if "again" in replay.tables:
+            priorities = 1.0 + prompts[::GROUP] * 5 % 11
+            replay.copy_items(rollout, "again", rollout.table == 0, priorities)
         rollout.advantages("grpo", group=None if by_item else "prompt")
         rollout.set("white", rollout.column("old"))
         rollout.whiten("white")

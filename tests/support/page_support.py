@@ -138,6 +138,8 @@ def gear_section(value: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if {"data", "tables"} & set(section):
         return dict(section)
+    if section.get("sampler", {}).get("of", {}).get("unit") == "group":
+        return None  # without its tables of groups it is no section: the page uses it
     tables = section.get("sampler", {}).get("shares", ["main"])
     return {**section, "tables": {name: {"capacity_steps": 1000} for name in tables}}
 

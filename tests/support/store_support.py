@@ -196,7 +196,10 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
 
 def check_priorities_whole(masses: Any) -> None:
     """Check that masses, minima and counts are those of the stored priorities. Wants the lock."""
-    leaves, values = torch.empty(masses.num_items, dtype=torch.int64), torch.from_numpy(masses.values.copy())
+    leaves, values = (
+        torch.empty(masses.num_items, dtype=torch.int64),
+        torch.from_numpy(masses._decayed(slice(None))),
+    )
     mass_(leaves, values, int(masses.words[TreeChanges.ALPHA]), masses.rule.most_bits)
     assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
     if len(masses._minima):

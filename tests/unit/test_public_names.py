@@ -19,9 +19,9 @@ REPLAY_BASE = """
     load_state_dict node normalize normalizer num_batches num_replicas num_steps progress sample save schemas
     state_dict statistics take_metrics transform update_priorities"""
 REPLAY = f"""{REPLAY_BASE}
-    add can_sample check_packing fill fingerprint forward gradient_divisor missing_groups priorities read
-    remove rollout rollout_worker run set_model set_policy_version set_priorities step store tables
-    vector_writer writer"""
+    add can_sample check_packing copy_items fill fingerprint forward gradient_divisor missing_groups
+    priorities read remove rollout rollout_worker run set_model set_policy_version set_priorities step
+    store tables vector_writer writer"""
 DEVICE_REPLAY = f"""{REPLAY_BASE.replace("schemas", "schema").replace("fields ", "")}
     add_ add_steps_ add_transitions_ check end_steps_ export_table fill_ import_table new_batch
     num_trajectories remove_ sample_ table tables update_priorities_"""
@@ -34,7 +34,7 @@ MICRO_BATCH = f"""{MAPPING}
     num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets trajectory_id weight"""
 ROLLOUT = """
     advantages close column columns forward group lengths num_items num_tokens num_trajectories number set
-    steps_done trajectory_id values whiten"""
+    steps_done table trajectory_id values whiten"""
 TRAIN_STEP = "index loss_tokens mean num_tokens num_trajectories number"
 TABLE = {
     "capacity_steps": 90,

@@ -14,7 +14,7 @@ import deepspeed_gear.config.sampler_options as models
 from deepspeed_gear.config import DrawingOptions
 from deepspeed_gear.config.schedules import imported, value_at
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.sampling.mass_rules import AgeWindow, CustomMasses, MassRule, weight_bits
+from deepspeed_gear.sampling.mass_rules import AgeWindow, CustomMasses, Decay, MassRule, weight_bits
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw, Sampler, SamplerScope, SamplerSpec
 
 
@@ -119,7 +119,8 @@ class Prioritized(RandomDraws):
 
         beta = schedule(options.beta, "gear.sampler.beta")
         rule = scope.priority_rule(options.initial, held, beta, options.normalize)
-        return replace(super().spec(scope), priorities=rule)
+        decay = None if options.decay is None else Decay(options.decay)
+        return replace(super().spec(scope), priorities=replace(rule, decay=decay))
 
 
 class Epoch(Sampler):
