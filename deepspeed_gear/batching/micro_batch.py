@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.packed_models import PackedModel, named_inputs
+from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
+from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
@@ -27,20 +28,26 @@ class PackShape:
     # The places of this rank: all, or the slice of a sequence rank.
     first: int
     end: int
+    prefixes: Prefixes | None = None  # that trajectories share; None: `gear.pack.prefix` is "own"
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """Places of each trajectory. [S], int64."""
+        return self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
 
     @cached_property
     def starts(self) -> np.ndarray:
         """The first place of each trajectory. [S], int64."""
-        return np.asarray(np.cumsum(self.lengths) - self.lengths)
+        return np.asarray(np.cumsum(self.places) - self.places)
 
     @cached_property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.places.sum())
 
     @cached_property
     def bounds(self) -> np.ndarray:
         """The first place of each sequence, padding being one of its own, and N. [sequences + 1], int32."""
-        ends = np.cumsum(self.lengths)
+        ends = np.cumsum(self.places)
         last = [self.rows] if not len(ends) or ends[-1] < self.rows else []
         return np.concatenate([[0], ends, last]).astype(np.int32)
 
@@ -65,8 +72,20 @@ class PackShape:
 
     def positions(self) -> np.ndarray:
         """Return each place's position in its sequence; padding has those of the longest. [end - first]."""
-        begins = self.bounds[:-1].astype(np.int64).repeat(self.sizes)
-        return np.asarray((np.arange(self.first, self.end) - begins) % self.lengths.max(initial=1))
+        begins = self.bounds[:-1].astype(np.int64)
+        if self.prefixes is not None:
+            begins[: len(self.lengths)] -= self.prefixes.steps
+        places = np.arange(self.first, self.end) - begins.repeat(self.sizes)
+        return np.asarray(places % self.lengths.max(initial=1))
+
+    def own_rows(self, records: torch.Tensor, which: Any = slice(None)) -> torch.Tensor:
+        """Return resolutions of trajectories, [n, 8], by the rows that have places of their own."""
+        if self.prefixes is None:
+            return records
+        own, steps = records.clone(), torch.from_numpy(self.prefixes.steps[which])
+        own[:, Resolution.FIRST_ROW] += steps
+        own[:, Resolution.NUM_STEPS] -= steps
+        return own
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     Without one, place i holds step i.
 
     A sequence rank has its slice of the places, N / P of them; `cu_seqlens` and `max_seqlen` are of the whole
-    pack.
+    pack. Places of a trajectory that shares a prefix begin after it, and attend to it (`mask_mod`).
 
     Args:
         targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
@@ -203,7 +222,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def num_tokens(self) -> int:
-        """Places of trajectories in the whole pack, padding excluded."""
+        """Places of trajectories in the whole pack, padding excluded; a shared prefix counts once."""
         return self.pack_shape.num_tokens
 
     @property
@@ -223,23 +242,38 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """The place of each token in its sequence; padding has those of the longest. [1, N], int64."""
+        """The step of each place in its sequence; padding has those of the longest. [1, N], int64."""
         return torch.from_numpy(self.pack_shape.positions()).to(self._device)[None]
 
     @property
     def sequence(self) -> torch.Tensor:
-        """Which of the trajectories each place belongs to, -1 for padding. [1, N], int64."""
+        """The trajectory of each place, of a shared prefix the first one; -1 for padding. [1, N], int64."""
         return torch.from_numpy(self.pack_shape.owners()).to(self._device)[None]
 
     @property
-    def block_mask(self) -> torch.Tensor:
-        """Which places each place attends to: its own sequence up to itself. [1, 1, N, N], bool.
+    def mask_mod(self) -> Callable[..., torch.Tensor]:
+        """(batch, head, query, key) -> whether the one place attends to the other, for flex attention."""
+        whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
+        begins = ends = whole.starts  # of the prefixes
+        if whole.prefixes is not None:
+            begins, ends = begins[whole.prefixes.leader], begins[whole.prefixes.leader] + whole.prefixes.steps
+        arrays = whole.owners(), whole.spread(begins), whole.spread(ends)
+        owner, begin, end = (torch.from_numpy(array).to(self._device) for array in arrays)
 
-        Of a whole pack; N * N bytes, for models without kernels for packed sequences.
+        def attends(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+            is_own = (owner[query] == owner[key]) & (key <= query)
+            return is_own | ((begin[query] <= key) & (key < end[query]))
+
+        return attends
+
+    @property
+    def block_mask(self) -> torch.Tensor:
+        """Which places each place attends to: its own sequence up to itself, and the prefix that it shares.
+
+        [1, 1, N, N], bool. Of a whole pack; N * N bytes, for models without kernels for packed sequences.
         """
-        whole = PackShape(self.pack_shape.lengths, self.pack_shape.rows, 0, self.pack_shape.rows)
-        owner = torch.from_numpy(whole.owners()).to(self._device)
-        return ((owner[:, None] == owner[None, :]).tril())[None, None]
+        places = torch.arange(self.pack_shape.rows, device=self._device)
+        return self.mask_mod(0, 0, places[:, None], places)[None, None]
 
     def model_inputs(self, model: Any) -> dict[str, Any]:
         """Return the keyword arguments of a causal language model of transformers 5.
@@ -260,6 +294,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             rule = 'must have a field of a column with the role "token"'
             raise ConfigError("gear.fields", rule, None, "give the column of token ids that role")
         inputs = {"input_ids": self._tensors[self._token], "use_cache": False}
+        if self.pack_shape.prefixes is not None:
+            return inputs | mask_inputs(model, self)
         if isinstance(model, str):
             return inputs | named_inputs(model, self)
         is_slice = self.pack_shape.end - self.pack_shape.first < self.pack_shape.rows

@@ -8,6 +8,7 @@ its family is known to give the logits that each trajectory has alone.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any, Final, Protocol
@@ -65,6 +66,10 @@ class Pack(Protocol):
     def cu_seqlens(self) -> torch.Tensor: ...
     @property
     def max_seqlen(self) -> int: ...
+    @property
+    def mask_mod(self) -> Callable[..., torch.Tensor]: ...
+    @property
+    def block_mask(self) -> torch.Tensor: ...
 
 
 class PackedModel:
@@ -139,6 +144,16 @@ class PackedModel:
             self.refuse(f"attention {self.attention!r} is not one of {', '.join(ATTENTIONS)}", remedy)
         if self.attention in FLASH and self.family in _NOT_BY_FLASH:
             self.refuse("its flash attention gets no sequences", 'load it with attn_implementation="sdpa"')
+
+    def check_shared(self, lengths: torch.Tensor, rows: int) -> None:
+        """Raise unless all that its layers need is a mask of places, where prefixes are shared."""
+        self._check_family()
+        self._check_positions(lengths, rows)
+        window = "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
+        kinds = set(getattr(self.config, "layer_types", None) or [window]) - {"full_attention"}
+        if kinds or self.family in BY_KERNELS:
+            rule = "a mask of shared prefixes would replace the rules of layers that are not full_attention"
+            self.refuse(f"{rule} ({', '.join(sorted(kinds))})", 'leave "prefix" of gear.pack out')
 
     def _check_positions(self, lengths: torch.Tensor, rows: int) -> None:
         """Raise where something depends on the place in the pack, or on its longest sequence."""
@@ -217,6 +232,28 @@ def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
 def _flash_inputs(micro: Pack) -> dict[str, Any]:
     ends, longest = micro.cu_seqlens, micro.max_seqlen
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
+    """Return the arguments of a model, or of an attention by its name, where prefixes may be shared."""
+    attention, positions, dtype = model, micro.position_ids, torch.float32
+    if not isinstance(model, str):
+        packed = PackedModel(model)
+        packed.check_shared(micro.lengths, positions.shape[1])
+        attention, dtype = packed.attention, next(model.parameters()).dtype
+    if attention not in ("flex_attention", "sdpa", "eager"):
+        rule = 'must be flex_attention, sdpa or eager with "prefix": "share" of gear.pack'
+        raise ConfigError("micro.model_inputs: attention", rule, attention, "load the model with one of them")
+    mask: Any = None
+    if attention == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        rows = positions.shape[1]
+        mask = create_block_mask(micro.mask_mod, 1, None, rows, rows, positions.device)
+    else:  # eager attention adds it to the scores
+        mask = micro.block_mask
+        mask = mask if attention == "sdpa" else (~mask).to(dtype) * torch.finfo(dtype).min
+    return {"position_ids": positions, "attention_mask": mask}
 
 
 def _growing_rotations(config: Any) -> list[tuple[str, int]]:

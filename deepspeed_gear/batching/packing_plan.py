@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from deepspeed_gear.errors import ConfigError, DataError, ShapeError
@@ -48,6 +50,28 @@ class PackBudget:
     def room(self) -> int:
         """Tokens of trajectories that fit into a pack: the budget, down to a multiple."""
         return self.tokens // self.multiple * self.multiple
+
+
+class Prefixes(NamedTuple):
+    """Prefixes that trajectories share with an earlier one, their leader: it alone has places for them."""
+
+    steps: np.ndarray  #: that a trajectory shares; 0 if it is its own leader. [n], int64
+    leader: np.ndarray  #: [n], int64
+
+    def of(self, which: np.ndarray) -> Prefixes:
+        """Return those of some trajectories, ascending, whose leaders are among them."""
+        return Prefixes(self.steps[which], np.searchsorted(which, self.leader[which]))
+
+    def bundled(self, lengths: np.ndarray, size: int, most: int) -> Prefixes:
+        """Divide those of one leader into bundles, of `size` trajectories and `most` places at most."""
+        leader, latest = np.arange(len(lengths)), dict[int, tuple[int, int, int]]()
+        given = zip(self.leader.tolist(), self.steps.tolist(), lengths.tolist(), strict=True)
+        for i, (key, steps, length) in enumerate(given):
+            first, members, places = latest.get(key, (i, size, 0))
+            if members == size or not steps or places + length - steps > most:
+                first, members, places, steps = i, 0, 0, 0
+            leader[i], latest[key] = first, (first, members + 1, places + length - steps)
+        return Prefixes(np.where(leader == np.arange(len(leader)), 0, self.steps), leader)
 
 
 @dataclass(frozen=True)

@@ -368,6 +368,10 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     sampler = Part("gear.sampler", config.item_sampler)
     sampler.admit("unit", ("trajectory", "group"), when, _WHOLE)
     sampler.admit("anchors", ["all"], when, _WHOLE)
+    if pack.prefix == "share":
+        when = 'with "prefix": "share" of gear.pack'
+        sampler.admit("unit", ["group"], when, "the members of a group share its prompt")
+        Part("gear.pack", pack).leave_out("max_trajectories", when, "bound micro batches by tokens")
     for name in config.sampled_tables:
         table = config.resolved_tables[name]
         table_part = Part(dotted("gear", "tables", name), table)
@@ -479,6 +483,10 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
         rule = f"must be a multiple of the sequence ranks ({sequence})"
         remedy = "each of them gets an equal slice"
         raise ConfigError("gear.pack.pad.multiple", rule, pack.pad.multiple, remedy)
+    if pack.prefix == "share" and sequence > 1:
+        raise ConfigError(
+            "gear.pack.prefix", 'must be "own" with sequence ranks', pack.prefix, "leave it out"
+        )
     if stages > 1:
         remedy = "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
         raise ConfigError("gear.pack", "must not be given where the model is a pipeline", None, remedy)

@@ -255,6 +255,13 @@ def _fields(
         _resolve(name, field, schema, statistics_available, shifts, config.advantage)
         for name, field in requested.items()
     ]
+    if config.pack is not None and config.pack.prefix == "share":
+        _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
+        for field in resolved:
+            if field.derived == "timestep" or int(field.offset) < 0:
+                rule = 'must be of the same or a later step with "prefix": "share" of gear.pack'
+                remedy = "take micro.position_ids, or store the values in a column"
+                raise ConfigError(dotted("gear", "fields", field.name), rule, field.offset, remedy)
     estimated = [field for field in resolved if field.estimate is not None]
     if config.advantage is not None and not estimated:
         rule, remedy = "must have a field that is derived from it", '"advantage": {"length": 32}'

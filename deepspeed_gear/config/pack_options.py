@@ -44,6 +44,10 @@ class PackConfig(GearModel):
     """Trajectories longer than `tokens`: "refuse" asks for a `max_length` of the table, so that a writer gets
     the error; "truncate" trains their first steps, after which `rollout.advantages` bootstraps."""
 
+    prefix: Literal["own", "share"] = "own"
+    """The prompts of a group's trajectories in a micro batch: "own", one each; "share", once where their
+    tokens are equal, so that all their responses attend to it: `micro.model_inputs` has the mask."""
+
     @field_validator("cost")
     @classmethod
     def _two(cls, cost: list[int]) -> list[int]:

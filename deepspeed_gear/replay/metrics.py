@@ -22,10 +22,10 @@ from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.late_columns import absent
 
-# Of an optimizer step of packed batches: trajectories and tokens of all ranks, micro batches of this rank,
-# the part of its places that hold a trajectory's step, and the cost of the slowest rank in each micro step /
-# the mean, minus 1.
-TRAINED = ("trajectories", "tokens", "micro_batches", "fill", "imbalance")
+# Of an optimizer step of packed batches: trajectories and tokens of all ranks, tokens that shared prefixes
+# save, micro batches of this rank, the part of its places that hold a trajectory's step, and the cost of the
+# slowest rank in each micro step / the mean, minus 1.
+TRAINED = ("trajectories", "tokens", "shared_tokens", "micro_batches", "fill", "imbalance")
 
 
 class Metrics:

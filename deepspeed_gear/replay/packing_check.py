@@ -9,6 +9,7 @@ import torch
 
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
+from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.rollout_data import PackSettings
@@ -34,18 +35,17 @@ def check_packing(
             if tolerance is None:
                 is_exact = {logits.dtype, next(model.parameters()).dtype} == {torch.float32}
                 tolerance = _EXACT if is_exact else _ROUNDED
-            ends = micro.lengths.cumsum(0).tolist()
-            most = 0.0
-            for begin, end in zip([0, *ends], ends, strict=False):
-                tokens = inputs["input_ids"][:, begin:end]
-                alone = model(input_ids=tokens, use_cache=False).logits[0].float()
-                apart = (logits[begin:end].float() - alone).square().mean().sqrt()
+            most, places = 0.0, torch.arange(len(logits), device=logits.device)
+            for begin, end in zip(micro.pack_shape.starts, micro.cu_seqlens[1:], strict=False):
+                at = micro.mask_mod(0, 0, end - 1, places).nonzero()[:, 0]
+                alone = model(input_ids=inputs["input_ids"][:, at], use_cache=False).logits[0].float()
+                apart = (logits[at].float() - alone).square().mean().sqrt()
                 most = max(most, float(apart / alone.square().mean().sqrt()))
                 if not most <= tolerance:
-                    rule = f"must give the {end - begin} tokens from place {begin} on their logits alone"
-                    at = f"check_packing: a pack of {packed_model.name}"
+                    rule = f"must give the {len(at)} tokens from place {begin} on their logits alone"
+                    name = f"check_packing: a pack of {packed_model.name}"
                     given = f"a relative difference of {most:.1e} (tolerance {tolerance:.1e})"
-                    raise ConfigError(at, rule, given, ONE_EACH)
+                    raise ConfigError(name, rule, given, ONE_EACH)
     finally:
         for module, mode in modes:  # parents come before their children
             module.train(mode)
@@ -61,7 +61,12 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
         lengths.append(-(-rest // 2))
         rest -= lengths[-1]
     tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
-    none, shape = torch.zeros(0), PackShape(np.array(lengths, np.int64), rows, 0, rows)
+    none, steps, prefixes = torch.zeros(0), np.array(lengths, np.int64), None
+    if pack.prefix == "share":  # every second one goes on after half of the one before it
+        number = np.arange(len(steps))
+        prefixes = Prefixes(np.where(number % 2, steps[number // 2 * 2] // 2, 0), number // 2 * 2)
+        steps = steps + prefixes.steps
+    shape = PackShape(steps, rows, 0, rows, prefixes)
     fields = {} if settings.token is None else {settings.token: tokens.to(settings.device)}
     loss, sources = PackLoss(none, lambda: (none, 0.0), 1.0), PackSources(none, none, none, none, none)
     return MicroBatch(fields, None, shape, loss, sources, settings.token, settings.device)

@@ -348,6 +348,7 @@ class TrainStep(PublicNames):
         num_trajectories: Their number.
         num_tokens: Their steps.
         loss_tokens: Their loss tokens.
+        shared_tokens: Their steps that have no places of their own, as `gear.pack.prefix` shares prompts.
     """
 
     _internal = frozenset({"name", "packs"})
@@ -357,7 +358,7 @@ class TrainStep(PublicNames):
         self.packs = PackSequence(data, index, None)
         self.num_trajectories = len(index)
         self.num_tokens = int(data.lengths[index].sum())
-        self.loss_tokens = self.packs.loss[0]
+        self.loss_tokens, self.shared_tokens = self.packs.loss[0], self.packs.shared_tokens
         self._is_used = False
 
     def __len__(self) -> int:
@@ -404,6 +405,7 @@ class TrainStep(PublicNames):
             steps=1,
             trajectories=self.num_trajectories,
             tokens=self.num_tokens,
+            shared_tokens=self.shared_tokens,
             micro_batches=len(packs),
             fill=packs.fill_fraction,
             imbalance=packs.imbalance,

@@ -17,7 +17,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import PackGatherer, read_opaque, steps_of
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
-from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
+from deepspeed_gear.batching.packing_plan import PackBudget, Prefixes, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import AdvantageConfig
 from deepspeed_gear.config.pack_options import LossConfig, PackConfig, RolloutConfig, room
@@ -197,6 +197,23 @@ class TablePart:
         found[np.repeat(is_own, lengths)] = own
         return found
 
+    def leaders(self, ops: Ops, name: str, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Return the first trajectory of each one's item with as many first `rows`, at least 1, and equal
+        tokens in them. [n], int64. Collective over nodes, on one of which the trajectories of an item lie.
+        """
+        own, rows, given = self._own, rows[self._own], (0, "T", torch.int64)
+        records, begins = self.records.resolutions[torch.from_numpy(own)], np.cumsum(rows) - rows
+        records[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
+        tokens = steps_of(ops, self.table.tensor(name), records, *given)
+        factors = 2 * (np.arange(len(tokens)) - begins.repeat(rows)) + 1
+        keys = items[own], rows, np.add.reduceat(tokens * factors * factors, begins)  # of equal tokens equal
+        _, first, number = np.unique(np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True)
+        leader = first[number.reshape(-1)]
+        records[:, Resolution.FIRST_ROW] = records[torch.from_numpy(leader), Resolution.FIRST_ROW]
+        others = steps_of(ops, self.table.tensor(name), records, *given)
+        is_equal = np.logical_and.reduceat(tokens == others, begins)
+        return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
+
     def check_filled(self, name: str) -> None:
         """Raise DataError if a late column is absent in one of the trajectories. Collective over nodes."""
         bits = self.table.schema.late_bits([name])
@@ -263,6 +280,23 @@ class RolloutData:
         if not len(self.lengths):
             return np.zeros(0, np.int64)
         return np.add.reduceat(self.mask.view(np.uint8), self.starts, dtype=np.int32).astype(np.int64)
+
+    @cached_property
+    def prompts(self) -> Prefixes | None:
+        """Steps of each trajectory before its first loss place, and the first trajectory of its item with as
+        many, and equal tokens up to that place. None: prompts are not shared. Collective over nodes.
+        """
+        token = self.settings.schema.role("token")
+        if self.settings.pack.prefix == "own" or token is None or not len(self.lengths):
+            return None
+        actions = np.append(self.mask.nonzero()[0], self.num_tokens)
+        rows = np.minimum(actions[np.searchsorted(actions, self.starts)] - self.starts, self.lengths - 1)
+        of_tables = [np.nonzero(self.source == number)[0] for number in range(len(self.parts))]
+        leaders = [
+            own[part.leaders(self.ops, token.name, rows[own] + 1, self.item[own])]
+            for part, own in zip(self.parts, of_tables, strict=True)
+        ]
+        return Prefixes(rows, np.concatenate(leaders))
 
     @cached_property
     def sequence(self) -> np.ndarray:
@@ -398,7 +432,7 @@ class RolloutData:
         index, at, rows = packs.packs[number], packs.at[number], packs.rows[number]
         part = rows // place.sequence_world
         first = place.sequence_rank * part
-        shape = PackShape(self.lengths[at], rows, first, first + part)
+        shape = PackShape(self.lengths[at], rows, first, first + part, packs.prefixes[number])
         which, device, source = torch.from_numpy(index), settings.device, self.source[at]
         own_at: Any = at if isinstance(at, slice) else which
         tables: list[tuple[TablePart, Any, torch.Tensor]] = []  # places in the pack, and records
@@ -410,7 +444,7 @@ class RolloutData:
         tensors, places = gatherer.outputs(part), torch.from_numpy(shape.starts)
         per_trajectory: dict[str, torch.Tensor] = {}
         for table, own, records in tables:
-            table.gatherer.gather(tensors, records, places[own], first)
+            table.gatherer.gather(tensors, shape.own_rows(records, own), places[own], first)
             for name, values in table.gatherer.per_trajectory(records).items():
                 if name not in per_trajectory:
                     per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
@@ -481,6 +515,7 @@ class RolloutData:
         elif len(shape.lengths):
             records = self.records[torch.from_numpy(at)]
             records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[at])
+            records = shape.own_rows(records)
             into, columns, none = list(outs.values()), list(buffers.values()), [torch.empty(0)] * len(outs)
             places, spec, pads = torch.from_numpy(shape.starts), _STEPS * len(outs), [0.0] * len(outs)
             self.ops.pack_(into, columns, none, none, records, places, spec, pads, shape.first, rows)
@@ -502,10 +537,14 @@ class RolloutData:
         """Write values of this rank's places of a pack, [rows of this rank], to a column, [num_tokens]."""
         shape, given = micro.pack_shape, values.detach().to("cpu", torch.float32)
         begins = np.maximum(shape.first - shape.starts, 0)  # this rank's first place of each trajectory
-        to, at = self.starts[micro.index.numpy()] + begins, 0
+        whole, at = self.starts[micro.index.numpy()], 0
+        to = whole + begins if shape.prefixes is None else whole + shape.prefixes.steps
         for start, size in zip(to.tolist(), shape.sizes.tolist(), strict=False):  # padding is the last size
             column[start : start + size] = given[at : at + size]
             at += size
+        if shape.prefixes is not None:
+            for start, steps, leader in zip(whole, *shape.prefixes, strict=True):
+                column[start : start + steps] = column[whole[leader] : whole[leader] + steps]
 
 
 def item_numbers(sample_numbers: np.ndarray, tables: np.ndarray | None = None) -> np.ndarray:
@@ -532,24 +571,29 @@ class PlannedPacks:
     """The packs of all replicas (ranks that train on different samples): rows and costs of each. Pure."""
 
     def __init__(
-        self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, tokens: int | None = None
+        self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prefixes: Prefixes | None = None
     ) -> None:
-        sized = pack if tokens is None else pack.model_copy(update={"tokens": tokens})
         (linear, quadratic), most = pack.cost, pack.max_trajectories
-        budget = PackBudget(room(sized), linear, quadratic, pack.pad.multiple, most)
-        lengths = np.ascontiguousarray(lengths)
+        budget = PackBudget(room(pack), linear, quadratic, pack.pad.multiple, most)
         width = pack.plan_width or replicas
-        self.plan = plan = plan_packs(torch.from_numpy(lengths), budget, width, ops)
+        self.prefixes, places, bundle = prefixes, lengths, np.arange(len(lengths))
+        squares = np.square(lengths.astype(np.float64))
+        if prefixes is not None:  # whose steps attend to each other once
+            places = lengths - prefixes.steps
+            squares -= np.square(prefixes.steps.astype(np.float64))
+            bundle = np.unique(prefixes.leader, return_inverse=True)[1].reshape(-1)
+        sizes = np.bincount(bundle, places).astype(np.int64)  # exact: below 2^53
+        plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
+        self.plan = plan = replace(plan, micro=plan.micro[bundle], rank=plan.rank[bundle])
         #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
         self.per_rank = width // replicas
         size, shape = plan.num_micro * width, (plan.num_micro, width)
         # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
         bins = (plan.micro * width + plan.rank).numpy()
-        steps = lengths.astype(np.float64)
-        costs = np.bincount(bins, linear * steps + quadratic * steps * steps, size)
+        costs = np.bincount(bins, linear * places + quadratic * squares, size)
         #: [K, replicas, per_rank], float64.
         self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
-        tokens_of = np.bincount(bins, lengths, size).astype(np.int64)  # exact: below 2^53
+        tokens_of = np.bincount(bins, places, size).astype(np.int64)  # exact: below 2^53
         rows = np.maximum(-(-tokens_of // budget.multiple), 1).reshape(shape) * budget.multiple
         if pack.pad.to == "budget":
             rows = np.full(shape, budget.tokens)
@@ -578,23 +622,44 @@ class PackSequence:
     def __init__(
         self, data: RolloutData, index: np.ndarray, tokens: int | None, planned: PlannedPacks | None = None
     ) -> None:
-        place, pack, is_sorted = data.settings.place, data.settings.pack, planned is not None
-        planned = planned or PlannedPacks(data.lengths[index], pack, place.data_world, data.ops, tokens)
+        place, is_sorted = data.settings.place, planned is not None
+        planned = planned or self._plan(data, index, tokens)
         first = place.data_rank * planned.per_rank
         packs = [planned.plan.packs(rank) for rank in range(first, first + planned.per_rank)]
         self.index, self.imbalance = index, planned.imbalance
         #: The replica that trains each of the trajectories. [n], int64.
         self.replica: np.ndarray = planned.plan.rank.numpy() // planned.per_rank
         #: The trajectories of each of this rank's packs, and N of each.
-        self.packs = [index[own[micro].numpy()] for micro in range(planned.plan.num_micro) for own in packs]
+        chosen = [own[micro].numpy() for micro in range(planned.plan.num_micro) for own in packs]
+        self.packs, prefixes = [index[pack] for pack in chosen], planned.prefixes
+        #: What the trajectories of each pack share, and the tokens that all ranks save by it.
+        self.prefixes = [None if prefixes is None else prefixes.of(pack) for pack in chosen]
+        self.shared_tokens = 0 if prefixes is None else int(prefixes.steps.sum())
         ends = [(int(own[0]), int(own[-1]) + 1) if len(own) else (0, 0) for own in self.packs]
         #: The same; of a sorted plan as slices, which copy nothing.
         self.at: list[Any] = [slice(*end) for end in ends] if is_sorted else self.packs
         self.rows: list[int] = planned.rows[:, first : first + planned.per_rank].reshape(-1).tolist()
         num_tokens = sum(int(data.lengths[pack].sum()) for pack in self.packs)
+        num_tokens -= sum(int(shared.steps.sum()) for shared in self.prefixes if shared is not None)
         #: Part of this rank's places that hold a trajectory's step.
         self.fill_fraction = num_tokens / max(sum(self.rows), 1)
         self.data = data
+
+    @staticmethod
+    def _plan(data: RolloutData, index: np.ndarray, tokens: int | None) -> PlannedPacks:
+        """Plan the packs; where prompts are shared, by as many members of a group at once as cost least."""
+        pack, lengths = data.settings.pack, data.lengths[index]
+        pack = pack.model_copy(update={"tokens": tokens or pack.tokens})
+        planned = partial(PlannedPacks, lengths, pack, data.settings.place.data_world, data.ops)
+        if data.prompts is None or not len(index):
+            return planned()
+        prompts = data.prompts.of(index)
+        size = int(np.bincount(prompts.leader).max())
+        sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
+        plans = [planned(prompts.bundled(lengths, size, room(pack))) for size in sizes]
+        is_full = pack.pad.to == "budget"  # then all packs cost as much
+        costs = [(is_full * plan.plan.num_micro, plan.costs.max(axis=(1, 2)).sum()) for plan in plans]
+        return plans[costs.index(min(costs))]
 
     @cached_property
     def loss(self) -> tuple[int, np.ndarray]:

@@ -72,7 +72,8 @@ def forward(
     def made() -> rollouts.PackSequence:
         lengths, size = records[:, Resolution.NUM_STEPS].numpy(), len(records)
         rollouts.check_tokens(to.pack, lengths, tokens)
-        planned = rollouts.PlannedPacks(lengths, to.pack, to.place.data_world, table.ops, tokens)
+        pack = to.pack.model_copy(update={"tokens": tokens or to.pack.tokens})
+        planned = rollouts.PlannedPacks(lengths, pack, to.place.data_world, table.ops)
         own = records[planned.sort()]
         with table.lock:
             placed(table, own.numpy())

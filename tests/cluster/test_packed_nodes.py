@@ -65,6 +65,8 @@ def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
 def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outcomes) -> None:
     alone, ranks, shares = outcomes.alone[name], outcomes.ranks[name], outcomes.cases[name].get("shares")
     assert all(rank["numbers"] == alone["numbers"] for rank in ranks)
+    assert {rank["shared_tokens"] for rank in ranks} == {alone["shared_tokens"]}
+    assert (alone["shared_tokens"] > 0) == (name in ("groups", "replicated groups"))
     one_each = ranks[:: RANKS if shares == "node" else 1][: len(ranks) if shares is None else WORLD // 2]
     packs, wanted = in_plan_order([rank["packs"] for rank in one_each]), in_plan_order([alone["packs"]])
     if shares in (None, "tensor"):

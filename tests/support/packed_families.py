@@ -17,6 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.packing_plan import Prefixes
 
 VOCABULARY = 64
 WIDTHS = "hidden_size n_embd d_model word_embed_proj_dim"
@@ -84,7 +85,9 @@ def tiny(family: str, attention: str = "eager", **more: Any) -> Any:
     return model
 
 
-def pack(lengths: list[int], rows: int, part: slice | None = None) -> MicroBatch:
+def pack(
+    lengths: list[int], rows: int, part: slice | None = None, prefixes: Prefixes | None = None
+) -> MicroBatch:
     """Return a pack of random tokens; `part`: the places of a sequence rank."""
     part = part or slice(0, rows)
     tokens = torch.randint(3, VOCABULARY - 1, (1, rows), generator=torch.Generator().manual_seed(0))
@@ -92,7 +95,7 @@ def pack(lengths: list[int], rows: int, part: slice | None = None) -> MicroBatch
     return MicroBatch(
         {"tokens": tokens[:, part]},
         None,
-        PackShape(np.array(lengths, np.int64), rows, part.start, part.stop),
+        PackShape(np.array(lengths, np.int64), rows, part.start, part.stop, prefixes),
         PackLoss(none, lambda: (none, 0.0), 1.0),
         PackSources(none, none, none, none, none),
         "tokens",
@@ -100,9 +103,15 @@ def pack(lengths: list[int], rows: int, part: slice | None = None) -> MicroBatch
     )
 
 
+def places(micro: MicroBatch) -> list[Tensor]:
+    """Return the places of each trajectory of a pack: those that its last one attends to."""
+    ends = micro.cu_seqlens[1 : micro.num_trajectories + 1].tolist()
+    return [micro.block_mask[0, 0, end - 1].nonzero()[:, 0] for end in ends]
+
+
 def alone(model: Any, micro: MicroBatch) -> list[Tensor]:
     """Return the logits of each trajectory of a pack alone."""
-    tokens = micro["tokens"][:, : micro.num_tokens].split(micro.lengths.tolist(), 1)
+    tokens = [micro["tokens"][:, at] for at in places(micro)]
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling flex attention takes long
         return [model(input_ids=part, use_cache=False).logits[0] for part in tokens]
 
@@ -116,8 +125,9 @@ def difference(
     """
     wanted, most = wanted or alone(model, micro), 0.0
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        packed = model(**inputs).logits[0][: micro.num_tokens].split(micro.lengths.tolist())
-    for logits, expected in zip(packed, wanted, strict=True):
+        packed = model(**inputs).logits[0]
+    for at, expected in zip(places(micro), wanted, strict=True):
+        logits = packed[at]
         most = max(most, float((logits - expected).abs().max() / expected.abs().max()))
     return most
 

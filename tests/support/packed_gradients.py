@@ -36,15 +36,23 @@ COLUMNS = {
 
 
 def responses() -> list[dict[str, Any]]:
-    """Return groups of four trajectories of two members; some and one whole group are masked."""
+    """Return groups of four trajectories of two members; some and one whole group are masked.
+
+    In the even groups three have a prompt of 12 tokens, or less where they are shorter.
+    """
     words, found = np.random.default_rng(5), []
     for number in range(GROUPS * SIZE):
         length = int(words.integers(2, MOST + 1))
         prompt = int(words.integers(0, length + 1))
         group, member = number // SIZE, number % SIZE // 2
+        is_shared = group % 2 == 0 and number % SIZE < 3
+        if is_shared:
+            prompt = min(12, length)
         if number % 7 == 0 or group == 3:
             prompt = length
         tokens = words.integers(1, VOCABULARY, length).astype(np.uint8)
+        if is_shared:
+            tokens[:prompt] = group + np.arange(prompt)
         own = {"prompt": np.int64(group), "member": np.int64(member)}
         found.append({"tokens": tokens, "loss_mask": np.arange(length) >= prompt, **own})
     return found
@@ -153,18 +161,21 @@ def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
     return F.cross_entropy(logits[0], micro.targets[0], reduction="none")[None]
 
 
-def section(loss: dict[str, Any], tokens: int) -> dict[str, Any]:
-    """Return a gear section whose batch is all responses."""
+def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]:
+    """Return a gear section whose batch is all responses; groups share prompts but on sequence ranks."""
     table: dict[str, Any] = {"capacity_steps": 4000, "max_length": MOST, "schema": {"columns": COLUMNS}}
     sampler, batch = {"kind": "fifo"}, {"trajectories": GROUPS * SIZE}
     if loss["normalize"] == "group" or loss.get("by") == "member":
         table["group"] = {"column": "prompt", "size": 2, "member": "member", "max_trajectories": SIZE}
         sampler, batch = {**sampler, "unit": "group"}, {"groups": GROUPS}
+    pack = {"tokens": tokens, "pad": {"multiple": 8}}
+    if "group" in table and not is_slice:
+        pack["prefix"] = "share"
     return {
         "tables": {"responses": table},
         "sampler": sampler,
         "fields": {"tokens": {}},
-        "pack": {"tokens": tokens, "pad": {"multiple": 8}},
+        "pack": pack,
         "batch": batch,
         "loss": loss,
         "shared_memory": {"prefix": prefix()},
@@ -180,10 +191,14 @@ def trainer_of(kind: str) -> EngineTrainer | ModuleTrainer:
     return EngineTrainer(model_of, {"zero": int(kind[4]), "sequence": sequence, "config": config})
 
 
-def train(trainer: Any, divisor: float, config: dict[str, Any], stored: list[dict[str, Any]]) -> list[int]:
+def train(
+    trainer: Any, divisor: float, loss: dict[str, Any], tokens: int, stored: list[dict[str, Any]]
+) -> list[int]:
     """Train one packed step; return the loss tokens of this rank's micro batches."""
     counts = []
     place = place_of(trainer.trained) if isinstance(trainer, EngineTrainer) else None
+    is_slice = place is not None and place.sequence_world > 1
+    config = section(loss, tokens, is_slice)
     with Replay(config, place=place) as replay:
         if dist.get_rank() == 0:
             for response in stored:
@@ -192,21 +207,21 @@ def train(trainer: Any, divisor: float, config: dict[str, Any], stored: list[dic
         replay.gradient_divisor = divisor
         step = replay.step()
         assert step.num_trajectories == len(stored)
-        is_slice = place is not None and place.sequence_world > 1
+        assert (step.shared_tokens > 0) == ("prefix" in config["pack"])
         for number, micro in enumerate(step):
             counts.append(int(micro.loss_mask.sum()))
 
-            def loss(micro: MicroBatch = micro) -> Tensor:
+            def value(micro: MicroBatch = micro) -> Tensor:
                 return micro.sum(nll(trainer.trained, micro, is_slice))
 
-            trainer.backward(loss, number == len(step) - 1)
+            trainer.backward(value, number == len(step) - 1)
         trainer.step()
     return counts
 
 
 def compare(trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: int) -> dict[str, Any]:
     stored, before, divisor = responses(), trainer.weights(), gradient_divisor(trainer.trained)
-    counts = train(trainer, divisor, section(loss, tokens), stored)
+    counts = train(trainer, divisor, loss, tokens, stored)
     after = trainer.weights()
     reference.load_state_dict({**reference.state_dict(), **before})
     if dist.get_rank() == 0:

@@ -33,12 +33,16 @@ Case = dict[str, Any]
 
 
 def response(number: int) -> dict[str, Any]:
-    """Return the trajectory of a number."""
+    """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or less."""
     words = np.random.default_rng(number)
     length = int(words.integers(2, MOST + 1))
+    tokens, prompt = words.integers(1, 500, length).astype(np.int32), int(words.integers(0, length))
+    if number % GROUP:
+        prompt = min(9, length - 1)
+        tokens[:prompt] = 1 + (number // GROUP + np.arange(prompt)) % 499
     return {
-        "tokens": words.integers(1, 500, length).astype(np.int32),
-        "loss_mask": np.arange(length) >= int(words.integers(0, length)),
+        "tokens": tokens,
+        "loss_mask": np.arange(length) >= prompt,
         "logp": -words.random(length, dtype=np.float32),
         "state": words.random((length + 1, 2), dtype=np.float32),
         "number": np.int64(number),
@@ -82,11 +86,15 @@ def cases(data: str, other: str) -> dict[str, Case]:
     uniform = {"kind": "uniform", "unit": "trajectory"}
     memory, capacity = {"data": {"path": data, "load": "memory"}}, {"tables": {"main": table()}}
 
-    def groups(kind: str, loss: Any, group: Mapping[str, Any] = rewarded, **options: Any) -> dict[str, Any]:
+    def groups(
+        kind: str, loss: Any, group: Mapping[str, Any] = rewarded, prefix: str = "own", **options: Any
+    ) -> dict[str, Any]:
         main = options.pop("main", None) or table({**COLUMNS, **LATE}, group=dict(group), **options)
         rollout = {"groups": 5, "minibatches": 2, "epochs": 2}
         sampler = {"kind": kind, "unit": "group"}
-        return section(tables={"main": main}, rollout=rollout, sampler=sampler, loss=loss)
+        found = section(tables={"main": main}, rollout=rollout, sampler=sampler, loss=loss)
+        found["pack"]["prefix"] = prefix
+        return found
 
     tables = {
         "first": memory,
@@ -109,11 +117,11 @@ def cases(data: str, other: str) -> dict[str, Case]:
     return {
         "data": {"section": section(**memory, sampler=uniform)},
         "mapped": {"section": section(data={"path": data, "load": "mmap"}, loss=sequence)},
-        "groups": {"section": groups("epoch", by_group), "resumes": True},
+        "groups": {"section": groups("epoch", by_group, prefix="share"), "resumes": True},
         "members": {"section": {**groups("uniform", by_member, members), "count_draws": True}},
         "used up": {"section": groups("uniform", token, max_times_sampled=2)},
         "group priorities": {"section": groups("prioritized", by_group)},
-        "replicated groups": {"section": groups("prioritized", by_group, main=replicated)},
+        "replicated groups": {"section": groups("prioritized", by_group, prefix="share", main=replicated)},
         "queue": {"section": groups("fifo", token, max_times_sampled=1)},
         "prompts": {"section": groups("fifo", token, main=prompts), "resumes": True},
         "again": {
@@ -182,12 +190,13 @@ class Seen:
     """
 
     def __init__(self, replay: Replay) -> None:
-        self._replay, self.packs, self.gradients = replay, [], []
+        self._replay, self.packs, self.gradients, self.shared_tokens = replay, [], [], 0
         self._embedding = torch.linspace(-1, 1, 500)
 
     def train(self, step: TrainStep) -> None:
         """Train a step: note its packs, and the gradient of a model with one weight for each token."""
         replay, packs = self._replay, []
+        self.shared_tokens += step.shared_tokens
         weights = self._embedding.clone().requires_grad_()
         for micro in step:
             packs.append(described(micro, replay.gradient_divisor))
@@ -291,7 +300,7 @@ def run_case(
         found["sent"] = sent_bytes(replay) - before
         replay._parts.plan.exchange.barrier()  # every rank has ended the batch
         found["statistics"] = replay.statistics()
-    found |= {"packs": seen.packs, "gradients": seen.gradients}
+    found |= {"packs": seen.packs, "gradients": seen.gradients, "shared_tokens": seen.shared_tokens}
     if folder is not None:
         assert resumed(folder) == seen.packs[1:], "the packs after a resume"
     if other is not None:

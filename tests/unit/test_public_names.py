@@ -30,12 +30,13 @@ BATCH = f"""{MAPPING}
     num_steps opaque part probability relabelled sample_index sample_number source to to_tensordict
     trajectory_id tree valid"""
 MICRO_BATCH = f"""{MAPPING}
-    block_mask cu_seqlens fill fraction group index is_weight lengths loss_mask max_seqlen model_inputs
-    num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets trajectory_id weight"""
+    block_mask cu_seqlens fill fraction group index is_weight lengths loss_mask mask_mod max_seqlen
+    model_inputs num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets
+    trajectory_id weight"""
 ROLLOUT = """
     advantages close column columns forward group lengths num_items num_tokens num_trajectories number set
     steps_done table trajectory_id values whiten"""
-TRAIN_STEP = "index loss_tokens mean num_tokens num_trajectories number"
+TRAIN_STEP = "index loss_tokens mean num_tokens num_trajectories number shared_tokens"
 TABLE = {
     "capacity_steps": 90,
     "max_length": 9,

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +18,7 @@ from packed_families import alone, difference, kernels, pack, tiny  # noqa: E402
 
 from deepspeed_gear.batching import packed_models  # noqa: E402
 from deepspeed_gear.batching.packed_models import BY_KERNELS, BY_MASKS, BY_POSITIONS, PackedModel  # noqa: E402
+from deepspeed_gear.batching.packing_plan import Prefixes  # noqa: E402
 from deepspeed_gear.errors import ConfigError  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "language-models.md"
@@ -24,6 +26,8 @@ ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
 REFUSED = ("bloom", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "mpt", "openai-gpt")
 LENGTHS, ROWS = [23, 7, 40, 1, 18], 96  # longer and shorter than windows and chunks of 16
 WHOLE = pack(LENGTHS, ROWS)
+PREFIXES = Prefixes(np.array([0, 9, 9, 0, 1]), np.array([0, 0, 0, 3, 3]))
+SHARED = pack([23, 16, 49, 2, 19], ROWS, None, PREFIXES)  # with places as in WHOLE, but for one
 
 
 def layers(model: Any) -> str:
@@ -81,6 +85,26 @@ def test_the_table_of_families_is_that_of_the_docs(monkeypatch: pytest.MonkeyPat
     held = re.search(r"<!-- families -->\n(.*?)\n<!-- /families -->", PAGE.read_text(encoding="utf-8"), re.S)
     assert held is not None
     assert held[1] == made
+
+
+@pytest.mark.parametrize("family", sorted({*BY_POSITIONS, *BY_MASKS, *BY_KERNELS}))
+def test_shared_prefixes_are_exact_or_refused(family: str) -> None:
+    """Exact with full attention in all layers: the others' windows, chunks and states are not in a mask."""
+    options = {"use_sliding_window": False} if family == "qwen2" else {}
+    wanted: list[torch.Tensor] = []
+    for attention in ATTENTIONS:
+        try:
+            model = tiny(family, attention, **options)
+        except ValueError:
+            continue
+        if layers(model) == "full" and family not in BY_KERNELS and not attention.startswith("flash"):
+            if not wanted:
+                wanted = alone(model, SHARED)
+                assert difference(model, SHARED, WHOLE.model_inputs(model), wanted) > 1e-2
+            assert difference(model, SHARED, SHARED.model_inputs(model), wanted) < 1e-4, (family, attention)
+            continue
+        with pytest.raises(ConfigError, match=r"of layers that are not full|sdpa or eager with|no sequences"):
+            SHARED.model_inputs(model)
 
 
 @pytest.mark.parametrize("family", REFUSED)
