@@ -250,8 +250,10 @@ class LeaseSessions(Sessions):
             return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
         lost = Lease(self._worker, LeasedPrompt(0, -1, int(call["prompt"]), 0, 0, b""), {})
         lease, ids = session.leases.get(tuple(call["lease"]), lost), list[int]()
-        if call["do"] == "renew" or lease is lost:
-            lease.heartbeat()  # of a lost one: raises, and is counted
+        if lease is lost:
+            self._worker._change("own", lease._lease)  # raises, and is counted
+        elif call["do"] == "renew":
+            lease.heartbeat()
         elif call["do"] == "keep":
             self._worker._change("keep", lease._lease, base64.b64decode(call["more"][0]))
         elif call["do"] == "commit":

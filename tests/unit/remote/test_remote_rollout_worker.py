@@ -31,6 +31,7 @@ from deepspeed_gear import (
     StoreError,
 )
 from deepspeed_gear.remote.gateway import LeaseSessions
+from deepspeed_gear.store.shared_memory import remove_garbage
 
 
 @pytest.fixture
@@ -145,9 +146,9 @@ def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch:
             books = check_books(replay)
             assert (books["leased"], books["returned"]) == (2, 1)
         assert check_books(replay)["returned"] == 3
-        worker = attach(gateway.url, timeout_s=1.0)
+        worker = attach(gateway.url, timeout_s=2.0)
         first, second = worker.lease(2)
-        time.sleep(1.5)  # a thread calls
+        time.sleep(2.5)  # a thread calls
         first.commit(responses(first))
         monkeypatch.setattr(worker._line, "call", lambda *_: pytest.fail("it sleeps"))
         worker._lock.acquire()  # as if it was stopped
@@ -258,10 +259,13 @@ time.sleep(600)
 """
 
 
-def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+def test_kills_of_a_remote_worker_and_of_the_gateway(keeps: bool, data: Path, tmp_path: Path) -> None:
     """Leases of the killed come back; a worker of a killed gateway goes on with the next one."""
     config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
-    config.write_text(json.dumps({"gear": ledger_section(data, {"max_lag": 0})}))
+    section = ledger_section(data, {"max_lag": 0})
+    section["shared_memory"]["keep"] = keeps
+    config.write_text(json.dumps({"gear": section}))
     with Replay(str(config)) as replay:
         gateway, url = serve(config, token)
         killed = WarmProcess(["-c", LEASES, url, str(token)], environment(), PIPE)
@@ -289,3 +293,4 @@ def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path)
         assert replay.rollout().values("prompt").tolist() == [0, 0, 1, 1, 2, 2]
         books = check_books(replay)
         assert (books["issued"], books["leases_returned"], books["expired_refused"]) == (3, 3, 1)
+    remove_garbage(section["shared_memory"]["prefix"], kept=keeps)

@@ -174,7 +174,7 @@ def test_full_memory_is_an_error_that_takes_nothing(excess: int) -> None:
     rule = r"must have [\d.]+ \w+ free, got '[\d.]+ \w+ \(No space.*; docker run --shm-size; Kubernetes: "
     with pytest.raises(StoreFullError, match=rule):
         SharedMemory.create(size)
-    assert open_files() == files
+    wait_until(lambda: open_files() <= files, "no file that stays open")  # other threads may have some
     after = os.statvfs(SHM)
     assert abs(after.f_bavail - status.f_bavail) * status.f_frsize < 1 << 30  # others use it as well
 

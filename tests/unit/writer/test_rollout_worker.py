@@ -218,7 +218,7 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
     narrow["tables"]["main"]["schema"]["columns"]["prompt"]["dtype"] = "int32"
     wrong: list[tuple[dict[str, Any], str]] = [
         (changed(max_times_sampled=0), "main.max_times_sampled must be 1 with"),
-        (changed(sampler={"kind": "lifo"}), "main.prompts must not be given unless gear.sampler"),
+        (changed(sampler={"kind": "lifo"}), "main.prompts must not be given unless its sampler is"),
         (changed(group={"after_s": 1.0, "min_size": 1}), "group.after_s must not be given with"),
         (changed(rate_limiter={"queue": 8}), "rate_limiter.queue must not be given with"),
         (changed(batch={"groups": 3, "tokens": 99}), "gear.batch.tokens must not be given with"),
