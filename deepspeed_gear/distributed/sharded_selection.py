@@ -38,6 +38,7 @@ from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
 from deepspeed_gear.store.prompt_ledger import PROGRESS_WORDS
 from deepspeed_gear.store.records import Head
+from deepspeed_gear.store.table import Table
 
 PACKED_REPORT_WORDS = 3
 _NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
@@ -237,7 +238,7 @@ class ShardedSelector(SelectionAgreement):
                 if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
                     self.masses.apply(key)
                 if joint is not None:  # after the changes were applied, so that it counts what can be drawn
-                    heads.append(joint.record(count) if ledger is None else ledger.progress())
+                    heads.append(joint.record(count) if ledger is None else progress_of(self._table))
                 if self.state.numbers is not None:
                     heads.append(self._table.extents.moments.reshape(-1).view(np.int64))
                 return [np.concatenate([*heads, part.reshape(-1)]) for part in parts] if heads else parts
@@ -513,8 +514,16 @@ def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -
 
     def progress() -> np.ndarray | None:
         with lock:
-            return ledger.progress() if leads else None
+            return progress_of(stream.table) if leads else None
 
     of_ranks = exchange.collect("the progress of its prompts", progress)
     with lock:
         ledger.agree(np.stack([one for one in of_ranks if one is not None]))
+
+
+def progress_of(table: Table) -> np.ndarray:
+    """Return `PromptLedger.progress` with the groups that are complete by now. Requires the lock."""
+    assert table.ledger is not None
+    assert table.groups is not None
+    table.groups.update()  # a group whose last column was filled has no leader before, and is open
+    return table.ledger.progress()

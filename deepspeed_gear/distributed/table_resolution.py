@@ -344,9 +344,6 @@ def prompt_spec_of(
     if config.shared_memory.keep and (count > 1 or prompts.order == "completion" or group.late):
         rule = "must be false on several nodes, with the order of completion and with late columns of groups"
         raise ConfigError("gear.shared_memory.keep", rule, True, "save more often")
-    if count > 1 and group.late:
-        rule = f"must not be late with {at}.prompts on several nodes"
-        raise ConfigError(f"{at}.schema.columns.{group.late[0]}", rule, None, "give it in lease.commit")
     # A store alone may have the groups of a batch: where the other ones drop all of theirs.
     least = count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
     if slots * count < least:

@@ -380,7 +380,7 @@ class PromptLedger:
     def agree(self, stores: np.ndarray) -> None:
         """Take the first open number of all stores, and the batches trained everywhere. [S, 2], int64.
 
-        Every number before it is held or has left, in each store, and stays so.
+        Every number before it is held and complete, or has left, in each store, and stays so.
         """
         self._first = int(stores[:, 0].min())
         self.note_trained(int(stores[:, 1].min()))

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from gear_support import ROOT, prefix
 from ledger_support import SIZE, ledger_section, responses, write_prompts
 from process_support import exit_status, in_child, kill, run_ranks
 
-from deepspeed_gear import LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
+from deepspeed_gear import FillWorker, LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 
 GROUPS, BATCHES, SAVED, RANKS = 6, 8, 3, 2
-PARTS = ("trained", "training", "waiting", "leased", "returned")
+PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
 def is_dropped(number: int) -> bool:
@@ -38,7 +39,18 @@ def generate(config: dict[str, Any], number: int) -> None:
                         if lease.number % 7 == 3:
                             lease.fail("too long", retry=False)
                         else:
-                            lease.commit(responses(lease, -1.0 if lease.number % 5 == 0 else 1.0))
+                            lease.commit(responses(lease))
+        except StoreError:
+            pass
+
+
+def score(config: dict[str, Any], number: int) -> None:
+    """Fill the rewards of what the workers of this node commit, until the ranks end; some are too small."""
+    with FillWorker.attach(config, "reward") as worker:
+        try:
+            while True:
+                for lease in worker.lease(2 + number, timeout_s=10.0)[::-1]:
+                    lease.fill(-1.0 if lease.columns["prompt"] % 5 == 0 else 1.0)
         except StoreError:
             pass
 
@@ -53,18 +65,20 @@ def trained(rollout: Rollout) -> list[int]:
 
 
 def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train beside the workers of this node, one of which is killed; save during a batch, and load it."""
+    """Train beside the workers of this node, some of which are killed; save during a batch, and load it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
     found: dict[str, Any] = {"numbers": [], "lags": []}
     workers = []
     with Replay(config, info=info, place=place) as replay:
         if rank % RANKS == 0:
-            workers = [in_child(lambda own=own: generate(config, own)) for own in range(3)]  # type: ignore[misc]
+            calls = [partial(work, config, own) for own in range(3) for work in (generate, score)]
+            workers = [in_child(call) for call in calls]
         for batch in range(BATCHES):
             rollout = replay.rollout()
             found["lags"] += [batch + 1 - length for length in rollout.lengths[::SIZE].tolist()]
             if workers and batch == 1:
+                kill(workers.pop())
                 kill(workers.pop())
             if batch == SAVED:
                 replay.save(folder)
@@ -80,8 +94,8 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(cluster: Cluster, tmp_path: Path) -> None:
-    data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"weight": {"mean": {"min": 0.0}}}}
-    config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=3, timeout_s=60.0)
+    data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
+    config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=6, timeout_s=60.0)
     config["pack"]["plan_width"] = 4
     ranks = cluster.call_ranks(train, config, tmp_path / "saved", nodes=2, ranks=RANKS, timeout_s=200.0)
     kept = [number for number in range(200) if not is_dropped(number)]
@@ -98,12 +112,12 @@ def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(cluster: Clu
 
     with Replay(config) as replay:  # on one node
         replay.load(tmp_path / "saved")
-        child = in_child(lambda: generate(config, 2))
+        children = [in_child(partial(work, config, 2)) for work in (generate, score)]
         assert [trained(replay.rollout()) for _ in range(SAVED, BATCHES)] == wanted[SAVED:]
         books_after = replay.statistics()["prompts"]["main"]
         assert books_after["trained"] == GROUPS * BATCHES
         assert books_after["largest_lag"] <= 1
-    assert exit_status(child) == 0
+    assert [exit_status(child) for child in children] == [0, 0]
 
 
 def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path: Path) -> None:

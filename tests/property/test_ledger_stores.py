@@ -26,14 +26,15 @@ from deepspeed_gear.store.prompt_ledger import (
 from deepspeed_gear.store.records import Head
 
 LEASE_S, ATTEMPTS, WORKERS = 6.0, 2, 3
-PARTS = ("trained", "training", "waiting", "leased", "returned")
+PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
 class Store:
     """A node's ledger, and the groups of its table, of one trajectory each."""
 
-    def __init__(self, index: int, count: int, groups: int, max_lag: int) -> None:
+    def __init__(self, index: int, count: int, groups: int, max_lag: int, needs: bool) -> None:
         how = {"lease_s": LEASE_S, "attempts": ATTEMPTS, "max_lag": max_lag, "seed": 0, "key": 0}
+        how["needs"] = needs
         self.spec = PromptSpec("", "", 99, groups=groups, size=1, **how, num_stores=count, store=index)  # type: ignore[arg-type]
         room = max(-(-(max_lag + 2) * groups // count), groups)  # as little as a config may give
         self.alive = set(range(WORKERS))
@@ -43,6 +44,7 @@ class Store:
         self.slots, self.drawn = np.zeros((room, Slot.NUM_WORDS), np.int64), np.full(room, -1)
         views |= {"slots": self.slots, "stream/train/last_drawn": self.drawn}
         views["groups"] = np.zeros((room, SlotGroup.NUM_WORDS), np.int64)
+        self.leaders: np.ndarray = views["groups"][:, SlotGroup.LEADER]
         views |= {"stream/train/position": self.position, "stream/train/consumed": self.consumed}
         self.numbers = np.zeros(room, np.int64)
         self.ledger = PromptLedger(self.spec, views, self.numbers, self.memory)
@@ -58,9 +60,26 @@ class Store:
         """The numbers that are issued and have not left."""
         return set(self.ledger.export()["prompt_entries"][:, Entry.NUMBER].tolist())
 
-    def put(self, number: int, state: int = SlotState.COMMITTED, key: int = -1) -> None:
+    def put(self, number: int, state: int, key: int, is_filled: bool) -> None:
         slot = self.slots_in(SlotState.FREE)[0]
         self.numbers[slot], self.slots[slot, Slot.STATE], self.drawn[slot] = number, state, key
+        self.leaders[slot] = (slot + 1) * is_filled
+
+    @property
+    def lacking(self) -> np.ndarray:
+        """The slots of groups that lack a late column."""
+        return np.setdiff1d(self.slots_in(SlotState.COMMITTED), self.complete)
+
+    @property
+    def complete(self) -> np.ndarray:
+        """The slots of groups with a leader."""
+        slots = self.slots_in(SlotState.COMMITTED)
+        return slots[self.leaders[slots] > 0]
+
+    def fill(self, slot: int) -> int:
+        """Fill the late column of a group; return its number."""
+        self.leaders[slot] = slot + 1
+        return int(self.numbers[slot])
 
     def leave(self, number: int, counter: int) -> None:
         """Let a held group leave the table."""
@@ -80,18 +99,20 @@ class Store:
 class Run:
     """Nodes, their workers, and what must be true of them."""
 
-    def __init__(self, seed: int, groups: int, max_lag: int, count: int) -> None:
+    def __init__(self, seed: int, groups: int, max_lag: int, count: int, needs: bool) -> None:
         self.words, self.seed, self.groups, self.max_lag = random.Random(seed), seed, groups, max_lag
+        self.needs = needs  # whether groups have a late column
         self.now, self.saved = 0.0, None
         self.held: list[tuple[float, Store, LeasedPrompt, int]] = []  # end, store, lease, worker
         self.versions: dict[int, int] = {}  # of the latest lease of each number
         self.trained: list[int] = []  # numbers of all batches
         self.gone: set[int] = set()  # dropped numbers
-        self.counts = dict.fromkeys(("expired", "loads", "exact", "evicted"), 0)
+        self.counts = dict.fromkeys(("expired", "loads", "exact", "evicted", "open"), 0)
         self.make(count)
 
     def make(self, count: int) -> None:
-        self.stores = [Store(index, count, self.groups, self.max_lag) for index in range(count)]
+        sizes = count, self.groups, self.max_lag, self.needs
+        self.stores = [Store(index, *sizes) for index in range(count)]
 
     @property
     def selected(self) -> int:
@@ -145,7 +166,13 @@ class Run:
         except LeaseExpiredError:
             self.counts["expired"] += 1
             return
-        # One node rejects more than the others do.
+        if not self.needs:
+            self.reject(store, number)
+        elif chance > 0.95:
+            self.die(store, worker)
+
+    def reject(self, store: Store, number: int) -> None:
+        """Let the conditions of groups reject a complete one; one node rejects more than the others do."""
         if self.words.random() < 0.1 + 0.8 * (store.spec.store == self.seed % 2):
             store.leave(number, Left.REJECTED)
             self.gone.add(number)
@@ -158,11 +185,19 @@ class Run:
             oldest = int(store.numbers[store.slots_in(SlotState.COMMITTED)].min())
             store.leave(oldest, Left.EVICTED)
             self.gone.add(oldest)
-        store.put(lease.number)
+        store.put(lease.number, SlotState.COMMITTED, -1, not self.needs)
         store.ledger.commit(lease, lambda: None, 1)
 
-    def die(self) -> None:
-        store, worker = self.words.choice(self.stores), self.words.randrange(WORKERS)
+    def fill(self) -> None:
+        """Fill the late column of a group, in any order."""
+        lacking = [(store, slot) for store in self.stores for slot in store.lacking.tolist()]
+        if lacking:
+            store, slot = self.words.choice(lacking)
+            self.reject(store, store.fill(slot))
+
+    def die(self, store: Store | None = None, worker: int | None = None) -> None:
+        store = store or self.words.choice(self.stores)
+        worker = self.words.randrange(WORKERS) if worker is None else worker
         store.alive.discard(worker)
         self.reclaim()
         self.held = [one for one in self.held if one[1] is not store or one[3] != worker]
@@ -184,12 +219,17 @@ class Run:
         held = [store.ledger.num_held for store in self.stores]
         for store, own in zip(self.stores, held, strict=True):
             store.ledger.note_others(sum(held) - own)
-        slots = [store.ledger.in_order(store.slots_in(SlotState.COMMITTED)) for store in self.stores]
+        slots = [store.ledger.in_order(store.complete) for store in self.stores]
         return sorted(int(n) for store, at in zip(self.stores, slots, strict=True) for n in store.numbers[at])
 
     def select(self) -> bool:
         """Select the next batch if its groups are there; a rank may be late with the one before."""
-        numbers, batch = self.agree()[: self.groups], self.selected
+        known, batch = self.agree(), self.selected
+        lacking = [number for store in self.stores for number in store.numbers[store.lacking].tolist()]
+        assert max(known, default=-1) < min(lacking, default=1 << 40)
+        complete = max(int(store.numbers[store.complete].max(initial=-1)) for store in self.stores)
+        self.counts["open"] += min(lacking, default=complete) < complete
+        numbers = known[: self.groups]
         if len(numbers) < self.groups or self.num_trained < batch - self.words.randint(0, 1):
             return False
         for store in self.stores:
@@ -216,6 +256,7 @@ class Run:
         sums = {name: sum(one[name] for one in books) for name in ("issued", *PARTS)}
         assert sums["issued"] == sum(sums[name] for name in PARTS) + dropped
         assert dropped == len(self.gone)
+        assert [one["incomplete"] for one in books] == [len(store.lacking) for store in self.stores]
         assert min(one[name] for one in books for name in PARTS) >= 0
         assert sums["trained"] + sums["training"] == len(self.trained)
         assert max(one["largest_lag"] for one in books) <= self.max_lag
@@ -241,16 +282,16 @@ class Run:
         """Save the stores one after the other, while workers go on."""
         parts, rows, gone, count = (
             dict[int, Any](),
-            list[tuple[int, int, int]](),
+            list[tuple[int, int, int, bool]](),
             set[int](),
             len(self.stores),
         )
         for store in self.words.sample(self.stores, count):
             parts[store.spec.store] = store.ledger.export()
             for state in (SlotState.COMMITTED, SlotState.EVICTED):
-                rows += [
-                    (int(store.numbers[at]), state, int(store.drawn[at])) for at in store.slots_in(state)
-                ]
+                for at in store.slots_in(state):
+                    words = int(store.numbers[at]), state, int(store.drawn[at]), bool(store.leaders[at])
+                    rows.append(words)
             gone |= set(filter(store.owns, self.gone))
             for _ in range(self.words.randint(0, 4)):
                 self.words.choice([self.lease, self.work])()
@@ -269,7 +310,7 @@ class Run:
             self.stores = before
             return
         self.held, self.trained, self.gone = [], list(trained), set(gone)
-        drawn = np.array([sum(state == SlotState.EVICTED for _, state, _ in own) for own in owned])
+        drawn = np.array([sum(state == SlotState.EVICTED for _, state, *_ in own) for own in owned])
         for store, own in zip(self.stores, owned, strict=True):
             for row in own:
                 store.put(*row)
@@ -287,6 +328,8 @@ class Run:
                 for store in self.stores:
                     for lease in self.lease(store, 99):
                         self.commit(store, lease)
+                    for slot in store.lacking.tolist():
+                        store.fill(slot)
                 while self.num_trained < self.selected:
                     self.train()
                 if self.select():
@@ -300,15 +343,16 @@ class Run:
 def test_stores_share_an_order_a_lag_and_an_account(
     count: int, groups: int, max_lag: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exact = 0
+    exact, waits = 0, 0
     for seed in range(4):
-        run = Run(100 * count + seed, groups, max_lag, count)
+        run = Run(100 * count + seed, groups, max_lag, count, needs=seed % 2 > 0)
         clock = SimpleNamespace(monotonic_ns=lambda run=run: int(run.now * 1e9))
         monkeypatch.setattr(prompt_ledger, "time", clock)
         for turn in range(600):
-            run.words.choice([run.lease] * 6 + [run.work] * 12 + [run.select] * 2 + [run.train] * 4)()
+            works = [run.work] * 12 + [run.fill] * (8 * run.needs)
+            run.words.choice([run.lease] * 6 + works + [run.select] * 2 + [run.train] * 4)()
             if turn % 15 == 14:
-                loads = [run.load] if seed else []  # without one, a table never evicts what waits
+                loads = [run.load] if seed > 1 else []  # without one, a table never evicts what waits
                 run.words.choice([run.die, run.save, run.save, run.check_admission, *loads])()
             if turn % 5 == 0:
                 run.check()
@@ -316,4 +360,6 @@ def test_stores_share_an_order_a_lag_and_an_account(
         run.check()
         assert run.trained == sorted(set(run.trained))
         exact += run.counts["exact"]
+        waits += run.counts["open"] * run.needs
     assert exact > 0
+    assert waits > 0 or groups == 1
