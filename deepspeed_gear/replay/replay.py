@@ -291,8 +291,12 @@ class Replay(ReplayBase):
         fields of late columns. `micro.fill` writes at once. The next call has what is added meanwhile, and
         what is not filled where a rank raises or dies.
 
+        Over nodes each fills its own rows: the replicas of a node share what its store holds, `micro.weight`
+        is of these, and where other nodes have more, the last micro batches are empty.
+
         Raises:
-            ConfigError: There is no such column or `gear.pack`, or the table lies on several nodes.
+            ConfigError: There is no such column or `gear.pack`, or the ranks of a replica lie on several
+                nodes, as does the table.
             StoreError, PeerError: As `Rollout.forward`.
         """
         packed, sampled = self._packed(), self.config.sampled_tables

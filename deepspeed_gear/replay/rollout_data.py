@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -594,13 +594,26 @@ class PlannedPacks:
         #: [K, replicas, per_rank], float64.
         self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
         tokens_of = np.bincount(bins, places, size).astype(np.int64)  # exact: below 2^53
-        rows = np.maximum(-(-tokens_of // budget.multiple), 1).reshape(shape) * budget.multiple
-        if pack.pad.to == "budget":
-            rows = np.full(shape, budget.tokens)
-        elif pack.pad.to == "step":
+        #: N of a pack without trajectories.
+        self._least = budget.tokens if pack.pad.to == "budget" else budget.multiple
+        rows = np.maximum(-(-tokens_of // budget.multiple).reshape(shape) * budget.multiple, self._least)
+        if pack.pad.to == "step":
             rows = np.broadcast_to(rows.max(axis=1, keepdims=True), shape)
         #: N of every pack, padding included: without trajectories the least. [K, width], int64.
         self.rows: np.ndarray = rows
+
+    def extend(self, longest: Sequence[Sequence[int]], pack: PackConfig) -> None:
+        """Add packs without trajectories at the end, for as many micro steps as any plan has.
+
+        `longest` has the largest N of each micro step, of the plan of each rank: of another node another one.
+        With packs padded to the step, they are as long as there.
+        """
+        most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
+        missing, num_micro = len(most) - self.plan.num_micro, len(most)
+        self.plan = replace(self.plan, num_micro=num_micro)
+        self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
+        if pack.pad.to == "step":
+            self.rows = np.broadcast_to(most[:, None], self.rows.shape)
 
     def sort(self) -> np.ndarray:
         """Renumber the trajectories by rank and micro step, so that packs are ranges; return their order."""

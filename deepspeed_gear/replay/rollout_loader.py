@@ -81,7 +81,7 @@ class RolloutLoader:
         config = plan.config
         assert config.pack is not None
         assert config.rollout_size is not None
-        self._spread, self._leads = parts.exchange.trajectories, plan.topology.leads_node
+        self._spread, self.topology = parts.exchange.trajectories, plan.topology
         self._metrics, self._size = metrics, config.rollout_size
         self._tables, self._streams = config.sampled_tables, parts.train
         self._is_rollout = config.batch is None
@@ -117,10 +117,10 @@ class RolloutLoader:
         if self._current is not None:
             self._current.close()
         begin, resumed = time.perf_counter(), self._resumed
-        parts = []
+        parts, leads = [], self.topology.leads_node
         for gatherer, stream, records in zip(self._gatherers, self._streams, self._take(), strict=True):
             table, spread = stream.table, self._spread.get(stream.table.spec.name)
-            parts.append(TablePart(gatherer, table, records, self.session, spread, self._leads))
+            parts.append(TablePart(gatherer, table, records, self.session, spread, leads))
         ops, number = self._streams[0].table.ops, self._number
         data = RolloutData(parts, self.settings, ops, self.session, number, self._metrics)
         known = resumed.rollout or {}

@@ -136,12 +136,28 @@ def test_each_node_counts_the_groups_that_it_holds(outcomes: Outcomes) -> None:
     )
 
 
-def test_the_books_of_all_nodes_are_one_account(outcomes: Outcomes) -> None:
-    whole = outcomes.alone["prompts"]["statistics"]["prompts"]["main"]
-    nodes = [rank["statistics"]["prompts"]["main"] for rank in outcomes.ranks["prompts"][::RANKS]]
-    for name in ("issued", "trained", "training", "waiting", "leased", "returned"):
+@pytest.mark.parametrize("case", ["prompts", "stages"])
+def test_the_books_of_all_nodes_are_one_account(case: str, outcomes: Outcomes) -> None:
+    whole = outcomes.alone[case]["statistics"]["prompts"]["main"]
+    nodes = [rank["statistics"]["prompts"]["main"] for rank in outcomes.ranks[case][::RANKS]]
+    for name in ("issued", "trained", "training", "waiting", "incomplete", "leased", "returned"):
         assert sum(node[name] for node in nodes) == whole[name]
     assert (whole["issued"], [node["trained"] for node in nodes]) == (10, [5, 5])
+
+
+def test_nodes_fill_their_own_rows_in_as_many_micro_batches(outcomes: Outcomes) -> None:
+    """Before each node's groups are there, and after; then rewards of the second batch."""
+    alone, ranks = outcomes.alone["stages"]["passes"], [rank["passes"] for rank in outcomes.ranks["stages"]]
+    assert [len(rank) for rank in ranks] == [NODES + 2] * WORLD
+    filled = [[list(chain(*packs)) for packs in rank] for rank in ranks]
+    for number in range(NODES + 2):
+        assert len({len(rank[number]) for rank in ranks}) == 1
+    for rank, of_passes in enumerate(filled):
+        assert {n // GROUP % NODES for n in chain(*of_passes)} <= {rank // RANKS}
+        assert [bool(one) for one in of_passes] == [False, rank < RANKS, rank >= RANKS, True]
+    for number, wanted in ((slice(0, -1), alone[:-1]), (slice(-1, None), alone[-1:])):
+        found = chain.from_iterable(chain(*rank[number]) for rank in filled)
+        assert sorted(found) == sorted(chain(*chain(*wanted)))
 
 
 def test_an_engine_trains_rollouts_over_nodes(cluster: Cluster, tmp_path: Path) -> None:

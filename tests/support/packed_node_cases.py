@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from gear_support import prefix
 
-from deepspeed_gear import DatasetWriter, MicroBatch, Replay, Schema
+from deepspeed_gear import DatasetWriter, FillWorker, MicroBatch, Replay, Schema
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 from deepspeed_gear.replay.rollout import TrainStep
@@ -114,6 +115,9 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "by_table": {"again": {"kind": "top_k", "unit": "group"}},
     }
     prompts = table(group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1})
+    late = {**COLUMNS, **LATE, "ref": {"dtype": "float32", "late": True}}
+    staged = {"group": {**group, "needs": ["reward", "ref"]}, "writers": 2}
+    staged |= {name: prompts[name] for name in ("max_times_sampled", "prompts")}
     return {
         "data": {"section": section(**memory, sampler=uniform)},
         "mapped": {"section": section(data={"path": data, "load": "mmap"}, loss=sequence)},
@@ -124,6 +128,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "replicated groups": {"section": groups("prioritized", by_group, prefix="share", main=replicated)},
         "queue": {"section": groups("fifo", token, max_times_sampled=1)},
         "prompts": {"section": groups("fifo", token, main=prompts), "resumes": True},
+        "stages": {"section": groups("fifo", token, main=table(late, **staged)), "resumes": True},
         "again": {
             "section": {**again, "tables": {"main": prompts, "again": table(group=group)}},
             "resumes": True,
@@ -161,12 +166,15 @@ def fill(replay: Replay) -> None:
     store, topology = replay._parts.tables.get("main"), replay._parts.plan.topology
     if store is None or store.spec.dataset is not None or not topology.leads_node:
         return
+    late = bool(store.schema.late_columns)
     if store.ledger is not None:  # each node has the leases of its numbers
         with replay.rollout_worker() as worker:
             for lease in worker.lease(COUNT, timeout_s=0)[::-1]:
-                lease.commit([response(lease.number * GROUP + member) for member in range(GROUP)])
+                members = [response(lease.number * GROUP + member) for member in range(GROUP)]
+                for one in members if late else []:
+                    del one["reward"]
+                lease.commit(members)
         return
-    late = bool(store.schema.late_columns)
     of_nodes = [[n for n in range(COUNT) if n // GROUP % NODES == node] for node in range(NODES)]
     if topology.num_nodes > 1:
         order = of_nodes[topology.node]
@@ -180,6 +188,40 @@ def fill(replay: Replay) -> None:
         added = replay.add(values)
         if late:
             replay.fill(added, reward=reward)
+
+
+def fill_column(replay: Replay, name: str) -> list[list[int]]:
+    """Fill a late column in micro batches; return the trajectories of each of this rank."""
+    packs = []
+    for micro in replay.forward(name, tokens=96):
+        packs.append(micro["number"].tolist())
+        micro.fill(**{name: micro["logp"] * 2 if name == "ref" else micro["number"].float() % 3})
+    return packs
+
+
+def fill_stages(replay: Replay, config: dict[str, Any]) -> list[list[list[int]]]:
+    """Add this node's groups after those of the nodes before it, and fill "ref" before and after each; then
+    the rewards of six groups, the first one last. Return the trajectories of each micro batch of each pass.
+    """
+    topology, barrier, passes = replay._parts.plan.topology, replay._parts.plan.exchange.barrier, []
+    for node in range(topology.num_nodes):
+        passes.append(fill_column(replay, "ref"))
+        if topology.node == node:
+            fill(replay)
+        barrier()
+    passes.append(fill_column(replay, "ref"))
+    with ExitStack() as stack:
+        leases = []
+        if topology.leads_node:
+            worker = stack.enter_context(FillWorker.attach(config, "reward"))
+            leases = worker.lease(6 * GROUP // topology.num_nodes, timeout_s=0)
+        for is_first in (False, True):
+            for lease in leases:
+                if (lease.columns["prompt"] == 0) == is_first:
+                    lease.fill(lease.columns["number"] % 3)
+            barrier()
+            assert replay.can_sample() == is_first  # five groups that follow an open one are no batch
+    return passes
 
 
 class Seen:
@@ -273,21 +315,30 @@ def run_case(
             replay.load(saved)
             seen = Seen(replay)
             for _ in range(2):
+                if is_staged and not replay.can_sample():
+                    fill_column(replay, "reward")
                 for step in prepare(replay)[0]:
                     seen.train(step)
         return seen.packs
 
     found: dict[str, Any] = {"numbers": [], "gathered": [], "missing": []}
+    main = case["section"].get("tables", {}).get("main", {})
+    asks = "needs" in main.get("group", {})
+    is_staged = asks and "prompts" in main
     with made() as replay:
-        asks = "needs" in case["section"].get("tables", {}).get("main", {}).get("group", {})
         if asks:
             found["missing"] += [replay.missing_groups(), replay.can_sample()]
-        fill(replay)
+        if is_staged:
+            found["passes"] = fill_stages(replay, case["section"])
+        else:
+            fill(replay)
         if asks:
             found["missing"] += [replay.missing_groups(), replay.can_sample()]
         replay._parts.plan.exchange.barrier()
         before, seen = sent_bytes(replay), Seen(replay)
         for _ in range(2):
+            if is_staged and not replay.can_sample():
+                found["passes"].append(fill_column(replay, "reward"))
             (rollout, filled), first = prepare(replay), len(seen.packs)
             found["numbers"].append(rollout.values("number").tolist())
             assert torch.equal(rollout.values("prompt"), torch.tensor(found["numbers"][-1]) // GROUP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,14 @@ import torch
 from rollout_support import COLUMNS, STORED, filled, ranks_of, section
 
 from deepspeed_gear import Replay
+from deepspeed_gear.config.pack_options import PackConfig, PackPadConfig
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.rollout_data import PlannedPacks
+from deepspeed_gear.replay.table_forward import fill_place
 from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.late_columns import absent, fill_each
 
 LATE = {
@@ -136,6 +142,42 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
 def fills(micro: Any) -> bool:
     micro.fill(ref=micro["logp"])
     return True
+
+
+def test_replicas_fill_what_their_node_holds() -> None:
+    table: Any = SimpleNamespace(spec=SimpleNamespace(name="main", shard=Shard(0, 2)))
+
+    def places(nodes: tuple[int, ...], sequence: int = 1) -> list[RankCoordinates]:
+        known = tuple(ranks_of(len(nodes) // sequence, sequence))
+        of: list[Any] = [SimpleNamespace(topology=Topology(rank, known, nodes)) for rank in range(len(nodes))]
+        return [fill_place(table, one) for one in of]
+
+    found = [(place.data_rank, place.data_world) for place in places((0, 0, 1, 0))]
+    assert found == [(0, 3), (1, 3), (0, 1), (2, 3)]
+    found = [(place.data_rank, place.sequence_rank) for place in places((0, 0, 1, 1, 1, 1), 2)]
+    assert found == [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
+    with pytest.raises(
+        ConfigError, match=r"of each replica on one node .*, got 'replica 0 on the nodes 0 and 1'"
+    ):
+        places((0, 1, 0, 1), 2)
+
+
+@pytest.mark.parametrize("to", ["multiple", "step", "budget"])
+def test_nodes_have_as_many_packs(to: Any, made: Replay) -> None:
+    """One without trajectories, with one, and with some of a length."""
+    pack, ops = PackConfig(tokens=128, pad=PackPadConfig(to=to, multiple=16)), made.tables["responses"].ops
+    plans = [PlannedPacks(np.full(n, 60), pack, 2, ops) for n in (0, 1, 7)]
+    before = [plan.rows.tolist() for plan in plans]
+    longest = [plan.rows.max(axis=1).tolist() for plan in plans]
+    assert [len(rows) for rows in longest] == [0, 1, 2]
+    for plan, rows in zip(plans, before, strict=True):
+        plan.extend(longest, pack)
+        assert [len(plan.plan.packs(rank)) for rank in range(2)] == [2, 2]
+        empty = {"multiple": 16, "budget": 128}
+        wanted = (
+            [[n, n] for n in longest[2]] if to == "step" else [*rows, *[[empty[to]] * 2] * (2 - len(rows))]
+        )
+        assert plan.rows.tolist() == wanted
 
 
 @pytest.mark.parametrize("offset", [-40, -2, -1, 0, 1, 2, 40])
