@@ -104,7 +104,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
     }
     mixture = {"kind": "mixture", "shares": {"first": 0.5, "second": 0.25, "third": 0.25}, "of": uniform}
     by_tokens = {"trajectories": 20, "tokens": 300, "minibatches": 2}
-    prioritized = {"kind": "prioritized", "unit": "trajectory", "beta": 0.5}
+    prioritized = {"kind": "prioritized", "unit": "trajectory", "beta": 0.5, "decay": 1.0}
     replicated = {"data": {"path": data, "replicate": True}, "group": group}
     by_member = {**sequence, "by": "member"}
     again = groups("fifo", token)

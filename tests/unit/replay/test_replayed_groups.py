@@ -22,7 +22,7 @@ def replayed_section(data: Path, **sampler: Any) -> dict[str, Any]:
         name: value for name, value in main.items() if name not in ("prompts", "max_times_sampled", "writers")
     }
     section["tables"]["again"] = {**again, "max_times_sampled": 3}
-    kind = {"kind": "prioritized", "unit": "group", "initial": 1.0, "alpha": 1.0, **sampler}
+    kind = {"kind": "prioritized", "unit": "group", "initial": 1.0, "alpha": 1.0, "decay": 4.0, **sampler}
     shares = {"main": 0.5, "again": 0.5}
     of = {"kind": "fifo", "unit": "group"}
     section["sampler"] = {"kind": "mixture", "shares": shares, "of": of, "by_table": {"again": kind}}
@@ -68,7 +68,7 @@ def test_fresh_groups_do_not_wait_for_replayed_ones(tmp_path: Path) -> None:
         assert counts.max() <= 3  # `max_times_sampled`
         state = replay.save(tmp_path / "saved")
         rest = []
-        for _ in range(2):
+        for _ in range(4):
             generate(worker, 4)
             rollout = replay.rollout()
             rest.append(groups_of(rollout))
