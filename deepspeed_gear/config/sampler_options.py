@@ -304,6 +304,10 @@ class MixtureSampler(GearModel):
         numbers = [share for share in self.shares.values() if isinstance(share, (int, float))]
         if len(numbers) == len(self.shares) and abs(sum(numbers) - 1) > SHARES_TOLERANCE:
             raise conflict("must sum to 1", option="shares", value=self.shares)
+        every = [self.by_table.get(name, self.of) for name in self.shares]
+        given = [(one.reduce, one.eta) for one in every if isinstance(one, PriorityOptions)]
+        if any(one != given[0] for one in given):  # a batch's priorities are reduced in one way
+            raise conflict("must have one reduce and eta in all samplers", option="by_table", value=given)
         for name, sampler in self.by_table.items():
             if name not in self.shares:
                 raise conflict("must name tables of {at}.shares", option="by_table", value=name)

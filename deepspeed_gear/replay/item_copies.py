@@ -39,11 +39,12 @@ def copy_items(
     if (wanted & of_target).any():
         at = int(np.nonzero(wanted & of_target)[0][0])
         raise DataError("chosen", f"must be items of other tables than {name}", at, "it is stored there")
-    values = None if priorities is None else arguments.array("priorities", priorities).astype(np.float32)
+    values = None if priorities is None else arguments.array("priorities", priorities)
     if values is not None and values.shape != of_target.shape:
         raise ShapeError("priorities", f"must have shape [{data.num_items}]", list(values.shape))
     if values is not None:
-        check_priorities(values)
+        with np.errstate(over="ignore"):
+            check_priorities(values.astype(np.float32))
     names = [column.name for column in target.schema]
     for part in data.parts:
         if part.table is target:

@@ -274,8 +274,10 @@ class Replay(ReplayBase):
         data = rollout.data
 
         def copy() -> int:
-            target = self.store(table)
-            report = None if priorities is None else partial(self._report_by_id, table=table)
+            target, report = self.store(table), None
+            if priorities is not None:
+                self._priorities(table)  # raises where there are none
+                report = partial(self._report_by_id, table=table)
             return copy_items(data, target, partial(self.add, table=table), report, chosen, priorities)
 
         return data.session.agree(copy)
@@ -583,7 +585,7 @@ class Replay(ReplayBase):
         self._check_open()
         masses = self._all_priorities
         if self._place.reports:
-            sampler = self.config.sampler_of(self.config.sampled_tables[0])
+            sampler = self.config.sampler_of(self.config.sampled_tables[0])  # they reduce in one way
             priority_updates.report(masses, sampler, self._place, batch, priorities, mask, self._late_updates)
 
     def set_priorities(

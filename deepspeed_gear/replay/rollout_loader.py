@@ -120,7 +120,8 @@ class RolloutLoader:
         parts, leads = [], self.topology.leads_node
         for gatherer, stream, records in zip(self._gatherers, self._streams, self._take(), strict=True):
             table, spread = stream.table, self._spread.get(stream.table.spec.name)
-            parts.append(TablePart(gatherer, table, records, self.session, spread, leads))
+            copies = leads and (spread is not None or self.topology.node == 0)  # each node holds all of it
+            parts.append(TablePart(gatherer, table, records, self.session, spread, copies))
         ops, number = self._streams[0].table.ops, self._number
         data = RolloutData(parts, self.settings, ops, self.session, number, self._metrics)
         known = resumed.rollout or {}

@@ -51,7 +51,7 @@ class Steps:
     """Steps of one environment, one after the other, and where its episodes end.
 
     `terminated` and `truncated` are the flags of each step, [T], bool, and `ends` the row after the last step
-    of each episode. `has_cause`: the flags, or a limit, tell a terminal state from a time limit. Next
+    of each episode. `has_cause`: flags, or a limit, separate terminal states from time limits. Next
     observations, where it `has_next`, may be the next rows, bit for bit, inside all episodes (`is_shifted`),
     and those of ended steps, terminal ones too, the first ones of the next episodes (`resets`).
     """

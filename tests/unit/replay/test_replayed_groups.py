@@ -95,6 +95,8 @@ def test_copies_have_the_rows_and_the_given_priorities(tmp_path: Path) -> None:
             replay.copy_items(rollout, "again", torch.ones(3, dtype=torch.bool))
         with pytest.raises(DataError, match="priorit"):
             replay.copy_items(rollout, "again", priorities=[1.0, -1.0])
+        with pytest.raises(ConfigError, match="priorities to be reported"):
+            replay.copy_items(rollout, "main", [False, False], [1.0, 1.0])
         with pytest.raises(ConfigError, match="must be one of main, again"):
             replay.copy_items(rollout, "elsewhere")
         assert len(replay.store("again").slots_of(np.array(ids))) == 4
@@ -129,6 +131,10 @@ def test_configs_that_are_refused(tmp_path: Path) -> None:
         (
             {"by_table": {"other": {"kind": "fifo", "unit": "group"}}},
             "by_table must name tables of gear.sampler.shares",
+        ),
+        (
+            {"of": {"kind": "prioritized", "unit": "group", "reduce": "max"}},
+            "by_table must have one reduce and eta in all samplers",
         ),
         (
             {"by_table": {"again": {"kind": "fifo"}}},
