@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, STEP, trajectory, write_dataset
+from gear_support import SCHEMA, STEP, trajectory, wait_until, write_dataset
 from replay_support import offline, streams_of, take
 
 from deepspeed_gear import CheckpointError, DatasetWriter
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.store.records import Head
 
 OLD, NEW = [3, 1, 7, 5, 2, 9, 4, 6], [8, 2, 30, 1, 5]
 FIELDS: dict[str, Any] = {"fields": {"code": {}}, "batch_size": 4}
@@ -74,9 +75,11 @@ def test_new_items_get_their_first_priorities(tmp_path: Path, unit: str, prefetc
         for _ in range(4):
             batch = replay.sample()
             replay.update_priorities(batch, batch.trajectory_id.float() + 2.5)
+        stream = streams_of(replay)["train"].state
+        wait_until(lambda: stream.words[Head.KEY] >= 4 + prefetch, "batches are selected ahead")
         state = replay.save(tmp_path / "save")
         ahead = take(replay, prefetch + 1)  # until the last update is applied
-        values = streams_of(replay)["train"].state.with_priorities.values.copy()
+        values = stream.with_priorities.values.copy()
     grow(data)
     old = Dataset.open(data)
     with offline(data, **options) as resumed:
