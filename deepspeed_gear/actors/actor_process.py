@@ -125,11 +125,6 @@ def gymnasium_module() -> Any:
     return gymnasium
 
 
-def _function(given: Any, name: str) -> Any:
-    """Return the function that "module:function" names; a function is returned as it is."""
-    return imported(given, name) if isinstance(given, str) else given
-
-
 def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     """Act until `stop` is set or the run has ended; return the actor's statistics."""
 
@@ -141,12 +136,12 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     if isinstance(job.env, str) and ":" not in job.env:
         envs = gymnasium_module().make_vec(job.env, num_envs=job.num_envs)
     else:
-        envs = _function(job.env, "env")(job.num_envs)
+        envs = imported(job.env, "env")(job.num_envs)
     seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
     returns, writer, board, num_steps = EpisodeReturns(job.num_envs), None, None, 0
     try:
         board = None if job.board is None else PolicyBoard.attach(job.board)
-        act: Act = _function(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
+        act: Act = imported(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
         writer = TrajectoryWriter.attach(**job.attach, check=check)
         for num_steps in _steps(writer, envs, act, returns, seed):  # noqa: B007
             check()

@@ -242,11 +242,9 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
         rule = f"must be a number that makes whole groups of the {size.size} of a batch"
         remedy = "prompts are leased for batches with a fixed number of groups"
         raise ConfigError(dotted("gear", "sampler", "shares", name), rule, share, remedy)
-    if table.prompts is not None and table.prompts.late == "drop" and table.prompts.order == "lease":
+    if table.prompts is not None and table.prompts.order == "lease":
         remedy = 'in the order of leases each batch waits for its groups: set order to "completion"'
-        Part(f"{part.at}.prompts", table.prompts).refuse(
-            "late", 'must be "wait" with the order "lease"', remedy
-        )
+        Part(f"{part.at}.prompts", table.prompts).admit("late", ["wait"], 'with the order "lease"', remedy)
     when = f"with {part.at}.prompts"
     part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
     part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")
@@ -299,6 +297,10 @@ def _check_sampler(config: GearOptions) -> None:
         return
     if isinstance(config.sampler, MixtureSampler):
         Part("gear.sampler", config.sampler).leave_out("by_table", "for tables on devices", _ON_HOST)
+        for name, share in config.sampler.shares.items():
+            if not isinstance(share, (int, float)):
+                rule = "must be a number for tables on devices: a captured step has fixed numbers of samples"
+                raise ConfigError(f"gear.sampler.shares.{name}", rule, share, _ON_HOST)
     if not sampler.on_device:
         rule = "must be one of uniform, length, prioritized, top_k for a table on devices"
         part.refuse("kind", rule, _ON_HOST)
@@ -310,13 +312,9 @@ def _check_sampler(config: GearOptions) -> None:
             part.admit("unit", ["trajectory"], f"{when} priorities are selected", _WHOLE_TRAJECTORIES)
     if isinstance(sampler, PrioritizedSampler):
         part.leave_out("decay", "for a table on devices", _ON_HOST)
-    if isinstance(sampler, PrioritizedSampler) and not isinstance(sampler.alpha, (int, float)):
-        rule = "must be a number for a table on devices: all masses follow from it"
-        part.refuse("alpha", rule, _ON_HOST)
-    for name, share in config.sampler.shares.items() if isinstance(config.sampler, MixtureSampler) else ():
-        if not isinstance(share, (int, float)):
-            rule = "must be a number for tables on devices: a captured step has fixed numbers of samples"
-            raise ConfigError(f"gear.sampler.shares.{name}", rule, share, _ON_HOST)
+        if not isinstance(sampler.alpha, (int, float)):
+            rule = "must be a number for a table on devices: all masses follow from it"
+            part.refuse("alpha", rule, _ON_HOST)
 
 
 def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part) -> None:
@@ -448,10 +446,9 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
         if steps <= config.burn_in:
             rule = f"must be less than the steps up to the end of field {name} ({steps})"
             part.refuse("burn_in", rule, "lengthen the field")
-    if first + config.burn_in > 0 and config.item_sampler.anchors != "fits":
-        rule = f"must be at most {max(0, -first)}, the steps of the windows in front of the anchor"
+    if config.item_sampler.anchors != "fits":
         remedy = 'else a sample may have no step that learns: lower the offsets, or use "anchors": "fits"'
-        part.refuse("burn_in", rule, remedy)
+        part.at_most("burn_in", max(0, -first), "the steps of the windows in front of the anchor", remedy)
 
 
 def refuse_split(at: str, split: object) -> None:

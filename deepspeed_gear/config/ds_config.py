@@ -15,16 +15,22 @@ _OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "optimize
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
+def load(config: Any) -> Any:
+    """Return what a JSON file holds, given its path; anything else is returned as it is."""
+    if not isinstance(config, (str, Path)):
+        return config
+    is_readable = ConfigError.on("config", "must be a readable file", OSError, value=str(config))
+    with is_readable, ConfigError.on(f"config {config}", "must be JSON", ValueError):
+        return parse_json(Path(config).read_text())
+
+
 def read(config: Any) -> tuple[Any, dict[str, Any]]:
     """Return the gear section of a config, and the batch sizes of the ds_config around it.
 
-    A config is a ds_config with a section `gear`, or the section alone: a mapping, or the path of a JSON
-    file. Anything else is returned as it is.
+    A config is a ds_config with a section `gear`, or the section alone, as `load` takes it. What is no
+    mapping is returned as it is.
     """
-    if isinstance(config, (str, Path)):
-        is_readable = ConfigError.on("config", "must be a readable file", OSError, value=str(config))
-        with is_readable, ConfigError.on(f"config {config}", "must be JSON", ValueError):
-            config = parse_json(Path(config).read_text())
+    config = load(config)
     if not isinstance(config, Mapping):
         return config, {}
     if "gear" not in config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -114,15 +114,13 @@ def read_fields(fields: Sequence[ResolvedField]) -> list[ResolvedField]:
 
 
 def check_against(
-    config: GearOptions,
-    schemas: Mapping[str, Schema],
-    statistics_available: Collection[str] | bool | None = None,
+    config: GearOptions, schemas: Mapping[str, Schema], statistics: Collection[str] | None = None
 ) -> list[ResolvedField]:
     """Check a config against the columns of its tables; ConfigError where one is missing or does not suit.
 
     Args:
-        statistics_available: Columns of the sampled table that have statistics; True for all, False for none,
-            None for all where the table holds a data set, else for all but late columns.
+        statistics: Columns of the sampled table that have statistics; None for all, but where rows are added
+            without late ones.
     Returns:
         The fields of a batch in the order of the config, or of the schema where the config names none; then
         without opaque columns.
@@ -132,14 +130,11 @@ def check_against(
             remedy = "give it here or to Replay(schemas=...)"
             raise ConfigError(dotted("gear", "tables", name), "must have a schema", None, remedy)
         _check_columns(config, name, schemas[name])
-    if statistics_available is None and config.normalizes_online:
-        schema = schemas[config.sampled_tables[0]]
-        statistics_available = [column.name for column in schema if not column.late]
-    elif statistics_available is None:
-        statistics_available = True
-    sampled, available = config.sampled_tables, statistics_available
-    fields = {name: _fields(config, name, schemas[name], available) for name in sampled}
-    first, *others = sampled
+    first, *others = config.sampled_tables
+    if statistics is None:
+        every = [column for name in config.sampled_tables for column in schemas[name]]
+        statistics = [c.name for c in every if not (c.late and config.normalizes_online)]
+    fields = {name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables}
     for other in others:
         if config.pack is not None:
             _check_packed(config, first, other, schemas)
@@ -154,12 +149,8 @@ def check_against(
     return fields[first]
 
 
-def _scalars(schema: Schema) -> list[str]:
-    return [c.name for c in schema.trajectory_columns if not c.shape]
-
-
-def _numbers(schema: Schema) -> list[Column]:
-    return [c for c in schema.trajectory_columns if not c.shape and c.dtype != "bool"]
+def _scalars(schema: Schema) -> list[Column]:
+    return [c for c in schema.trajectory_columns if not c.shape]
 
 
 def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
@@ -168,7 +159,8 @@ def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
             raise ConfigError(at, f"must have a {role} column in the sampled table", None, _known(schema))
 
 
-def _check_listed(at: str, rule: str, name: str, known: Sequence[str]) -> None:
+def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> None:
+    known = [column.name for column in columns]
     if name not in known:
         raise ConfigError(at, rule, name, f"there are: {', '.join(known) or 'none'}")
 
@@ -180,22 +172,21 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
     if opaque and table.placement == "device":
         rule = f"must not have a column of dtype {opaque[0].dtype} on devices"
         raise ConfigError(at, rule, opaque[0].name, 'give the table "placement": "host"')
-    numbers = [c.name for c in _numbers(schema)]
-    late = [column.name for column in schema.late_columns]
+    numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
     if (group := table.group) is not None:
-        integers = [c.name for c in _numbers(schema) if not c.is_floating and not c.late]
+        integers = [c for c in numbers if not c.is_floating and not c.late]
         rule = "must name a column with one integer per trajectory, which is not late"
         _check_listed(f"{at}.group.column", rule, group.column, integers)
         if group.member is not None:
             _check_listed(f"{at}.group.member", rule, group.member, integers)
         for name in group.needs:
-            _check_listed(f"{at}.group.needs", "must name late columns", name, late)
+            _check_listed(f"{at}.group.needs", "must name late columns", name, schema.late_columns)
         for name in group.where:
             _check_listed(f"{at}.group.where.{name}", _ONE_NUMBER, name, _scalars(schema))
     if table.keep_best is not None:
         _check_listed(f"{at}.keep_best", _ONE_NUMBER, table.keep_best, numbers)
     if table.version is not None:
-        versions = [c.name for c in schema.step_columns if not c.shape and c.dtype in TOKEN_DTYPES]
+        versions = [c for c in schema.step_columns if not c.shape and c.dtype in TOKEN_DTYPES]
         rule = "must name a column with one integer per step"
         _check_listed(f"{at}.version.column", rule, table.version.column, versions)
 
@@ -232,14 +223,15 @@ def _check_packed(config: GearOptions, first: str, other: str, schemas: Mapping[
 
 
 def _fields(
-    config: GearOptions, table: str, schema: Schema, statistics_available: Collection[str] | bool
+    config: GearOptions, table: str, schema: Schema, statistics: Collection[str]
 ) -> list[ResolvedField]:
     """Check a config against one table; return the fields of its samples."""
     sampler = config.sampler_of(table)
     for column, where in sampler.where.items():
         _check_where(column, where, schema)
     for option, column in sampler.columns.items():
-        _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, [c.name for c in _numbers(schema)])
+        numbers = [c for c in _scalars(schema) if c.dtype != "bool"]
+        _check_listed(f"gear.sampler.{option}", _ONE_NUMBER, column, numbers)
     if config.n_step is not None:
         _need_roles("gear.n_step", ("reward", "terminated"), schema)
     for option in ("n_step", "advantage"):
@@ -252,7 +244,7 @@ def _fields(
     check_field_names(list(requested), n_step=config.n_step is not None)
     shifts = config.pack is not None and schema.role("token") is not None
     resolved = [
-        _resolve(name, field, schema, statistics_available, shifts, config.advantage)
+        _resolve(name, field, schema, statistics, shifts, config.advantage)
         for name, field in requested.items()
     ]
     if config.pack is not None and config.pack.prefix == "share":
@@ -336,7 +328,7 @@ def _resolve(
     name: str,
     field: FieldConfig,
     schema: Schema,
-    statistics: Collection[str] | bool,
+    statistics: Collection[str],
     shifts: bool,
     advantage: AdvantageConfig | None,
 ) -> ResolvedField:
@@ -396,7 +388,7 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
 
     def named(option: str, rows: Sequence[str] = ("T",)) -> Column | None:
         name = getattr(options, option)
-        columns = [c.name for c in schema if c.rows in rows and not c.shape and c.is_floating]
+        columns = [c for c in schema if c.rows in rows and not c.shape and c.is_floating]
         if name is not None:
             rule = f"must name a column with one float per step ({' or '.join(rows)} rows)"
             _check_listed(f"gear.advantage.{option}", rule, name, columns)
@@ -418,7 +410,7 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
     return Estimate(tuple(inputs), options.factors)
 
 
-def _check_column(part: Part, column: Column, statistics: Collection[str] | bool) -> None:
+def _check_column(part: Part, column: Column, statistics: Collection[str]) -> None:
     """Reject options of a field that its column does not suit."""
     if column.rows == "1":
         when = f"as {column.name} has one value per trajectory"
@@ -430,7 +422,7 @@ def _check_column(part: Part, column: Column, statistics: Collection[str] | bool
     if column.dtype == "bool":
         part.leave_out("normalize", "for a bool column", "drop it")
         part.leave_out("scale", "for a bool column", 'use "as": "float32"')
-    if not (statistics if isinstance(statistics, bool) else column.name in statistics):
+    if column.name not in statistics:
         when = f"as column {column.name} has no statistics"
         remedy = "data sets have them, and columns that are added with their rows"
         part.leave_out("normalize", when, f"{remedy}; use scale")

@@ -74,11 +74,6 @@ class SamplerOptions(GearModel):
     """Conditions on per-trajectory columns. Trajectories that fail one are never drawn."""
 
     @property
-    def weight_column(self) -> str | None:
-        """The per-trajectory column of weights, where there is one."""
-        return None
-
-    @property
     def columns(self) -> dict[str, str]:
         """The per-trajectory columns of numbers that the sampler reads, by the option that names each."""
         return {}
@@ -121,10 +116,6 @@ class WeightedSampler(DrawingOptions):
     weight: Name
     """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is a step,
     every step of a trajectory has the trajectory's weight."""
-
-    @property
-    def weight_column(self) -> str:
-        return self.weight
 
     @property
     def columns(self) -> dict[str, str]:

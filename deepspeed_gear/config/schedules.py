@@ -50,34 +50,33 @@ Schedule = Annotated[Any, BeforeValidator(_check), PlainSerializer(_to_json), Wo
 
 def value_at(schedule: Any, step: int, name: str) -> float:
     """Return the value of a schedule at global batch `step`, from 0 on; `name` is the option, for errors."""
-    if callable(schedule):
-        return _called(schedule, step, name)
-    if not isinstance(schedule, dict):
-        return float(schedule)
-    if "callable" in schedule:
-        return _called(imported(schedule["callable"], name), step, name)
-    first, last, steps = schedule["linear"]
-    return float(first + (last - first) * min(step / steps, 1.0))
+    value = schedule
+    if (function := function_of(schedule, name)) is not None:
+        value = function(step)
+        if not _is_share(value):
+            raise ConfigError(f"{name} at global batch {step}", "must be a number in [0, 1]", value)
+    elif isinstance(schedule, dict):
+        first, last, steps = schedule["linear"]
+        value = first + (last - first) * min(step / steps, 1.0)
+    return float(value)
 
 
-def end_of(schedule: Any) -> int | None:
-    """Return the global batch from which on a schedule is constant; None for a function."""
-    if callable(schedule) or (isinstance(schedule, dict) and "callable" in schedule):
-        return None
-    return int(schedule["linear"][2]) if isinstance(schedule, dict) else 0
+def function_of(schedule: Any, name: str) -> Callable[..., Any] | None:
+    """Return the function that a schedule is or names; None: it is a number, or linear."""
+    if isinstance(schedule, dict):
+        schedule = schedule.get("callable")
+    return None if schedule is None or isinstance(schedule, (int, float)) else imported(schedule, name)
 
 
-def imported(path: str, name: str) -> Callable[..., Any]:
-    """Import and return the attribute that "module:attribute" names; `name` is the option, for the error."""
+def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Import and return the attribute that "module:attribute" names; a function is returned as it is.
+
+    `name` is the option, for the error.
+    """
+    if not isinstance(path, str):
+        return path
     module, _, attribute = path.partition(":")
     rule, kinds = "must name what can be imported", (ImportError, AttributeError)
     with ConfigError.on(name, rule, *kinds, value=path):
         found: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
     return found
-
-
-def _called(function: Callable[[int], float], step: int, name: str) -> float:
-    value = function(step)
-    if not _is_share(value):
-        raise ConfigError(f"{name} at global batch {step}", "must be a number in [0, 1]", value)
-    return float(value)

@@ -14,7 +14,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import Buffers, Gatherer
 from deepspeed_gear.config import SamplerOptions
 from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, PrioritizedSampler
-from deepspeed_gear.config.schedules import end_of, imported
+from deepspeed_gear.config.schedules import function_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
@@ -37,10 +37,9 @@ class WeightExponents:
 
     def __init__(self, sampler: SamplerOptions, device: torch.device) -> None:
         beta: Any = sampler.beta if isinstance(sampler, PrioritizedSampler) else None
-        self._function: Callable[[Tensor], Any] | None = None
+        self._function: Callable[[Tensor], Any] | None = function_of(beta, _BETA)
         values = np.zeros(0, np.int64)
-        if beta is not None and end_of(beta) is None:
-            self._function = beta if callable(beta) else imported(beta["callable"], _BETA)
+        if self._function is not None:
             for batch in _PROBED:
                 at = torch.tensor(float(batch), dtype=torch.float64, device=device)
                 try:

@@ -164,7 +164,7 @@ def read_columns(
 
 def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset) -> float:
     """Return the sum of item weights of a data set, or 0; DataError: one is negative or not finite."""
-    column = config.sampler_of(table).weight_column
+    column = config.sampler_of(table).columns.get("weight")
     if column is None:
         return 0.0
     admitted = _admitted(config, table, fields, split_of(config, table, dataset))
@@ -516,7 +516,7 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
     given = with_schema(table.model_dump(mode="json", by_alias=True), spec.schema)
     return {
         "max_length": table.max_length,
-        "weight": config.sampler_of(spec.name).weight_column,
+        "weight": config.sampler_of(spec.name).columns.get("weight"),
         "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
         "options": options_of(config.seed, spec.name, given),
         "defaults": {"seed": defaults_of(GearConfig)["seed"], **DEFAULTS},

@@ -6,14 +6,13 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 from deepspeed.utils import logger
 
-from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.context import LOG
@@ -136,45 +135,41 @@ def disable() -> None:
 
 @functools.wraps(_plain_initialize)
 def _initialize_if_asked(*arguments: Any, **options: Any) -> Any:
-    config = _config_of(arguments, options)
+    config = None
+    with suppress(ConfigError):  # DeepSpeed raises an error for it
+        config = ds_config.load(_config_of(arguments, options))
     asked = isinstance(config, Mapping) and "gear" in config
     return initialize(*arguments, **options) if asked else _plain_initialize(*arguments, **options)
 
 
 def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    """Return the ds_config that `deepspeed.initialize` would read, as a mapping where it can be read."""
+    """Return the ds_config that `deepspeed.initialize` would read: a mapping or a file; None for others."""
     config = options.get("config", options.get("config_params"))
     if config is None:
         namespace = options.get("args", arguments[0] if arguments else None)
         config = getattr(namespace, "deepspeed_config", None)
-    if isinstance(config, (str, Path)) and Path(config).is_file():
-        try:
-            return parse_json(Path(config).read_text())
-        except ValueError:
-            return config  # DeepSpeed raises an error for it
-    return config
+    is_file = isinstance(config, (str, Path)) and Path(config).is_file()
+    return config if is_file or isinstance(config, Mapping) else None
 
 
 def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
     """Raise for a wrong gear section, or a file that is no JSON, on any rank before the model is built."""
-    path = Path(config) if isinstance(config, (str, Path)) and Path(config).is_file() else None
-    if path is None and not isinstance(config, Mapping):
+    if config is None:
         return
     if options.get("dist_init_required") is not False:
         deepspeed.init_distributed(dist_init_required=options.get("dist_init_required"))
 
     def check() -> None:
-        if path is not None:
-            raise ConfigError(f"config {path}", "must be JSON", None, "correct the file")
-        deepspeed_compat.check_elasticity(config)
-        refuse_batch_sizes(parse(_section_in(config)))
+        section = _section_in(given := ds_config.load(config))
+        deepspeed_compat.check_elasticity(given)
+        refuse_batch_sizes(parse(section))
 
     with closing(ControlPlane()) as exchange:
         exchange.agree("the gear section", check)
 
 
-def _section_in(config: Mapping[str, Any]) -> Any:
-    if config.get("gear") is None:
+def _section_in(config: Any) -> Any:
+    if not isinstance(config, Mapping) or config.get("gear") is None:
         remedy = 'add "gear": {"data": "path/of/the/data/set"}'
         raise ConfigError("gear", "must be a section of the DeepSpeed config", None, remedy)
     return config["gear"]

@@ -52,10 +52,7 @@ class TokenRows:
                 of the tokens with loss; or a mapping with `input_ids`, as a chat template does. Without a
                 mask, only the tokens of the last of several columns have loss.
         """
-        self._tokenize = {
-            name: imported(given, "--tokenize") if isinstance(given, str) else given
-            for name, given in tokenize.items()
-        }
+        self._tokenize = {name: imported(given, "--tokenize") for name, given in tokenize.items()}
         self._groups: dict[str, int] = {}
 
     def __call__(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:

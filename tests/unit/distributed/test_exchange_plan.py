@@ -51,7 +51,7 @@ ENDS_READ = WindowRead("code", 2, 6, edge=True)
 def resolved(schema: Schema = SCHEMA, **options: Any) -> tuple[GearConfig, list[ResolvedField]]:
     section = {"tables": {"main": {"capacity_steps": 9}}, "fields": FIELDS, "n_step": {"n": 2, "gamma": 0.9}}
     config = parse({**section, "pipeline": ENDS, **options})
-    return config, check_against(config, {"main": schema}, True)
+    return config, check_against(config, {"main": schema}, schema.names)
 
 
 CONFIG, RESOLVED = resolved()
