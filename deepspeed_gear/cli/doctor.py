@@ -109,7 +109,7 @@ def examine(data: str | None = None) -> dict[str, Any]:
 
     from deepspeed_gear import __version__
     from deepspeed_gear.data.dataset import Dataset
-    from deepspeed_gear.ops.load import load_native
+    from deepspeed_gear.ops.backends import load_native
     from deepspeed_gear.ops.native_op import CpuOp
     from deepspeed_gear.store.cuda_registration import why_impossible
 

@@ -12,8 +12,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ..errors import GearError
 from ..ops import jit, toolchain
+from ..ops.backends import load_native, load_native_cuda
 from ..ops.builder import GearBuilder, GearCudaBuilder, register
-from ..ops.load import load_native, load_native_cuda
 
 _WIDTH = 26
 

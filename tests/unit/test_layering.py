@@ -112,7 +112,7 @@ def test_below_the_resolved_plan_nothing_reads_a_config(checkout: Path) -> None:
         ("from ..replay import Replay", "store.table", False),
         ("from ..replay import Replay", "store", True),
         ("from .engine import attach", "errors", False),
-        ("from .. import engine", "ops.load", False),
+        ("from .. import engine", "ops.jit", False),
         ("def f():\n    import deepspeed_gear.cli.main", "engine", False),
         ("if TYPE_CHECKING:\n    from ..config import GearConfig", "schema.column", False),
         ("from deepspeed_gear import Replay", "batching.batch", False),
@@ -173,7 +173,7 @@ def test_a_build_does_not_print_the_warning_of_deepspeed(
 ) -> None:
     program = """
 import logging
-from deepspeed_gear.ops.load import _builder
+from deepspeed_gear.ops.backends import _builder
 assert _builder("GearBuilder").NAME == "gear"
 assert logging.getLogger("DeepSpeed").filters == []
 logging.getLogger("DeepSpeed").warning("another warning")

@@ -155,7 +155,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"gear.burn_in must be less than the steps up to the end of field short \(3\), got 3; lengthen",
     ),
     ({"burn_in": 4}, r"must be at most the steps of the windows in front of the anchor \(3\), got 4"),
-    ({"fields": {"code": {"length": 8}}}, r"burn_in must be at most .* \(0\), got 3; else a sample may have no"),
+    (
+        {"fields": {"code": {"length": 8}}},
+        r"must be at most .* \(0\), got 3; else a sample may have no",
+    ),
     (
         {"n_step": {"n": 2, "gamma": 0.9}, "fields": {"code": {"offset": "n_step", "length": 8}}},
         "gear.fields.code.offset must be a number in a window where there is gear.burn_in, got 'n_step'",

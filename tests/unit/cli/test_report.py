@@ -16,7 +16,7 @@ import deepspeed_gear
 from deepspeed_gear.cli import main as cli
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.ops import toolchain
-from deepspeed_gear.ops.load import load_native
+from deepspeed_gear.ops.backends import load_native
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 GEAR = ("-m", "deepspeed_gear.cli.main")

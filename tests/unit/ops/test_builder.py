@@ -16,8 +16,8 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
 from deepspeed_gear.errors import BuildError
 from deepspeed_gear.ops import toolchain
+from deepspeed_gear.ops.backends import load_native
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder, nvcc_flags, register
-from deepspeed_gear.ops.load import load_native
 
 # What DeepSpeed sees
 
@@ -59,14 +59,14 @@ def test_the_op_is_loaded_through_deepspeed_and_once() -> None:
 SECOND_COPY = """
 import os, shutil, sys
 from deepspeed_gear.errors import BuildError
-from deepspeed_gear.ops import builder, jit, load
-load.load_native()
+from deepspeed_gear.ops import backends, builder, jit
+backends.load_native()
 name = builder.GearBuilder().jit_name()
 shutil.copytree(jit.build_folder(name), os.path.join(sys.argv[1], name))
 os.environ["TORCH_EXTENSIONS_DIR"] = sys.argv[1]
 jit._loaded.clear()
 try:
-    load.load_native()
+    backends.load_native()
 except BuildError as error:
     print(error)
 """

@@ -173,8 +173,7 @@ def test_copies_issue_all_loads_of_a_lane_before_its_first_store(
 LOAD_BINDINGS = """
 import os, pathlib, sys, torch
 from deepspeed_gear.ops import jit
-from deepspeed_gear.ops.backends import OP_NAMES
-from deepspeed_gear.ops.load import load_native
+from deepspeed_gear.ops.backends import OP_NAMES, load_native
 load_native()
 sys.setdlopenflags(os.RTLD_LAZY)  # what a CUDA build of torch has is missing
 jit.import_file("gear_cuda", pathlib.Path(sys.argv[1]))

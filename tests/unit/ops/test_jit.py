@@ -17,8 +17,8 @@ import torch
 from process_support import exit_status, in_child, kill
 
 from deepspeed_gear.errors import BuildError
+from deepspeed_gear.ops import backends, jit, load_backend, toolchain
 from deepspeed_gear.ops import builder as builder_module
-from deepspeed_gear.ops import jit, load, load_backend, toolchain
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
 from deepspeed_gear.ops.native_op import CpuOp
 from deepspeed_gear.timeouts import wait_until
@@ -268,11 +268,11 @@ def test_the_kernels_are_built_beside_the_cpu_op(
     second.answer(2)
     opens_gate = f"{DRIVER}\npathlib.Path({str(workshop.gate)!r}).touch()\n"
     command = ["env", "GATE=", sys.executable, "-c", opens_gate, str(second.csrc), "60"]
-    monkeypatch.setattr(load, "_BUILD_KERNELS", command)
+    monkeypatch.setattr(backends, "_BUILD_KERNELS", command)
 
     def start_kernels() -> None:
         (tmp_path / "started").touch()
-        load.start_kernels()
+        backends.start_kernels()
 
     env = {"PYTHONPATH": str(workshop.checkout), "GATE": str(workshop.gate)}
     assert workshop.finish(workshop.start(beside=start_kernels, **env)) == "answer 1"
@@ -288,7 +288,7 @@ def test_the_kernels_are_built_beside_the_cpu_op(
 def test_the_kernels_are_built_where_they_will_be_used(
     monkeypatch: pytest.MonkeyPatch, backend: str, has_gpu: bool, expected: bool
 ) -> None:
-    module, beside = load.load_native(), []
+    module, beside = backends.load_native(), []
 
     def build(self: CpuOp, **options: Any) -> ModuleType:
         beside.append(options["beside"])
@@ -297,13 +297,13 @@ def test_the_kernels_are_built_where_they_will_be_used(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(CpuOp, "load", build)
     load_backend(backend)
-    assert beside == [load.start_kernels if expected else None]
+    assert beside == [backends.start_kernels if expected else None]
 
 
 def test_building_kernels_where_they_cannot_be_built_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GearCudaBuilder, "missing", lambda self: {"no CUDA toolkit": "install it"})
     monkeypatch.setattr(GearCudaBuilder, "load", lambda self: pytest.fail("it was built"))
-    load.build_kernels()
+    backends.build_kernels()
 
 
 def test_a_killed_build_does_not_block_the_next(workshop: Workshop) -> None:

@@ -16,12 +16,12 @@ import torch
 from kernel_support import compiled_kernels, flags_for, folder_of
 
 from deepspeed_gear.ops import jit, toolchain
+from deepspeed_gear.ops.backends import load_native
 from deepspeed_gear.ops.builder import GearBuilder, GearCudaBuilder
-from deepspeed_gear.ops.load import load_native
 from deepspeed_gear.ops.native_op import CudaOp, covers
 
 SHOW = (
-    "import deepspeed_gear, torch\nfrom deepspeed_gear.ops.load import load_native\n"
+    "import deepspeed_gear, torch\nfrom deepspeed_gear.ops.backends import load_native\n"
     "print(deepspeed_gear.__file__)\nprint(load_native().__file__)\n"
     "print(len([n for n in torch._C._dispatch_get_all_op_names() if n.startswith('gear::')]))"
 )
