@@ -15,7 +15,7 @@ import numpy as np
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.table_files import open_rows, read_table
 from deepspeed_gear.cli import Options, listed
-from deepspeed_gear.cli.inspect_distribution import find_saves
+from deepspeed_gear.cli.inspect import find_saves
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.export import FORMATS, export
 from deepspeed_gear.data.opaque_rows import decode

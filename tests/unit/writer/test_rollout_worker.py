@@ -32,7 +32,7 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.cli import inspect
-from deepspeed_gear.cli.inspect_distribution import of_living
+from deepspeed_gear.cli.inspect import of_living
 from deepspeed_gear.data.ingest import ingested
 from deepspeed_gear.distributed.table_resolution import prompt_spec_of
 from deepspeed_gear.store import prompt_ledger
@@ -152,7 +152,7 @@ def test_the_books_of_a_running_process_are_shown(
             in text
         )
         json.dumps(contents)
-        monkeypatch.setattr("deepspeed_gear.cli.inspect_distribution.PromptSpec", lambda words: None)
+        monkeypatch.setattr("deepspeed_gear.cli.inspect.PromptSpec", lambda words: None)
         assert run_command(inspect, "--living", str(os.getpid())) == 0
         assert "cannot be read: it is a store of another version" in capsys.readouterr().out
 
