@@ -242,11 +242,7 @@ def _fields(
             raise ConfigError(f"gear.{option}", rule, ", ".join(wrong), remedy)
     requested = config.fields or {c.name: FieldConfig() for c in schema if not c.is_opaque}
     check_field_names(list(requested), n_step=config.n_step is not None)
-    shifts = config.pack is not None and schema.role("token") is not None
-    resolved = [
-        _resolve(name, field, schema, statistics, shifts, config.advantage)
-        for name, field in requested.items()
-    ]
+    resolved = [_resolve(config, name, field, schema, statistics) for name, field in requested.items()]
     if config.pack is not None and config.pack.prefix == "share":
         _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
         for field in resolved:
@@ -325,12 +321,7 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
 
 
 def _resolve(
-    name: str,
-    field: FieldConfig,
-    schema: Schema,
-    statistics: Collection[str],
-    shifts: bool,
-    advantage: AdvantageConfig | None,
+    config: GearOptions, name: str, field: FieldConfig, schema: Schema, statistics: Collection[str]
 ) -> ResolvedField:
     column, derived = _source(name, field, schema)
     part = Part(dotted("gear", "fields", name), field)
@@ -353,13 +344,14 @@ def _resolve(
         _check_pad(part, field.pad, dtype)
     offset = field.offset
     if offset is None:  # a pack's columns stand where the token is predicted
+        shifts = config.pack is not None and schema.role("token") is not None
         follows = column is not None and column.rows == "T" and column.role not in ("token", *OF_EPISODES)
         offset = int(shifts and follows)
     estimate = None
     if derived in ESTIMATED:
-        if advantage is None:
+        if config.advantage is None:
             raise ConfigError(part.at, "must not be derived without gear.advantage", None, ADVANTAGE_EXAMPLE)
-        estimate = _estimate(advantage, schema, int(offset), field.length or 1)
+        estimate = _estimate(config.advantage, schema, int(offset), field.length or 1)
     return ResolvedField(
         name=name,
         column=column,

@@ -229,7 +229,7 @@ def split_episodes(
         return [dict(given)]
     terminated = flags.get("terminated", np.zeros(num_steps, bool))
     states = [column for column in schema if column.rows == "T+1" and column.name in given]
-    finals = _finals(name, states, {} if final is None else final, num_steps, ends - 1, terminated)
+    finals = _finals(f"{name}: final", states, {} if final is None else final, ends - 1, terminated)
     reward = schema.role("reward")
 
     def rows_of(column: Column, index: int, first: int, end: int) -> Any:
@@ -253,34 +253,27 @@ def split_episodes(
 
 
 def _finals(
-    name: str,
-    states: list[Column],
-    final: Mapping[str, Any],
-    num_steps: int,
-    last: np.ndarray,
-    terminated: np.ndarray,
+    name: str, states: list[Column], final: Mapping[str, Any], last: np.ndarray, terminated: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Return the states after the last steps of the parts that end inside. Column -> [len(last), *shape]."""
-    given = flatten(f"{name}: final", final, frozenset(column.name for column in states))
     known = [column.name for column in states]
+    given = flatten(name, final, frozenset(known))
     for odd in sorted(given.keys() - set(known)):
-        rule = f"must be one of the columns of T+1 rows, {known}"
-        raise DataError(f"{name}: final: column {odd}", rule)
+        raise DataError(f"{name}: column {odd}", f"must be one of the columns of T+1 rows, {known}")
     truncated = last[~terminated[last]]
     finals = {}
     for column in states:
-        where = f"{name}: final"
-        if column.name not in given:
-            if len(truncated):
-                rule = f"must have the state after step {truncated[0]}, where an episode is truncated inside"
-                remedy = f"give final={{{column.name!r}: states after each step}}; those at ends are read"
-                raise DataError(f"{name}: column {column.name}", rule, None, remedy)
-            continue
-        rows = given[column.name]
-        if len(rows) != num_steps:
-            rule = f"must have a row after each of the {num_steps} steps"
-            raise DataError(f"{where}: column {column.name}", rule, len(rows))
-        ended = rows[last] if isinstance(rows, torch.Tensor) else [rows[step] for step in last.tolist()]
-        finals[column.name] = as_stored(ended, column, where, len(last))
-    check_finite(f"{name}: final", states, finals, lambda row: f"step {last[row]}")
+        where = f"{name}: column {column.name}"
+        if column.name in given:
+            rows = given[column.name]
+            if len(rows) != len(terminated):
+                rule = f"must have a row after each of the {len(terminated)} steps"
+                raise DataError(where, rule, len(rows))
+            ended = rows[last] if isinstance(rows, torch.Tensor) else [rows[step] for step in last.tolist()]
+            finals[column.name] = as_stored(ended, column, name, len(last))
+        elif len(truncated):
+            rule = f"must have the state after step {truncated[0]}, where an episode is truncated inside"
+            remedy = f"give final={{{column.name!r}: states after each step}}; those at ends are read"
+            raise DataError(where, rule, None, remedy)
+    check_finite(name, states, finals, lambda row: f"step {last[row]}")
     return finals

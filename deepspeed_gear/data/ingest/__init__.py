@@ -195,9 +195,7 @@ def ingest(
     with ExitStack() as stack:
         opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)
         readers = [stack.enter_context(reader) for reader in opened]
-        names = "dtype", "rename", "role", "reward"
-        changes: dict[str, Any] = {name: options.get(name) for name in names if name in options}
-        outputs = [OutputColumns(reader, **changes) for reader in readers]
+        outputs = [OutputColumns(reader, options) for reader in readers]
         schema = _common_schema(outputs, known)
         if options.get("allow_nan") or (known is not None and any(c.allow_nan for c in known.schema)):
             schema = schema.allowing_nan()
@@ -207,6 +205,7 @@ def ingest(
                     print(f"{reader.path}: {note}", file=sys.stderr)
         described = [{**reader.description, "notes": reader.notes} for reader in readers]
         source: dict[str, Any] = {"sources": described}
+        changes = {name: options.get(name) for name in ("dtype", "rename", "role", "reward")}
         if changed := {name: value for name, value in changes.items() if value}:
             source["options"] = changed
         total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
@@ -214,16 +213,14 @@ def ingest(
         bar, num_bytes = stack.enter_context(shown), 0
         episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
         placed: dict[str, Any] = {"split": split, "overwrite": overwrite, "append": append}
+        divides: Any = bool(options.get("split_by_flags"))
         made = DatasetWriter(dest, schema, source=source, compress=options.get("compress"), **placed)
         with made as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
                     if SOURCE.name in schema and SOURCE.name not in arrays:
                         arrays["source"] = np.asarray(number, dtype=np.int64)
-                    if options.get("split_by_flags"):
-                        writer.add(arrays, name, split_by_flags=True)
-                    else:
-                        writer.add(arrays, name)
+                    writer.add(arrays, name, split_by_flags=divides)
                     num_bytes += length * schema.row_bytes + episode_bytes
                     bar.set_postfix_str(show_bytes(num_bytes), refresh=False)
                     bar.update(length)

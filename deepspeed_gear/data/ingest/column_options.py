@@ -30,23 +30,16 @@ class OutputColumns:
     are those of the data set, without `source`.
     """
 
-    def __init__(
-        self,
-        reader: Reader,
-        dtype: Mapping[str, str] | None = None,
-        rename: Mapping[str, str] | None = None,
-        role: Mapping[str, str] | None = None,
-        reward: str | None = None,
-    ) -> None:
-        """Apply the options, which `ingest.Options` describes, to the columns of an open source."""
-        self.reader, self._names = reader, dict(rename or {})
+    def __init__(self, reader: Reader, options: Mapping[str, Any]) -> None:
+        """Apply dtype, rename, role and reward of `ingest.Options` to the columns of an open source."""
+        self.reader, self._names = reader, dict(options.get("rename") or {})
         self._check_names("--rename", self._names, [column.name for column in reader.columns])
         columns = [replace(c, name=self._names.get(c.name, c.name)) for c in reader.columns]
-        columns = self._changed(columns, "role", role)
-        self._at, self._value = self._rule(columns, reward)
+        columns = self._changed(columns, "role", options.get("role"))
+        self._at, self._value = self._rule(columns, options.get("reward"))
         if self._at in ("last", "each"):
             columns.append(_REWARD)
-        columns = self._changed(columns, "dtype", dtype)
+        columns = self._changed(columns, "dtype", options.get("dtype"))
         self._reward = next((column for column in columns if column.role == "reward"), None)
         self.columns = (*columns, *(() if self._reward is None else (RETURN,)), LENGTH)
         for name, count in Counter(column.name for column in self.columns).items():

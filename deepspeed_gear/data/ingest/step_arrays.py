@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
@@ -56,20 +56,14 @@ class Steps:
     and those of ended steps, terminal ones too, the first ones of the next episodes (`resets`).
     """
 
-    def __init__(
-        self,
-        where: str,
-        arrays: Mapping[str, Any],
-        keep: Callable[[str], bool],
-        limit: int | None,
-        is_whole: bool,
-    ) -> None:
+    def __init__(self, reader: ArrayReader, name: str, arrays: Mapping[str, Any], is_whole: bool) -> None:
         """Check arrays by key (that of a part of a dict is such as "obs/position"), and find the ends.
 
-        An episode ends by a time limit after `limit` steps; `is_whole`: the steps are one, and not those of
-        an environment that resets itself.
+        An episode ends by a time limit after `episode_length` steps; `is_whole`: the steps are one, and not
+        those of an environment that resets itself.
         """
-        self._where, self._is_whole = where, is_whole
+        where = self._where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
+        self._is_whole = is_whole
         self.arrays: dict[str, Any] = {}  # by kind, or kind and part; observations may have a row more
         self.keys: dict[str, str] = {}  # of the source, for each array
         self.left_out: list[str] = []  # keys of single values and of Python objects
@@ -78,7 +72,7 @@ class Steps:
             kind = KINDS.get(first, first)
             name = column_name(kind, *rest)
             column = column_name("observation", *rest) if kind in _STATES else name
-            if key == "episode_returns" or (name not in _KEYS and not keep(column)):
+            if key == "episode_returns" or (name not in _KEYS and not reader.keep(column)):
                 continue
             if kind not in _KEYS and (not array.ndim or array.dtype.kind == "O"):
                 self.left_out.append(key)
@@ -88,7 +82,7 @@ class Steps:
             self.keys[name], self.arrays[name] = key, array
         self.states = [name for name in self.arrays if _kind(name) == "observation"]
         self._check_rows(sorted(arrays))
-        self._find_ends(limit, arrays.get("episode_returns"))
+        self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
         self._compare_next()
 
     def _check_rows(self, found: list[str]) -> None:
@@ -238,10 +232,7 @@ class ArrayReader(Reader):
         """Yield the steps of each environment or trajectory, in the same order in each call."""
 
     def _steps(self) -> Iterator[Steps]:
-        limit = self.options.get("episode_length")
-        for name, arrays, is_whole in self._streams():
-            where = f"{self.path}: {name}: " if name else f"{self.path}: "
-            yield Steps(where, arrays, self._keep, limit, is_whole)
+        return (Steps(self, *stream) for stream in self._streams())
 
     def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
         """Make an array of nested lists; those of a pickle may hold one list many times.
@@ -262,7 +253,7 @@ class ArrayReader(Reader):
 
     def _describe(self) -> None:
         """Set the attributes of an open reader. Cost: a pass over flags, observations and next ones."""
-        self._keep = cache(self.select)
+        self.keep = cache(self.select)
         if (limit := self.options.get("episode_length")) is not None:
             arguments.count("episode_length", limit)
         first: Steps | None = None

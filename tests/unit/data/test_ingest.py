@@ -249,8 +249,8 @@ def test_a_killed_ingest_leaves_nothing_that_looks_complete(tmp_path: Path, d4rl
     source, dest = tmp_path / "a.hdf5", tmp_path / "out"
     add = DatasetWriter.add
 
-    def add_then_die(self: DatasetWriter, *arguments: Any) -> Any:
-        number = add(self, *arguments)
+    def add_then_die(self: DatasetWriter, *arguments: Any, **options: Any) -> Any:
+        number = add(self, *arguments, **options)
         if number == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return number
