@@ -183,17 +183,15 @@ def _pickled(job: ActorJob) -> bytes:
 
 
 def _send(process: subprocess.Popen[bytes], words: bytes, last: bool = False) -> None:
-    """Write to an actor, which may have ended."""
-    assert process.stdin is not None
-    try:
-        if not process.stdin.closed:
-            process.stdin.write(words)
-            process.stdin.flush()
+    """Write to an actor, which may have ended: `_failure` finds why."""
+    pipe = process.stdin
+    with contextlib.suppress(OSError):
+        if pipe is not None and not pipe.closed:
+            pipe.write(words)
+            pipe.flush()
             if last:
-                liveness.forget(process.stdin.fileno())
-                process.stdin.close()
-    except OSError:  # it has ended: `_failure` finds why
-        pass
+                liveness.forget(pipe.fileno())
+                pipe.close()
 
 
 def _kill(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from deepspeed_gear.errors import ConfigError
 
-_COLUMNS = {
+COLUMNS = {  # of language models; those that ingest makes of their rows, too
     "tokens": {"dtype": "int32", "role": "token"},
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
     "logp": {"dtype": "float32"},
@@ -20,7 +20,7 @@ _TABLE = {
     "max_times_sampled": 1,
     "writers": 8,
     "group": {"column": "prompt_id", "size": 8, "where": {"reward": {"std": {"min": 1e-6}}}},
-    "schema": {"columns": _COLUMNS},
+    "schema": {"columns": COLUMNS},
 }
 _SECTION = {
     "sampler": {"kind": "fifo", "unit": "group"},

@@ -12,7 +12,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.reader import SCALARS, Reader
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, pyarrow_for
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import arrow_block, record_batches
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Schema
@@ -90,7 +90,7 @@ def _written_schema(path: Path) -> str | None:
     if _is_npz(path):
         with np.load(path, allow_pickle=False) as arrays:
             return str(arrays[SCHEMA_KEY]) if SCHEMA_KEY in arrays.files else None
-    if not path.is_file() or path.open("rb").read(4) != _PARQUET:
+    if first_bytes(path, len(_PARQUET)) != _PARQUET:
         return None
     found = pyarrow_for(str(path), "needs pyarrow").parquet.read_schema(path).metadata or {}
     return found[SCHEMA_KEY.encode()].decode() if SCHEMA_KEY.encode() in found else None

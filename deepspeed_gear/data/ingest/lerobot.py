@@ -28,13 +28,7 @@ from deepspeed_gear.data.ingest.reader import (
     end_episode,
     make_column,
 )
-from deepspeed_gear.data.ingest.source_checks import (
-    DAMAGED,
-    Expansion,
-    check_no_pointer,
-    optional,
-    pyarrow_for,
-)
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
 from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
@@ -220,9 +214,7 @@ class LerobotReader(Reader):
                     raise DataError(f"{path}: {key}", "must be a column of the file", names, LEAVE_OUT)
             return keys or [name for name in names if not name.startswith("stats/")]
 
-        kinds = pyarrow_for(str(path)).ArrowException, OSError
-        with DataError.on(str(path), "must be a readable Parquet file", *kinds, remedy=DAMAGED):
-            return read_table(path, self.expansion, chosen)
+        return read_table(path, self.expansion, chosen)
 
     def _decode(self, pair: tuple[Episode, Any]) -> tuple[str, dict[str, NDArray[Any]]]:
         """Return the arrays of an episode, of which the rows are given."""

@@ -29,7 +29,7 @@ from deepspeed_gear.data.ingest.reader import (
     read_rows,
 )
 from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for
-from deepspeed_gear.data.ingest.table_rows import read_table
+from deepspeed_gear.data.ingest.table_rows import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
@@ -252,9 +252,7 @@ class TableStore:
         files = sorted(path.glob(f"*.{self._form}"))
         if not files:
             raise DataError(str(path), f"must hold a .{self._form} file", None, "download the data set again")
-        rule, kinds = f"must be a readable {self._form} file", (self._arrow.ArrowException, OSError)
-        remedy = "the file is damaged or incomplete; download the data set again"
-        with DataError.on(str(files[0]), rule, *kinds, remedy=remedy):
+        with readable(files[0]):
             table = self._arrow.concat_tables([read_table(file, self._expansion) for file in files])
         steps = self.facts(number).get("total_steps", table.num_rows - 1)
         if table.num_rows != steps + 1:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, Record, load_pickle
-from deepspeed_gear.data.ingest.source_checks import DAMAGED
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
 from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError
 
@@ -125,11 +125,7 @@ class PickleReader(NpzReader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        if not path.is_file():
-            return False
-        with path.open("rb") as file:
-            start = file.read(2)
-        return start[:1] == b"\x80" and start[1:] in (b"\x02", b"\x03", b"\x04", b"\x05")
+        return first_bytes(path, 2) in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
     def _load(self) -> Any:
         if not self.options.get("allow_pickle"):

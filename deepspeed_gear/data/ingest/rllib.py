@@ -14,7 +14,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
-from deepspeed_gear.data.ingest.source_checks import optional
+from deepspeed_gear.data.ingest.source_checks import first_bytes, optional
 from deepspeed_gear.data.ingest.step_arrays import ArrayReader, Streams
 from deepspeed_gear.errors import DataError
 
@@ -37,10 +37,7 @@ class RllibReader(ArrayReader):
     @classmethod
     def recognises(cls, path: Path) -> bool:
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-        if not files or not files[0].is_file():
-            return False
-        with files[0].open("rb") as file:
-            head = file.read(_HEAD_BYTES)
+        head = b"".join(first_bytes(file, _HEAD_BYTES) for file in files[:1])
         return re.match(rb'\s*\{.*"type":\s*"(SampleBatch|MultiAgentBatch)"', head, re.S) is not None
 
     def open(self) -> None:

@@ -73,10 +73,17 @@ def check_source(path: Path, expansion: Expansion) -> None:
 
 def check_no_pointer(path: Path) -> None:
     """Raise if a file is a Git LFS pointer, which a clone without git-lfs has in place of the data."""
+    if first_bytes(path, len(_POINTER)) == _POINTER:
+        remedy = "run git lfs pull in the clone that it is from"
+        raise DataError(str(path), "must be the data themselves", "a Git LFS pointer", remedy)
+
+
+def first_bytes(path: Path, count: int) -> bytes:
+    """Return the first bytes of a file, none of anything else."""
+    if not path.is_file():
+        return b""
     with path.open("rb") as file:
-        if file.read(len(_POINTER)) == _POINTER:
-            remedy = "run git lfs pull in the clone that it is from"
-            raise DataError(str(path), "must be the data themselves", "a Git LFS pointer", remedy)
+        return file.read(count)
 
 
 def _files_in(folder: Path) -> Iterator[Path]:

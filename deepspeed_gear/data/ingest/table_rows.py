@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -60,10 +61,8 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
         if table_form(file) == "json":
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
             continue
-        kinds = pyarrow_for(str(file)).ArrowException, OSError
-        with DataError.on(str(file), f"must be a readable {table_form(file)} file", *kinds, remedy=DAMAGED):
-            _, batches = record_batches(file, expansion)
-            for batch in batches:
+        with readable(file):
+            for batch in record_batches(file, expansion)[1]:
                 yield arrow_block(batch, is_nested)
 
 
@@ -181,10 +180,17 @@ def record_batches(
 def read_table(
     path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None = None
 ) -> Any:
-    """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`."""
-    schema, batches = record_batches(path, expansion, choose)
-    read = list(batches)
-    return pyarrow_for(str(path)).Table.from_batches(read, read[0].schema if read else schema)
+    """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`. DataError: it is damaged."""
+    with readable(path):
+        schema, batches = record_batches(path, expansion, choose)
+        read = list(batches)
+        return pyarrow_for(str(path)).Table.from_batches(read, read[0].schema if read else schema)
+
+
+def readable(path: Path) -> AbstractContextManager[None]:
+    """Raise errors of pyarrow and of the file system as DataErrors of a file."""
+    kinds, form = (pyarrow_for(str(path)).ArrowException, OSError), table_form(path)
+    return DataError.on(str(path), f"must be a readable {form} file", *kinds, remedy=DAMAGED)
 
 
 def arrow_block(batch: Any, is_nested: bool) -> Block:

@@ -12,18 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.config import recipes
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.ingest.table_rows import numeric
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column
+from deepspeed_gear.schema import Schema
 
-COLUMNS = {
-    "tokens": Column("tokens", "int32", role="token"),
-    "loss_mask": Column("loss_mask", "bool", role="loss_mask"),
-    "logp": Column("logp", "float32"),
-    "reward": Column("reward", "float32", rows="1"),
-    "prompt_id": Column("prompt_id", "int64", rows="1"),
-}
+COLUMNS = {column.name: column for column in Schema.from_json({"columns": recipes.COLUMNS})}
 _WHOLE = ("input_ids", "token_ids", "tokens")
 _PROMPT = ("prompt_ids", "prompt_token_ids", "prompts")
 _RESPONSE = ("completion_ids", "response_ids", "response_token_ids", "responses")

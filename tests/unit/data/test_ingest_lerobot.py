@@ -154,7 +154,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 PATH = "data_path must be a path below the folder, with episode_chunk, episode_index in braces, got"
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
     (lambda root: (root / FIRST).write_text(POINTER), f"{FIRST} must be the data themselves, got 'a Git LFS"),
-    (lambda root: (root / FIRST).write_text("PAR1"), f"{FIRST} must be a readable Parquet file"),
+    (lambda root: (root / FIRST).write_text("PAR1"), f"{FIRST} must be a readable parquet file"),
     (lambda root: (root / SECOND).unlink(), f"{SECOND} must exist; the data set is incomplete"),
     (lambda root: shutil.copy(root / FIRST, root / SECOND), f"{SECOND} must have the 7 rows of its episodes"),
     (_info(codebase_version="v1.6"), "codebase_version must be one of v2.0, v2.1, v3.0, got 'v1.6'"),
