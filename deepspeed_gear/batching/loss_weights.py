@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from deepspeed_gear.config.pack_options import ConstantConfig, LossConfig
+from deepspeed_gear.config.options import ConstantConfig, LossConfig
 from deepspeed_gear.errors import ConfigError
 
 

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel
 
-from deepspeed_gear.config.options import FieldConfig, GearOptions
-from deepspeed_gear.config.pack_options import PackConfig, room
+from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
 from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, MixtureSampler, PrioritizedSampler
 from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, TableConfig
 from deepspeed_gear.config.types import dotted
@@ -359,7 +358,7 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
     part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", when, "leave it out")
     part.leave_out("advantage", when, 'call rollout.advantages("gae", value=...)')
     part.leave_out(sizes, when, "give the size as gear.batch or gear.rollout")
-    if room(pack) == 0:
+    if pack.room == 0:
         rule = f"must be at least gear.pack.pad.multiple ({pack.pad.multiple})"
         raise ConfigError("gear.pack.tokens", rule, pack.tokens, "raise it, or lower the multiple")
     unit = config.item_sampler.unit
@@ -374,8 +373,8 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
         table = config.resolved_tables[name]
         table_part = Part(dotted("gear", "tables", name), table)
         table_part.admit("placement", ["host"], when)
-        if pack.too_long != "truncate" and table.data is None and (table.max_length or 2**62) > room(pack):
-            rule = f"must be at most {room(pack)}, what gear.pack.tokens leaves for a trajectory"
+        if pack.too_long != "truncate" and table.data is None and (table.max_length or 2**62) > pack.room:
+            rule = f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory"
             remedy = 'give it, so that longer ones are refused when they are added, or "too_long": "truncate"'
             table_part.refuse("max_length", rule, remedy)
     if (config.batch is None) == (config.rollout is None):
@@ -462,7 +461,7 @@ def check_lengths(config: GearOptions, longest: Mapping[str, int]) -> None:
     if config.pack is None or config.pack.too_long == "truncate":
         return
     for name in config.sampled_tables:
-        if longest.get(name, 0) > room(config.pack):
+        if longest.get(name, 0) > config.pack.room:
             rule = f"must hold the longest trajectory of table {name} ({longest[name]} steps)"
             remedy = 'raise it, or set "too_long": "truncate"'
             raise ConfigError("gear.pack.tokens", rule, config.pack.tokens, remedy)

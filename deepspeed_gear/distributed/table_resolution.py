@@ -12,7 +12,6 @@ import numpy as np
 from deepspeed_gear.config import GearConfig, ResolvedField, SamplerOptions
 from deepspeed_gear.config.cross_checks import refuse_split
 from deepspeed_gear.config.field_checks import read_fields
-from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.config.sampler_options import MixtureSampler
 from deepspeed_gear.config.table_options import (
     DEFAULTS,
@@ -482,7 +481,7 @@ def with_arrivals(
     longest = table.max_length if dataset is None else dataset.longest
     if config.pack is not None:
         # All streams share the room: it is for one rollout batch, of whole trajectories.
-        most_steps, slots = room(config.pack), max(spec.most_records for spec in streams)
+        most_steps, slots = config.pack.room, max(spec.most_records for spec in streams)
         most = min(longest or most_steps, most_steps) + exchange_plan.final_row
         if dataset is not None:  # a mapped one copies its own rows, too
             slots = min(slots, dataset.num_trajectories_of_whole)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from deepspeed_gear.config.pack_options import PackConfig
+from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.errors import ConfigError, StoreError

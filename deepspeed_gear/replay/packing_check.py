@@ -10,7 +10,6 @@ import torch
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
 from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.rollout_data import PackSettings
 
@@ -54,7 +53,7 @@ def check_packing(
 
 def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
     """Return a pack of random tokens as long as a micro batch: halves, down to one token, and padding."""
-    rows, pack = room(settings.pack), settings.pack
+    rows, pack = settings.pack.room, settings.pack
     rest = rows - rows // 8
     lengths: list[int] = []
     while rest and len(lengths) < (pack.max_trajectories or rest):

@@ -15,7 +15,6 @@ from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
-from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.row_exchange import exchange_plan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -196,7 +195,7 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
         remedy = 'give "pack": {"tokens": ...}, or leave --lengths out'
         raise ConfigError("gear.pack", "must be given for a preview of lengths", None, remedy)
     check_ranks(config, replicas, sequence, 1)
-    most, longest = room(pack), int(lengths.max())
+    most, longest = pack.room, int(lengths.max())
     if pack.too_long == "refuse" and longest > most:
         rule = f"must hold the longest trajectory ({longest} steps)"
         raise ConfigError("gear.pack.tokens", rule, pack.tokens, 'raise it, or set "too_long": "truncate"')

@@ -19,8 +19,7 @@ from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, Prefixes, plan_packs
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.config.options import AdvantageConfig
-from deepspeed_gear.config.pack_options import LossConfig, PackConfig, RolloutConfig, room
+from deepspeed_gear.config.options import AdvantageConfig, LossConfig, PackConfig, RolloutConfig
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
@@ -574,7 +573,7 @@ class PlannedPacks:
         self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prefixes: Prefixes | None = None
     ) -> None:
         (linear, quadratic), most = pack.cost, pack.max_trajectories
-        budget = PackBudget(room(pack), linear, quadratic, pack.pad.multiple, most)
+        budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
         width = pack.plan_width or replicas
         self.prefixes, places, bundle = prefixes, lengths, np.arange(len(lengths))
         squares = np.square(lengths.astype(np.float64))
@@ -669,7 +668,7 @@ class PackSequence:
         prompts = data.prompts.of(index)
         size = int(np.bincount(prompts.leader).max())
         sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
-        plans = [planned(prompts.bundled(lengths, size, room(pack))) for size in sizes]
+        plans = [planned(prompts.bundled(lengths, size, pack.room)) for size in sizes]
         is_full = pack.pad.to == "budget"  # then all packs cost as much
         costs = [(is_full * plan.plan.num_micro, plan.costs.max(axis=(1, 2)).sum()) for plan in plans]
         return plans[costs.index(min(costs))]

@@ -17,7 +17,6 @@ import torch
 from deepspeed_gear.batching.gather import PackGatherer
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
-from deepspeed_gear.config.pack_options import room
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
 from deepspeed_gear.ops.records import Resolution
@@ -193,7 +192,7 @@ class RolloutLoader:
 
     def _select(self) -> SelectedItems:
         """Make or read the next selection of every table."""
-        key, longest = self.next_key, room(self.settings.pack)
+        key, longest = self.next_key, self.settings.pack.room
 
         def select() -> list[Selection]:
             for stream in self._streams:

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.loss_weights import loss_weights
-from deepspeed_gear.config.pack_options import LossConfig
+from deepspeed_gear.config.options import LossConfig
 
 RESPONSES, BUDGET, LONGEST, LOCAL = 1024, 16384, 12288, 4
 TRAINED, SEEDS, VOCABULARY = 64, range(8), 32

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.config.pack_options import LossConfig
+from deepspeed_gear.config.options import LossConfig
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, PeerError, ShapeError, StoreError
 
 

@@ -22,7 +22,7 @@ from deepspeed_gear.batching import micro_batch, packed_models
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.config.cross_checks import check_ranks
-from deepspeed_gear.config.pack_options import PackConfig
+from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay.rollout import Rollout

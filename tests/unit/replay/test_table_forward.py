@@ -14,7 +14,7 @@ import torch
 from rollout_support import COLUMNS, STORED, filled, ranks_of, section
 
 from deepspeed_gear import Replay
-from deepspeed_gear.config.pack_options import PackConfig, PackPadConfig
+from deepspeed_gear.config.options import PackConfig, PackPadConfig
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
