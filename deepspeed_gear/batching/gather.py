@@ -26,8 +26,7 @@ from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistic
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import Align, Follows, Pad, Resolution, Source
+from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, Source, lower
 from deepspeed_gear.ops.reference.convert import convert
 from deepspeed_gear.ops.reference.gather import is_no_sample, rows_of
 from deepspeed_gear.schema import DTYPES, Column, Schema

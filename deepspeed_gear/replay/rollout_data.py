@@ -27,8 +27,7 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, StoreError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import SHARD_BITS
-from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import Resolution, Source
+from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
 from deepspeed_gear.schema import Column, Schema

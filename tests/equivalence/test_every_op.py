@@ -15,8 +15,7 @@ from torch.torch_version import TorchVersion
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.backends import OP_NAMES
 from deepspeed_gear.ops.constants import ONE_Q62
-from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import RowSample, Slot, Source
+from deepspeed_gear.ops.records import GatherSpec, RowSample, Slot, Source, lower
 
 #: Ops of a table on a device: tests/unit/device.
 COMPILED = [name for name in OP_NAMES if not name.startswith("ring_") and name != "scatter_"]

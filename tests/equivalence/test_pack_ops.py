@@ -12,8 +12,7 @@ from op_comparison import compare
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.gather_spec import GatherSpec, lower
-from deepspeed_gear.ops.records import Resolution, Source
+from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 
 ANY = (1 << 31) - 1  # trajectories of a pack
 TARGETS = {

@@ -30,8 +30,7 @@ from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, Field
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.gather_spec import GatherSpec
-from deepspeed_gear.ops.records import Slot, Source
+from deepspeed_gear.ops.records import GatherSpec, Slot, Source
 from deepspeed_gear.ops.reference.gather import bounds
 from deepspeed_gear.store.table import Table
 

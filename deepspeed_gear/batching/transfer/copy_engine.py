@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.config import ResolvedField
-from deepspeed_gear.ops.gather_spec import GatherSpec
-from deepspeed_gear.ops.records import Resolution, Source
+from deepspeed_gear.ops.records import GatherSpec, Resolution, Source
 from deepspeed_gear.ops.reference.gather import bounds
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 

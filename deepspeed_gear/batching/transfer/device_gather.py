@@ -22,8 +22,7 @@ from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.gather_spec import GatherSpec
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.ops.records import GatherSpec, Resolution
 from deepspeed_gear.schema import Column
 
 PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device

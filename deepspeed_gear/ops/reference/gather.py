@@ -11,8 +11,7 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import MOST_STEPS
-from deepspeed_gear.ops.gather_spec import GatherSpec, lower, raised
-from deepspeed_gear.ops.records import Align, Follows, Pad, Resolution, Source
+from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, Source, lower, raised
 from deepspeed_gear.ops.reference.convert import convert, narrow
 
 
