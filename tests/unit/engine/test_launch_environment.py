@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from deepspeed_gear.engine import launch_environment
+from deepspeed_gear.engine import attach
 from deepspeed_gear.errors import ConfigError
 
 RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -21,7 +21,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch, **given: str) -> dict[str, str]:
         monkeypatch.setenv(name, given.get(name, ""))  # also what is set below is undone after the test
         if name not in given:
             monkeypatch.delenv(name)
-    launch_environment.be_single_rank_unless_launched()
+    attach.be_single_rank_unless_launched()
     return {name: os.environ[name] for name in RANKS if name in os.environ}
 
 
