@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -142,6 +143,20 @@ def show_bytes(count: float) -> str:
     while count >= 1024 and len(units) > 1:
         count, units = count / 1024, units[1:]
     return f"{count:.3g} {units[0]}" if count < 1000 else f"{count:.0f} {units[0]}"
+
+
+_ABSENT = object()
+
+
+def differences(mine: Any, theirs: Any, name: str = "gear", form: str = "{}: {} here, {} there") -> list[str]:
+    """Return the values of JSON that differ, such as "gear.seed: 0 here, 1 there"."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        inner = {key: (mine.get(key, _ABSENT), theirs.get(key, _ABSENT)) for key in {**mine, **theirs}}
+        return [text for key, two in inner.items() for text in differences(*two, f"{name}.{key}", form)]
+    shown = [
+        "absent" if one is _ABSENT else json.dumps(one, sort_keys=True, default=str) for one in (mine, theirs)
+    ]
+    return [] if shown[0] == shown[1] else [form.format(name, *shown)]
 
 
 def error_to_json(error: GearError) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import model_validator
 
 from deepspeed_gear.config.cross_checks import check_options
 from deepspeed_gear.config.options import GearOptions
+from deepspeed_gear.errors import differences
 
 # Options that may differ between nodes: they change speed and place, but no batch.
 _OF_THE_NODE = ("recipe", "backend", "data", "threads", "transfer", "timeout_s", "metrics")
@@ -88,21 +89,6 @@ def _sha256(options: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _leaves(options: Any, name: str) -> dict[str, Any]:
-    if not isinstance(options, dict) or not options:
-        return {name: options}
-    found: dict[str, Any] = {}
-    for key in options:
-        found.update(_leaves(options[key], f"{name}.{key}"))
-    return found
-
-
 def difference(a: GearOptions, b: GearOptions) -> list[str]:
     """Return the shared options in which two configs differ, with both values: "gear.seed: 0 and 1"."""
-    left, right = _leaves(shared_options(a), "gear"), _leaves(shared_options(b), "gear")
-    texts = []
-    for name in {**left, **right}:
-        one, other = (json.dumps(known[name]) if name in known else "absent" for known in (left, right))
-        if one != other:
-            texts.append(f"{name}: {one} and {other}")
-    return texts
+    return differences(shared_options(a), shared_options(b), "gear", "{}: {} and {}")

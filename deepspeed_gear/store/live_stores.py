@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError
+from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, differences
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import MAGIC, Layout, RunIdentity, read_header
 from deepspeed_gear.store.reaper import NAME as REAPER
 from deepspeed_gear.store.shared_memory import SHM, file_path, is_held, is_kept, opened, opened_file
-from deepspeed_gear.store.writer_options import differences, digest, filled
+from deepspeed_gear.store.writer_options import digest, filled
 
 _PROC = Path("/proc")
 

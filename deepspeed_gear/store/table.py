@@ -16,7 +16,7 @@ import torch
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, undo_on_error
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, differences, undo_on_error
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
@@ -31,7 +31,6 @@ from deepspeed_gear.store.row_allocator import RowAllocator, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
-from deepspeed_gear.store.writer_options import differences
 
 
 class Table:

@@ -13,7 +13,6 @@ from typing import Any
 from deepspeed_gear.schema import Schema
 
 OBJECTS = ("rate_limiter", "version", "group", "prompts")  # options of a table that have options of their own
-_ABSENT = object()
 
 
 def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
@@ -50,18 +49,6 @@ def digest(options: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def differences(mine: Any, theirs: Any, name: str = "gear") -> list[str]:
-    """Return the options that differ, such as "gear.seed: 0 here, 1 there"."""
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        return [
-            text
-            for key in sorted({*mine, *theirs})
-            for text in differences(mine.get(key, _ABSENT), theirs.get(key, _ABSENT), f"{name}.{key}")
-        ]
-    here, there = _text(mine), _text(theirs)
-    return [] if here == there else [f"{name}: {here} here, {there} there"]
-
-
 def _plain(value: Any) -> Any:
     """Return a value in which equal numbers are written alike: 16.0 as 16."""
     if isinstance(value, Mapping):
@@ -76,7 +63,3 @@ def _without_nulls(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
-
-
-def _text(value: Any) -> str:
-    return "absent" if value is _ABSENT else json.dumps(value, sort_keys=True, default=str)

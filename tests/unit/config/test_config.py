@@ -210,13 +210,11 @@ def test_difference_names_options_and_values() -> None:
     a, b = parse(OFFLINE), parse({**_with("fields", "reward", {"pad": 1}), "seed": 1})
     lines = difference(a, b)
     assert lines[0] == "gear.seed: 0 and 1"
-    assert "gear.fields.reward.pad: absent and 1" in lines
-    assert "gear.fields.reward.pad: 1 and absent" in difference(b, a)
+    assert lines[1].startswith("gear.fields.reward: absent and {")
+    assert '"pad": 1' in lines[1]
+    assert difference(b, a)[1].endswith(" and absent")
     assert difference(a, parse(_with("sampler", "where", {"return": {"min": 1}}))) == [
-        "gear.sampler.where: {} and absent",
-        "gear.sampler.where.return.min: absent and 1",
-        "gear.sampler.where.return.max: absent and null",
-        "gear.sampler.where.return.in: absent and null",
+        'gear.sampler.where.return: absent and {"in": null, "max": null, "min": 1}',
     ]
 
 
