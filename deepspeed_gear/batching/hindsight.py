@@ -55,11 +55,6 @@ class HindsightRelabelling:
         self._draw_goals(goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row)
         return goal_step
 
-    @staticmethod
-    def together(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-        given = [part for part in parts if part is not None]
-        return torch.cat(given) if given else None
-
     def reward(self, batch: Batch) -> None:
         """Replace rewards by those of the program's function; ShapeError unless it keeps their shape."""
         if self._reward is None:

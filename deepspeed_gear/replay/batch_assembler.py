@@ -56,7 +56,6 @@ class BatchAssembler:
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
         self._train, self._relabelling = train, relabelling
-        self._relabels = config.hindsight is not None
         self._burn_in = BurnIn.of(config.burn_in, plan.fields, needs.fields)
         #: To a device, by its kernels; None where the host gathers batches in place.
         self.transfer: DeviceTransfer | None = None
@@ -94,58 +93,42 @@ class BatchAssembler:
             files.check_at_times()
         if self.transfer is not None:
             self._releases.settle()
-        opaque = self._opaque(taken) if self._needs.opaque else None
-        if shares is None:
-            ((stream, own),) = taken
-            gatherer, records = self._gatherers.get(stream), own.records
+        parts: list[tuple[Gatherer, torch.Tensor, torch.Tensor | None]] = []
+        for stream, own in taken:
+            gatherer, numbers = self._gatherers.get(stream), stream.state.numbers
             if gatherer is None:  # of a pass
                 gatherer = self._gatherers[stream] = self._gatherer(stream)
-            goals = self._relabelling.draw(stream.spec.key, records) if self._relabels else None
-            numbers = stream.state.numbers
             if numbers is not None:
                 columns = stream.table.spec.normalized_columns
                 gatherer.normalize_with(numbers[own.head[Head.KEY] % stream.spec.depth], columns)
+            parts.append((gatherer, own.records, self._relabelling.draw(stream.spec.key, own.records)))
+        gatherer, records, goals = parts[0]
+        source = probability = None
+        if shares is None:
             tensors, mask = gatherer.gather(records, goals)
-            samples = BatchSamples(
-                records=records,
-                valid=self._valid if pass_size is None else records[:, Resolution.SAMPLE_NUMBER] < pass_size,
-                step_items=stream.state.has_unit_masses,
-                total=own.head[Head.TOTAL],
-                epoch=self._no_epoch if own.epochs is None else own.epochs,
-                is_weight=own.weights,
-                goal_step=goals,
-                burn_in=self._burn_in,
-                origin=own.origins,
-                first_index=part,
-                index_step=num_parts,
-                opaque=opaque,
-            )
         else:
-            every = [own for _, own in taken]
-            relabelled = [self._relabelling.draw(stream.spec.key, own.records) for stream, own in taken]
-            gatherers = [self._gatherers[stream] for stream, _ in taken]
-            gatherer, given = gatherers[0], [own.records for own in every]
-            tensors, mask = gatherer.gather_from(list(zip(gatherers, given, relabelled, strict=True)))
-            is_spread = any(own.origins is not None for own in every)
-            slots = [own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every]
-            samples = BatchSamples(
-                records=torch.cat(given),
-                valid=self._valid,
-                step_items=False,
-                total=0,
-                epoch=torch.cat([own.epochs for own in every if own.epochs is not None]),
-                is_weight=torch.cat([own.weights for own in every if own.weights is not None]),
-                source=torch.repeat_interleave(torch.tensor([len(own.records) for own in every])),
-                probability=torch.cat(
-                    [_probability(*one) * share for one, share in zip(taken, shares, strict=True)]
-                ),
-                goal_step=self._relabelling.together(relabelled),
-                burn_in=self._burn_in,
-                origin=torch.cat(slots) if is_spread else None,
-                first_index=part,
-                index_step=num_parts,
-                opaque=opaque,
-            )
+            tensors, mask = gatherer.gather_from(parts)
+            own = _joined([own for _, own in taken])
+            goals = None if goals is None else torch.cat([each for _, _, each in parts if each is not None])
+            source = torch.repeat_interleave(torch.tensor([len(own.records) for _, own in taken]))
+            of_tables = zip(taken, shares, strict=True)
+            probability = torch.cat([_probability(*one) * share for one, share in of_tables])
+        samples = BatchSamples(
+            records=own.records,
+            valid=self._valid if pass_size is None else own.records[:, Resolution.SAMPLE_NUMBER] < pass_size,
+            step_items=shares is None and stream.state.has_unit_masses,
+            total=own.head[Head.TOTAL] if shares is None else 0,
+            epoch=self._no_epoch if own.epochs is None else own.epochs,
+            is_weight=own.weights,
+            source=source,
+            probability=probability,
+            goal_step=goals,
+            burn_in=self._burn_in,
+            origin=own.origins,
+            first_index=part,
+            index_step=num_parts,
+            opaque=self._opaque(taken) if self._needs.opaque else None,
+        )
         batch = Batch(tensors, mask, samples)
         gatherer.lend(batch)
         keys = None
@@ -217,6 +200,15 @@ class BatchAssembler:
         if self.transfer is None:
             return Gatherer(table=stream.table, depth=depth, **self._options)
         return self.transfer.gatherer(stream.table, depth + 1)
+
+
+def _joined(every: Sequence[SelectionPart]) -> SelectionPart:
+    """Return the samples of tables one after the other; each has epochs and weights."""
+    _, *of_each, _ = zip(*every, strict=True)
+    slots = [own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every]
+    origins = torch.cat(slots) if any(own.origins is not None for own in every) else None
+    records, weights, epochs = map(torch.cat, of_each)
+    return SelectionPart(every[0].head, records, weights, epochs, origins)
 
 
 def _probability(stream: BatchStream, own: SelectionPart) -> torch.Tensor:
