@@ -10,21 +10,10 @@ from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import ShapeError
 
 
-def mask_of(
-    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None, is_checked: bool = True
-) -> torch.Tensor:
-    """Return which steps of [B, T] count: the given mask, else the steps that learn, else all. ShapeError if
-    it has another shape, or masks differ (in value where `is_checked`; else there may not be two).
+def masks_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return which steps of [B, T] count: the given mask, else the steps that learn by the batch's masks, whose
+    values must not differ, else all. ShapeError if the mask has another shape.
     """
-    first, *others = _masks(batch, values, mask)
-    # Comparing them waits for their device.
-    if any(not is_checked or not other.equal(first) for other in others):
-        refuse_masks()
-    return first
-
-
-def _masks(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the given mask, else the different ones of shape [B, T] of the batch, else one that is True."""
     if mask is not None:
         if mask.shape != values.shape:
             rule = f"must have the shape of the priorities {list(values.shape)}"
@@ -78,14 +67,3 @@ def float32_on_device(values: torch.Tensor) -> torch.Tensor:
         tiny = torch.finfo(torch.float32).smallest_normal
         rounded = torch.where((values > 0) & (rounded == 0), tiny, rounded)
     return rounded
-
-
-def mask_unseen(
-    batch: Batch, values: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the mask of [B, T] as `mask_of`, without reading it, and whether masks differ ([], bool)."""
-    first, *others = _masks(batch, values, mask)
-    differ = torch.zeros((), dtype=torch.bool, device=values.device)
-    for other in others:
-        differ = differ | (other != first).any()
-    return first, differ

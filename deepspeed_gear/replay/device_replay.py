@@ -13,7 +13,7 @@ from torch import Tensor
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.priority_reduction import float32_on_device, mask_of, reduce_steps
+from deepspeed_gear.batching.priority_reduction import float32_on_device, masks_of, reduce_steps, refuse_masks
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
@@ -338,7 +338,9 @@ class DeviceReplay(ReplayBase):
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
         if values.dim() == 2:
-            counts = mask_of(batch, values, mask, is_checked=False)
+            counts, *others = masks_of(batch, values, mask)
+            if others:  # comparing them would wait for the device
+                refuse_masks()
             values = reduce_steps(values, counts, sampler.reduce, sampler.eta, is_checked=False)
         if values.shape != (batch.num_samples,):
             rule = f"must have shape [{batch.num_samples}], or [{batch.num_samples}, T]"

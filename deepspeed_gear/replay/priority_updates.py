@@ -59,14 +59,17 @@ def report(
     else:
         late.drain()
     if given.dim() == 2 and isinstance(batch, Batch):
+        chosen, *others = priority_reduction.masks_of(batch, given, counts)
+        differ = chosen.new_zeros(())
+        for other in others:
+            differ |= (other != chosen).any()
         if is_late:
-            chosen, differ = priority_reduction.mask_unseen(batch, given, counts)
             none_counts = ~chosen.any(1)
             # A sample, counted from 1; 0: none.
             empty = torch.where(none_counts.any(), none_counts.float().argmax() + 1, 0)
             faults = torch.stack([differ, empty]).float()
-        else:
-            chosen = priority_reduction.mask_of(batch, given, counts)
+        elif differ:
+            priority_reduction.refuse_masks()
         how = sampler.reduce, sampler.eta
         values = priority_reduction.reduce_steps(given, chosen, *how, is_checked=not is_late)
     count = batch.num_samples if isinstance(batch, Batch) else batch.num_trajectories
