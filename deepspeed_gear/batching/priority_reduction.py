@@ -11,8 +11,8 @@ from deepspeed_gear.errors import ShapeError
 
 
 def masks_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return which steps of [B, T] count: the given mask, else the steps that learn by the batch's masks, whose
-    values must not differ, else all. ShapeError if the mask has another shape.
+    """Return which steps of [B, T] count: the given mask, else the steps that learn by the batch's masks (of
+    which there is one, or they must not differ), else all. ShapeError if the mask has another shape.
     """
     if mask is not None:
         if mask.shape != values.shape:
