@@ -7,7 +7,6 @@ masks and conversion are those of every transfer method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,26 +103,7 @@ def column_name(field: ResolvedField) -> str:  # that it reads, unless it is com
     return RETURN_TO_GO if field.column is None else field.column.name
 
 
-def ways_of(
-    fields: Sequence[ResolvedField],
-    way: str,
-    is_reached: Callable[[ResolvedField], bool],
-    least_copy_bytes: int = 0,
-) -> list[str]:
-    """Return each field's transfer method, of `WAYS`: goals (the host draws them) and fields that the device
-    cannot read are staged; in place are those of windows of less than `least_copy_bytes` and the like.
-    """
-    ways = []
-    for field in fields:
-        is_read = is_computed(field) or is_reached(field)
-        if way == STAGED or field.hindsight is not None or field.mask_only or not is_read:
-            ways.append(STAGED)
-        else:
-            ways.append(COPIES if way == COPIES and suits_copies(field, least_copy_bytes) else DIRECT)
-    return ways
-
-
-def suits_copies(field: ResolvedField, least_bytes: int = 0) -> bool:
+def suits_copies(field: ResolvedField, least_bytes: int) -> bool:
     """Return whether all rows that a kernel reads for a sample are one piece, of at least so many bytes."""
     if is_computed(field) or field.pad_kind == "edge" or field.offset == "n_step":
         return False

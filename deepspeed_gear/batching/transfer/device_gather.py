@@ -20,6 +20,7 @@ from deepspeed_gear.batching.gather import N_STEP_DTYPES, Buffers, FieldGroup, G
 from deepspeed_gear.batching.transfer import copy_engine
 from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
+from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import GatherSpec, Resolution
@@ -47,12 +48,22 @@ class Reach:
 class FieldTransfer:
     lane: HostStream
     ops: Ops  # ops for tensors of the device
-    way: str  # the preferred transfer method; see `ways_of`
+    preferred: str  # the transfer method, where a field admits it
     # Whether the device reads a column in place, of every table that has it.
     is_reached: Callable[[str], bool]
     reaches_n_step: bool  # whether it reads the columns of n-step returns in place, of every table
     keep: int  # latest batches that their user may use
     least_copy_bytes: int = 0  # smaller windows are read in place, not copied by the copy engine
+
+    def way(self, field: ResolvedField) -> str:
+        """Return a field's transfer method. Goals, which the host draws, and fields that the device cannot
+        read are staged; it reads in place what does not suit the copy engine.
+        """
+        is_read = copy_engine.is_computed(field) or self.is_reached(copy_engine.column_name(field))
+        if self.preferred == STAGED or field.hindsight is not None or field.mask_only or not is_read:
+            return STAGED
+        copies = self.preferred == COPIES and copy_engine.suits_copies(field, self.least_copy_bytes)
+        return COPIES if copies else DIRECT
 
 
 @dataclass
@@ -104,12 +115,7 @@ class DeviceGatherer(Gatherer):
 
     def _divide(self, num_samples: int) -> None:
         transfer = self._transfer
-        self._ways = copy_engine.ways_of(
-            self._fields,
-            transfer.way,
-            lambda field: transfer.is_reached(copy_engine.column_name(field)),
-            transfer.least_copy_bytes,
-        )
+        self._ways = [transfer.way(field) for field in self._fields]
         inputs = [i for i, field in enumerate(self._fields) if field.is_input]
         self._estimates_here = any(self._ways[i] == STAGED for i in inputs)
         for i in inputs if self._estimates_here else ():  # all of them in one place
@@ -117,7 +123,7 @@ class DeviceGatherer(Gatherer):
         # The device computes n-step returns where it reads all columns and the host needs none.
         ways = zip(self._fields, self._ways, strict=True)
         is_followed = any(way == STAGED and field.offset == "n_step" for field, way in ways)
-        is_there = transfer.way != STAGED and transfer.reaches_n_step and not is_followed
+        is_there = transfer.preferred != STAGED and transfer.reaches_n_step and not is_followed
         self._n_step_there: NStepReturns | None = None
         if self._n_step is not None and is_there:
             reached = self._reach.columns.__getitem__
