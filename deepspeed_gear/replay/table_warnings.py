@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -129,9 +128,7 @@ def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarn
         masses, groups = stream.state.priorities, stream.table.groups
         if masses is not None:
             name, most_bits = stream.table.spec.name, masses.rule.most_bits
-            # `recent` has how many were applied.
-            counts = partial(lambda of: (0, of.num_clamped()), masses)
-            found.append(ClampWarning(name, most_bits, counts, masses.recent))
+            found.append(ClampWarning(name, most_bits, masses.priority_counts, masses.recent))
         if groups is not None and stream.table.spec.dataset is None:
             found.append(GroupWarning(stream, groups))
     return found

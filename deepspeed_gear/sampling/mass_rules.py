@@ -319,12 +319,14 @@ _MOST_SHIFT = 1000
 
 
 def check_weights(name: str, weights: np.ndarray) -> None:
-    """Raise a DataError unless weights are finite and >= 0."""
-    with np.errstate(invalid="ignore"):
-        good = (weights >= 0) & (weights < np.inf)
-    if not good.all():
-        at = int(np.nonzero(~good)[0][0])
-        raise DataError(f"{name}: weight {at}", "must be finite and at least 0", float(weights[at]))
+    check_finite(f"{name}: weight", weights)
+
+
+def check_finite(name: str, values: np.ndarray, remedy: str = "") -> None:
+    """Raise a DataError unless weights, or priorities, are finite and >= 0."""
+    if len(values) and not (values.min() >= 0 and values.max() < np.inf):  # a NaN is neither
+        at = int(np.nonzero(~((values >= 0) & (values < np.inf)))[0][0])
+        raise DataError(f"{name} {at}", "must be finite and at least 0", float(values[at]), remedy)
 
 
 def masses_of_weights(weights: np.ndarray, bits: int) -> np.ndarray:

@@ -16,8 +16,9 @@ from typing import Final
 import numpy as np
 import torch
 
-from deepspeed_gear.errors import DataError, ShapeError, StoreError
+from deepspeed_gear.errors import ShapeError, StoreError
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution
+from deepspeed_gear.sampling.mass_rules import check_finite
 from deepspeed_gear.sampling.selection import SelectionReaders
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.memory_layout import Region
@@ -54,8 +55,7 @@ class PriorityLog:
         views, at = table.views, spec.at
         self._log: np.ndarray = views[at + "log"]
         self._log_words: memoryview = self._log.data
-        self.ends: memoryview = views[at + "ends"].data
-        self._ends: list[memoryview] = [ends.data for ends in views[at + "ends"]]
+        self.ends: list[memoryview] = [ends.data for ends in views[at + "ends"]]
         self.asked: np.ndarray = views[at + "asked"]
         self._asked_words: memoryview = self.asked.data
         self._peer, self._num_peers = table.memory.peer, len(self.asked)
@@ -105,8 +105,8 @@ class PriorityLog:
 
     def _waiting(self, peer: int) -> np.ndarray:
         """Return the places of a process's waiting updates in its log, in their order. [n], int64."""
-        head, tail = self.ends[peer, LogEnds.HEAD], self.ends[peer, LogEnds.TAIL]
-        return np.arange(head, tail) % self.rule.log_size
+        ends = self.ends[peer]
+        return np.arange(ends[LogEnds.HEAD], ends[LogEnds.TAIL]) % self.rule.log_size
 
     def too_early(self, key: int) -> bool:
         """Return whether this process itself has yet to request a batch that this selection waits for."""
@@ -157,7 +157,7 @@ class PriorityLog:
                 self._asked_words[self._peer] = following
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
-        ends, count = self._ends[self._peer], priorities.numel()
+        ends, count = self.ends[self._peer], priorities.numel()
         tail = ends[LogEnds.TAIL]
         try:
             self.ops.append_reports_(self._my_log, samples, priorities, tail, batch)
@@ -169,7 +169,7 @@ class PriorityLog:
 
     def check_room(self, count: int) -> None:
         """Raise a StoreError if the log cannot hold `count` more updates."""
-        ends = self._ends[self._peer]
+        ends = self.ends[self._peer]
         waiting = ends[LogEnds.TAIL] - ends[LogEnds.HEAD]
         if self._promises:
             waiting += sum(promise.count for promise in self._promises)
@@ -194,7 +194,7 @@ class PriorityLog:
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the updates of each process that a selection of a global batch applies."""
         batch, size, due = key - self.rule.lag, self.rule.log_size, []
-        for peer, ends in enumerate(self._ends):
+        for peer, ends in enumerate(self.ends):
             head, tail = ends[LogEnds.HEAD], ends[LogEnds.TAIL]
             if head == tail:
                 continue
@@ -208,25 +208,24 @@ class PriorityLog:
 
     def take(self, due: list[tuple[int, np.ndarray]]) -> None:
         """Remove applied updates from all logs or none: a part, applied again, would override others."""
-        first = self._ends[0]
+        first = self.ends[0]
         for peer, entries in due:
-            ends = self._ends[peer]
+            ends = self.ends[peer]
             ends[LogEnds.NEXT] = ends[LogEnds.HEAD] + len(entries)
         first[LogEnds.TAKING] = 1  # the commit point
         for peer, _ in due:
-            ends = self._ends[peer]
+            ends = self.ends[peer]
             ends[LogEnds.HEAD] = ends[LogEnds.NEXT]
         first[LogEnds.TAKING] = 0
 
     def recover(self) -> None:
         """Repair the heads of the logs after a process died inside `take`."""
-        takes = self.ends[0, LogEnds.TAKING]
-        for ends in self._ends:
-            if takes:
-                ends[LogEnds.HEAD] = ends[LogEnds.NEXT]
-            else:
-                ends[LogEnds.NEXT] = ends[LogEnds.HEAD]
-        self.ends[0, LogEnds.TAKING] = 0
+        to, of = LogEnds.NEXT, LogEnds.HEAD
+        if self.ends[0][LogEnds.TAKING]:
+            to, of = of, to
+        for ends in self.ends:
+            ends[to] = ends[of]
+        self.ends[0][LogEnds.TAKING] = 0
 
     def waiting(self) -> np.ndarray:
         """Return all waiting updates, in their order. [n, 6], int64."""
@@ -236,21 +235,13 @@ class PriorityLog:
     def restore(self, log: np.ndarray) -> None:
         """Replace the logs by updates that `waiting` returned."""
         for peer, part in enumerate(np.array_split(log, self._num_peers)):  # in the order of a selection
-            self._log[peer, : len(part)] = part
-            self.ends[peer, LogEnds.HEAD] = self.ends[peer, LogEnds.NEXT] = 0
-            self.ends[peer, LogEnds.TAIL] = len(part)
+            self._log[peer, : len(part)], ends = part, self.ends[peer]
+            ends[LogEnds.HEAD], ends[LogEnds.NEXT], ends[LogEnds.TAIL] = 0, 0, len(part)
         self.asked[:] = NEVER
 
 
 def check_priorities(priorities: np.ndarray) -> None:
-    """Raise a DataError unless priorities are finite and >= 0."""
-    if len(priorities) == 0 or (priorities.min() >= 0 and priorities.max() < np.inf):  # a NaN is neither
-        return
-    with np.errstate(invalid="ignore"):
-        at = int(np.nonzero(~((priorities >= 0) & (priorities < np.inf)))[0][0])
-    raise DataError(
-        f"priority {at}", "must be finite and at least 0", float(priorities[at]), "nothing was changed"
-    )
+    check_finite("priority", priorities, "nothing was changed")
 
 
 def without_slots(log: np.ndarray, is_saved: np.ndarray, any_slot: np.ndarray) -> np.ndarray:

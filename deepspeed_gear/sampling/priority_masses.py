@@ -54,7 +54,8 @@ class PriorityMasses(ItemMasses):
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
         minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
         self._minima = torch.from_numpy(minima)
-        self._values, self._counts = torch.from_numpy(self.values), torch.from_numpy(self.counts)
+        self._values = torch.from_numpy(self.values)
+        self._trees = self.sums, self._minima, self._values, torch.from_numpy(self.counts)
         self._count_words: memoryview = self.counts.data
         self._row_slots_tensor = torch.from_numpy(self._row_slots)
         self._unit = UNIT_CODES[spec.rule.unit]
@@ -136,18 +137,8 @@ class PriorityMasses(ItemMasses):
             return
         applied, clamped = counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
         known = self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))
-        self.ops.prioritize_(
-            self.sums,
-            self._minima,
-            self._values,
-            self._counts,
-            self._slots,
-            torch.from_numpy(known),
-            self._how[0],
-            self.words[TreeChanges.ALPHA],
-            self._unit,
-            self.rule.most_bits,
-        )
+        given = self._slots, torch.from_numpy(known), self._how[0], self.words[TreeChanges.ALPHA], self._unit
+        self.ops.prioritize_(*self._trees, *given, self.rule.most_bits)
         if self._born is not None:
             self._set_masses(self._reported(known))
         window[at, 0] = counts[UpdateCount.APPLIED] - applied
@@ -235,22 +226,9 @@ class PriorityMasses(ItemMasses):
 
     def _take(self, log: torch.Tensor, seen: int, changed: int, unit: int) -> None:
         self.words[TreeChanges.APPLYING] = -1 - changed
-        self.ops.slot_priorities_(
-            self.sums,
-            self._minima,
-            self._values,
-            self._counts,
-            *self._slot_words,
-            self._slots,
-            log,
-            seen,
-            changed,
-            self._how[0],
-            unit,
-            self._initial_bits,
-            self.words[TreeChanges.ALPHA],
-            self.rule.most_bits,
-        )
+        given = self._slots, log, seen, changed, self._how[0], unit, self._initial_bits
+        exponents = self.words[TreeChanges.ALPHA], self.rule.most_bits
+        self.ops.slot_priorities_(*self._trees, *self._slot_words, *given, *exponents)
         self.words[TreeChanges.APPLYING] = 0
 
     def _set_grown(self, slots: np.ndarray) -> None:
@@ -382,9 +360,9 @@ class PriorityMasses(ItemMasses):
         """Return the exponent of the importance weights of a global batch, Q62."""
         return int(self.rule.beta(key) * ONE_Q62)
 
-    def num_clamped(self) -> int:
-        """Number of updates ever whose mass was clamped to the smallest or the largest one."""
-        return self._count_words[UpdateCount.CLAMPED]
+    def priority_counts(self) -> tuple[int, int]:
+        """Return how many updates were ever applied, and clamped to the smallest or the largest mass."""
+        return self._count_words[UpdateCount.APPLIED], self._count_words[UpdateCount.CLAMPED]
 
     def recent(self) -> tuple[int, int]:
         """Return how many updates the latest `WINDOW` global batches applied, and clamped."""

@@ -446,9 +446,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
     assert stream.position[0] > begin + DEATHS
     if has_priorities:
         found = sampled(stream, int(stream.position[0]))  # the lock is free, and all reports are applied
-        assert all(
-            ends[LogEnds.HEAD] == ends[LogEnds.TAIL] for ends in np.asarray(stream.masses.reports.ends)
-        )
+        assert all(ends[LogEnds.HEAD] == ends[LogEnds.TAIL] for ends in stream.masses.reports.ends)
         assert len(found) == 10
         for peer in range(1, peers + 1):
             assert value(peer) in (accepted[peer], accepted[peer] + 1)
