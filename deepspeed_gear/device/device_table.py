@@ -26,6 +26,7 @@ from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import Mixture
+from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 
 _BETA = "gear.sampler.beta"
@@ -99,7 +100,8 @@ class DeviceTable:
         normalize = Normalize.NONE if spec.priorities is None else NORMALIZE_CODES[spec.priorities.normalize]
         # The i-th sample since the beginning has the number i * data_world + data_rank.
         numbers = plan.info.data_world, plan.topology.place.data_rank
-        self._draw = [spec.seed, spec.key, *numbers, int(spec.is_stratified), normalize]
+        is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
+        self._draw = [spec.seed, spec.key, *numbers, int(is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note that something was added, or whether anything is left."""

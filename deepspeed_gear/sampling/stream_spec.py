@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_gear.sampling.mass_rules import MassRule, PriorityRule
-from deepspeed_gear.sampling.samplers.base import NativeDraw, Sampler, SamplerSpec
+from deepspeed_gear.sampling.samplers.base import Sampler, SamplerSpec
 from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
 FAILURE_WORDS = 256  # of the record of a failed selection, with its text
@@ -44,11 +44,6 @@ class StreamSpec:
     def priorities(self) -> PriorityRule | None:
         """How masses follow priorities; None: masses are those of the rule."""
         return self.sampling.priorities
-
-    @property
-    def is_stratified(self) -> bool:
-        """Whether sample j of B is drawn from the j-th of B equal parts of the total mass."""
-        return self.sampling.native is NativeDraw.STRATIFIED
 
     @property
     def by_age(self) -> bool:

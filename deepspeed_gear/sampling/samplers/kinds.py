@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -146,11 +147,7 @@ class EvaluationPass(Sampler):
     walks = is_pass = True
 
     def __init__(self) -> None:
-        super().__init__(None)
-
-    @property
-    def kind(self) -> str:
-        return "pass"
+        super().__init__(SimpleNamespace(kind="pass"))
 
     def spec(self, scope: SamplerScope) -> SamplerSpec:
         return SamplerSpec(scope.admitted)
