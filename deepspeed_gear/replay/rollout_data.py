@@ -169,31 +169,25 @@ class TablePart:
         self.check_filled(name)
         return self._joined(self.table.values(name, self._slots))
 
-    def flags(self, ops: Ops, name: str, offset: int) -> np.ndarray:
-        """Return which steps have a flag that is not 0, as `steps_of`. [sum of their steps], bool."""
-        dtype = torch.bool if self.table.schema[name].dtype == "bool" else torch.float64
-        found = self._own_steps(ops, name, offset, dtype).astype(bool, copy=False)
-        if self.spread is None:
-            return found
-        return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
-
-    def steps(self, ops: Ops, name: str, offset: int) -> np.ndarray:
-        """Return the values of a column's steps, as `steps_of`. [sum of their steps], float64."""
-        found = self._own_steps(ops, name, offset, torch.float64)
-        return found if self.spread is None else self._join(found)
-
-    def _own_steps(self, ops: Ops, name: str, offset: int, dtype: torch.dtype) -> np.ndarray:
+    def steps(self, ops: Ops, name: str, offset: int, as_flags: bool = False) -> np.ndarray:
+        """Return the values of a column's steps, float64, or which are not 0, bool. [sum of their steps]."""
         self.check_filled(name)
-        records, given = self.records.resolutions, (offset, self.table.schema[name].rows, dtype)
-        if self.spread is None:
-            return steps_of(ops, self.table.tensor(name), records, *given)
+        column, records = self.table.schema[name], self.records.resolutions
+        given = offset, column.rows, torch.bool if as_flags and column.dtype == "bool" else torch.float64
         lengths, is_own = records[:, Resolution.NUM_STEPS].numpy(), np.zeros(len(records), bool)
         is_own[self._own] = True
-        own = steps_of(ops, self.table.tensor(name), records[torch.from_numpy(is_own)], *given)
+        if self.spread is not None:
+            records = records[torch.from_numpy(is_own)]
+        own = steps_of(ops, self.table.tensor(name), records, *given)
+        own = own.astype(bool, copy=False) if as_flags else own
+        if self.spread is None:
+            return own
         found = np.zeros(int(lengths.sum()), own.dtype)
         # For lengths [2, 3] of which the second is own, the steps [0, 0, 1, 1, 1] are.
         found[np.repeat(is_own, lengths)] = own
-        return found
+        if not as_flags:
+            return self._join(found)
+        return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
 
     def leaders(self, ops: Ops, name: str, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
         """Return the first trajectory of each one's item with as many first `rows`, at least 1, and equal
@@ -265,7 +259,7 @@ class RolloutData:
             for part in self.parts:
                 part.check_filled(tokens.name)
         if flags is not None:
-            own = [part.flags(self.ops, flags.name, int(predicts)) for part in self.parts]
+            own = [part.steps(self.ops, flags.name, int(predicts), as_flags=True) for part in self.parts]
             return own[0] if len(own) == 1 else np.concatenate(own)
         mask = np.ones(self.num_tokens, bool)
         if predicts:
@@ -359,8 +353,8 @@ class RolloutData:
         ends = np.ones(len(last), bool)  # without flags trajectories are whole
         for role in ("truncated", "terminated"):
             if (flag := schema.role(role)) is not None:
-                flags = np.concatenate([part.flags(self.ops, flag.name, 0) for part in self.parts])[last]
-                ends = flags == (role == "terminated")
+                flags = [part.steps(self.ops, flag.name, 0, as_flags=True) for part in self.parts]
+                ends = np.concatenate(flags)[last] == (role == "terminated")
         ends &= ~np.concatenate([part.records.is_cut.numpy() for part in self.parts])
         if reward not in self.columns and reward in schema and schema[reward].rows == "1":
             rewards = np.zeros(self.num_tokens)
@@ -506,12 +500,8 @@ class RolloutData:
         """Gather the columns of this rollout batch only, and the loss mask as MASK."""
         rows, buffers = shape.end - shape.first, {MASK: torch.from_numpy(self.mask), **self.columns}
         outs = {name: torch.zeros(rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
-        if isinstance(at, slice) and len(shape.lengths):  # one run of places
-            begin, first, end = int(self.starts[at.start]), shape.first, min(shape.num_tokens, shape.end)
-            for name, out in outs.items():
-                out.numpy()[: max(end - first, 0)] = buffers[name].numpy()[begin + first : begin + end]
-        elif len(shape.lengths):
-            records = self.records[torch.from_numpy(at)]
+        if len(shape.lengths):
+            records = self.records[at].clone()
             records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[at])
             records = shape.own_rows(records)
             into, columns, none = list(outs.values()), list(buffers.values()), [torch.empty(0)] * len(outs)
