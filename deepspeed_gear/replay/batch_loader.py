@@ -39,6 +39,8 @@ class PreparedBatch(NamedTuple):
 class BatchLoader:
     """Loads this rank's micro batches, one after the other. Called by one thread."""
 
+    holds_batch = False  # the next batch needs a selection, unlike a rollout batch
+
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
         self._parts, plan, config = parts, parts.plan, parts.plan.config
         self._tables, self._streams, self._mixture = config.sampled_tables, parts.train, plan.mixture
@@ -50,15 +52,19 @@ class BatchLoader:
         self._late_updates = parts.late_updates
         self._transfer = parts.assembler.transfer
         self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.prefetchers
+        self._lent = LentTensors(max(2, plan.info.accumulation))
+        self.seek(LoaderPosition(start(self._tables)))
+
+    def seek(self, position: LoaderPosition) -> None:
+        """Continue at a position to which the streams are already set."""
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
         self._held: PreparedBatch | None = None  # gathered and not returned yet: after a failure, or early
         self._is_early = False
-        self._start = 0  # global batch at which the numbering of micro batches begins
+        self._start = batches(position.at)  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches returned since then
-        self._lent = LentTensors(max(2, plan.info.accumulation))
         self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
-        self._position = start(self._tables)
+        self._position = position.at
 
     def next(self) -> Batch:
         """Return the next micro batch; where another rank has failed, the next call tries again."""
@@ -157,12 +163,6 @@ class BatchLoader:
         if rollout is not None:
             rule = "must not be in the middle of a rollout batch"
             raise CheckpointError("the gear state", rule, None, "load it with the gear.pack of its run")
-
-    def seek(self, position: LoaderPosition) -> None:
-        """Continue at a position to which the streams are already set."""
-        self._heads, self._position, self._held, self._is_early = None, position.at, None, False
-        self._seen, self._digest = hashlib.blake2b(digest_size=8), NO_DIGEST
-        self._start, self._used = batches(position.at), 0
 
     def _make(self, index: int) -> PreparedBatch:
         """Gather this rank's micro batch number `index` since the start or the last resume."""

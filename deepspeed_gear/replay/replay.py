@@ -107,13 +107,11 @@ class Replay(ReplayBase):
         #: What the framework divides the sum of all ranks' gradients by: packed losses are multiplied by it.
         self.gradient_divisor = float(plan.topology.place.data_world)
         self._loader: BatchLoader | RolloutLoader
-        self._windows: BatchLoader | None = None
-        self._rollouts: RolloutLoader | None = None
         if plan.config.pack is None:
-            self._loader = self._windows = BatchLoader(parts, self.metrics, turns)
+            self._loader = BatchLoader(parts, self.metrics, turns)
         else:
             divisor = partial(getattr, self, "gradient_divisor")
-            self._loader = self._rollouts = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
+            self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
         self._checkpoint = ReplayCheckpoint(parts, self._loader, self._passes)
         # On each node for its own store.
         self._warnings = warnings_of(parts.train if plan.topology.leads_node else [])
@@ -424,10 +422,10 @@ class Replay(ReplayBase):
                 all ranks. The next call tries again.
         """
         self._check_reads()
-        if self._windows is None:
+        if not isinstance(self._loader, BatchLoader):
             remedy = "use rollout() or step(), which return packed batches"
             raise ConfigError("gear.pack", "must not be given for sample()", None, remedy)
-        batch = self._windows.next()
+        batch = self._loader.next()
         self._warn()
         return batch
 
@@ -498,10 +496,10 @@ class Replay(ReplayBase):
 
     def _packed(self) -> RolloutLoader:
         self._check_reads()
-        if self._rollouts is None:
+        if not isinstance(self._loader, RolloutLoader):
             remedy = 'give "pack": {"tokens": ...}, or use sample()'
             raise ConfigError("gear.pack", "must be given for packed batches", None, remedy)
-        return self._rollouts
+        return self._loader
 
     def can_sample(self) -> bool:
         """Return whether `sample` would return a batch now; the same answer on every rank. Collective.
@@ -509,13 +507,9 @@ class Replay(ReplayBase):
         For simulators in the training ranks: step them while it is False, and sample once it is True.
         """
         self._check_reads()
-        answer = self._holds_batch or self._questions.ask(self._loader.next_key)
+        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_key)
         self._warn()
         return answer
-
-    @property
-    def _holds_batch(self) -> bool:  # the next batch needs no further selection; the same on every rank
-        return self._rollouts is not None and self._rollouts.holds_batch
 
     def missing_groups(self, table: str | None = None) -> int:
         """Return how many groups this rank should generate before the next batch is selected. Collective.
@@ -540,18 +534,18 @@ class Replay(ReplayBase):
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
         refuse_read_only(target)
         stream = self._parts.streams[target.spec.name][TRAIN]
-        missing = 0 if self._holds_batch else self._questions.missing(stream, self._loader.next_key)
+        missing = 0 if self._loader.holds_batch else self._questions.missing(stream, self._loader.next_key)
         self._warn()
         return missing
 
     def _take_turn(self, action: Callable[[], None]) -> None:
         """Run an action, again by the next turn if it fails; a rank's error is raised on all."""
         self._check_open()
-        barrier, windows = self._parts.barrier, self._windows
-        if barrier is None or windows is None:  # pipelines take no packs
+        barrier = self._parts.barrier
+        if barrier is None or not isinstance(self._loader, BatchLoader):  # pipelines take no packs
             action()
         else:
-            barrier.agree(action, windows.take_digest)
+            barrier.agree(action, self._loader.take_digest)
 
     def update_priorities(
         self,
@@ -663,7 +657,7 @@ class Replay(ReplayBase):
         trajectories that came too late.
         """
         self._check_open()
-        if self._rollouts is None:
+        if self.config.pack is None:
             taken = self.metrics.take(self._parts.assembler.counters)
         else:
             taken = self.metrics.take_trained()
@@ -677,7 +671,7 @@ class Replay(ReplayBase):
         }
 
     def _totals(self) -> Progress:
-        if self._rollouts is None:
+        if self.config.pack is None:
             samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
         else:
             samples = int(self.metrics.trained["trajectories"])
@@ -723,12 +717,11 @@ class Replay(ReplayBase):
                 writer.end_with_replay()
             for part in self._dependents:
                 part.close()
-            if self._rollouts is not None:
-                self._rollouts.abandon()  # a loop over its steps may still be there
+            if isinstance(self._loader, RolloutLoader):
+                self._loader.abandon()  # a loop over its steps may still be there
             self._finalizer()
             self._folder_locks.release()
             # Without references to the stores their memory is freed, unless the program holds a part of it.
             self.__dict__.pop("_all_priorities", None)
             self.tables, self._warnings, self._inserters = {}, [], {}
-            self._windows = self._rollouts = None
             del self._parts, self._passes, self._loader, self._questions, self._checkpoint

@@ -106,10 +106,21 @@ class RolloutLoader:
         self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
+        self.seek(LoaderPosition(position.start(self._tables)))
+
+    def seek(self, to: LoaderPosition) -> None:
+        """Continue at a position to which the streams are already set."""
+        self.abandon()
+        self._at = to.at  # after the last selection of which no item is left
+        #: The number of the next selection.
+        self.next_key = position.batches(to.at)
+        known = to.rollout or {"number": self.next_key, "first_item": 0}
         # The number of the next rollout batch, and its first item in the first one of `_held`.
-        self._number, self._first_item = 0, 0
-        self._resumed = LoaderPosition(position.start(self._tables))
-        self.seek(self._resumed)
+        self._number: int = known["number"]
+        self._first_item: int = known["first_item"]
+        self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
+        self._num_taken = 0  # items of the batch that was taken last, until it is consumed
+        self._resumed, self._current = to, None  # what the next rollout batch goes on with
 
     def next(self) -> Rollout:
         """Select and return the next rollout batch; the one before it is consumed. Collective."""
@@ -228,7 +239,7 @@ class RolloutLoader:
 
     @property
     def holds_batch(self) -> bool:
-        """Whether the next rollout batch needs no further selection."""
+        """Whether the next rollout batch needs no further selection; the same on every rank."""
         return self._under_way is None and self._next_items()[1]
 
     @property
@@ -252,18 +263,6 @@ class RolloutLoader:
             rule = f"must have the size of this config ({self._size.model_dump()})"
             remedy = "load with the size that it was saved with, or take a checkpoint between rollout batches"
             raise CheckpointError("the rollout batch of the gear state", rule, rollout["size"], remedy)
-
-    def seek(self, to: LoaderPosition) -> None:
-        """Continue at a position to which the streams are already set."""
-        self.abandon()
-        self._at = to.at  # after the last selection of which no item is left
-        #: The number of the next selection.
-        self.next_key = position.batches(to.at)
-        known = to.rollout or {"number": self.next_key, "first_item": 0}
-        self._number, self._first_item = known["number"], known["first_item"]
-        self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
-        self._num_taken = 0  # items of the batch that was taken last, until it is consumed
-        self._resumed, self._current = to, None  # what the next rollout batch goes on with
 
     def abandon(self) -> None:
         """End the rollout batch that is being trained without consuming it."""

@@ -73,7 +73,7 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
 
 @pytest.mark.parametrize("sequence", [1, 2])
 def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(made: Replay, sequence: int) -> None:
-    loader, slices, passes = made._rollouts, list[Any](), []
+    loader, slices, passes = made._loader, list[Any](), []
     assert loader is not None
     settings = loader.settings
 
