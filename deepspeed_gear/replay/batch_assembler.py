@@ -131,12 +131,14 @@ class BatchAssembler:
         )
         batch = Batch(tensors, mask, samples)
         gatherer.lend(batch)
-        keys = None
-        if self._transform is not None:
-            seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
-            made = [position.transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
-            keys = torch.cat(made)
-        return self._finish(batch, keys, gatherer)
+        if self._stays_on_host and self._transform is None:
+            return batch
+        if self.transfer is None:
+            return self._change(batch if self._device.type == "cpu" else batch.to(self._device), taken)
+        with self.transfer.lane.running():
+            batch = self._change(self.transfer.bring(batch), taken)
+        assert isinstance(gatherer, DeviceGatherer)
+        return self.transfer.finish(batch, gatherer)
 
     def use(self, transform: Transform | None) -> None:
         """Call a program's transform with each batch from now on."""
@@ -158,26 +160,15 @@ class BatchAssembler:
                 self._releases.drain()
             self.transfer.close()
 
-    def _finish(self, batch: Batch, keys: torch.Tensor | None, gatherer: Gatherer) -> Batch:
-        """Move a batch to the device and call the user's transform."""
-        if self._stays_on_host and self._transform is None:
-            return batch
-        if self.transfer is not None and isinstance(gatherer, DeviceGatherer):
-            lane = self.transfer.lane
-            with lane.running():
-                if self._transform is not None and keys is not None:  # it runs on the batch's device
-                    keys = lane.bring([keys])[0]
-                batch = self._change(self.transfer.bring(batch), keys)
-            return self.transfer.finish(batch, gatherer)
-        if self._device.type != "cpu":
-            batch = batch.to(self._device)
-            keys = None if keys is None else keys.to(self._device)
-        return self._change(batch, keys)
-
-    def _change(self, batch: Batch, keys: torch.Tensor | None) -> Batch:
+    def _change(self, batch: Batch, taken: Sequence[tuple[BatchStream, SelectionPart]]) -> Batch:
+        """Compute the program's rewards, and call its transform."""
         self._relabelling.reward(batch)
-        if self._transform is None or keys is None:
+        if self._transform is None:
             return batch
+        seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
+        made = [position.transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
+        keys = torch.cat(made)
+        keys = keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
         changed = self._transform(batch, keys)
         if not isinstance(changed, Batch):
             raise ConfigError("transform", "must return a Batch", type(changed).__name__, "return the batch")

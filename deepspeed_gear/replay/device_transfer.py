@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from deepspeed_gear.batching.gather import n_step_columns
 from deepspeed_gear.batching.transfer import copy_engine
 from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
 from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED, column_name
-from deepspeed_gear.batching.transfer.cuda_streams import Event, lane_of, refuse_capture
+from deepspeed_gear.batching.transfer.cuda_streams import lane_of, refuse_capture
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
@@ -28,14 +28,6 @@ from deepspeed_gear.errors import BuildError, ConfigError, show_bytes, undo_on_e
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.table import Table
-
-
-class _Arrival(NamedTuple):
-    """The event after which a batch is on its device, and its ring entry."""
-
-    event: Event
-    gatherer: DeviceGatherer
-    entry: int
 
 
 def is_wanted(options: TransferConfig, device: torch.device) -> bool:
@@ -196,7 +188,8 @@ class DeviceTransfer:
         return batch.map(lambda tensor: there.get(id(tensor), tensor)) if here else batch
 
     def finish(self, batch: Batch, gatherer: DeviceGatherer) -> Batch:
-        batch.arrives(_Arrival(self.lane.record(), gatherer, gatherer.made))
+        """Note the event after which a batch is on its device, and its ring entry."""
+        batch.arrives((self.lane.record(), gatherer, gatherer.made))
         return batch
 
     def refuse_capture(self) -> None:
@@ -207,10 +200,10 @@ class DeviceTransfer:
 
     def hand_over(self, batch: Batch) -> Batch:
         """Make this thread's stream, which uses the batch, wait for it. The host does not wait."""
-        arrival = batch.arrival
-        if isinstance(arrival, _Arrival):
-            arrival.gatherer.hand_over(arrival.entry)
-            self.lane.hand_over(arrival.event, batch.every_tensor)
+        if batch.arrival is not None:
+            event, gatherer, entry = batch.arrival
+            gatherer.hand_over(entry)
+            self.lane.hand_over(event, batch.every_tensor)
             batch.arrives(None)
         return batch
 
