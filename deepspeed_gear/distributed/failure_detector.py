@@ -47,7 +47,8 @@ class RankWord:
 
 class FailureDetector:
     """Detects lost ranks and nodes, in threads of its own; `check` is for any thread. Locks of `memory` show
-    which processes are attached; node leaders have their own connection to the rendezvous `store`.
+    which processes are attached; node leaders have their own connection to the rendezvous `store`. It is made
+    with the first heartbeat of its rank and node.
     """
 
     def __init__(
@@ -81,6 +82,9 @@ class FailureDetector:
         self._ended: set[int] = set()  # nodes that have published their end
         self._ended_first: dict[int, tuple[int, int]] = {}  # of each node, as in its heartbeat
         self._is_disconnected = False  # reads no more heartbeats
+        self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
+        if self._store is not None:
+            self._send()
 
     @staticmethod
     def regions(num_peers: int) -> list[Region]:
@@ -89,14 +93,8 @@ class FailureDetector:
             Region("watch/texts", "uint8", (num_peers, RankWord.NUM_TEXT_BYTES)),
         ]
 
-    def prepare(self) -> None:
-        """Publish the first heartbeat of this rank and of this node."""
-        self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
-        if self._store is not None:
-            self._send()
-
     def start(self) -> None:
-        """Start the threads that watch for failures, after `prepare` on all ranks."""
+        """Start the threads that watch for failures, after all ranks have a detector."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
         targets = [self._watch] if self._store is None else [self._watch, self._exchange_heartbeats]
         self._threads = [threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets]

@@ -276,9 +276,7 @@ def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
 
     def prepare() -> FailureDetector:
         store = rendezvous(timeout_s) if topology.leads_node else None
-        detector = FailureDetector(table.memory, table.views, topology, store, name, timeout_s)
-        detector.prepare()
-        return detector
+        return FailureDetector(table.memory, table.views, topology, store, name, timeout_s)
 
     detector = plan.exchange.agree("watching the ranks", prepare)
     detector.start()

@@ -39,8 +39,6 @@ def watches(server: list[TCPStore]) -> Iterator[list[FailureDetector]]:
         )
         made.append(FailureDetector(memory, views, topology, store, "test", TIMEOUT_S))
     for watch in made:
-        watch.prepare()
-    for watch in made:
         watch.start()
     yield made
     for watch in reversed(made):
