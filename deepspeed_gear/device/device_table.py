@@ -159,7 +159,7 @@ class TableMixture:
         owners = np.repeat(np.arange(len(tables)), self._counts)
         by_part = (owners[part::num_parts] for part in range(num_parts))
         self.sizes = [np.bincount(own, minlength=len(tables)).tolist() for own in by_part]
-        self.is_prioritized = tables[0].table.items.has_priorities
+        self.is_prioritized, self.buffers = tables[0].table.items.has_priorities, tables[0].gatherer.buffers
         self.has_step_items, self.device = tables[0].has_step_items, tables[0].table.device
         #: Table of each sample of each micro batch; None: there is one. [B], int64.
         self.sources: list[Tensor | None] = [
@@ -186,9 +186,6 @@ class TableMixture:
         for each, of_table, own in zip(self.tables, *of_tables, strict=True):
             if len(own):
                 each.update_(of_table, own)
-
-    def buffers(self, num_samples: int) -> Buffers:
-        return self.tables[0].gatherer.buffers(num_samples)
 
     def fill(self, buffers: Buffers, records: Tensor, part: int) -> None:
         """Gather the samples of a micro batch into a batch of `buffers`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -206,12 +207,6 @@ class UpdatePart(NamedTuple):
     which: Tensor | None = None  # their indices in the batch; None: all. [n], int64
 
 
-class _Job(NamedTuple):
-    parts: Sequence[UpdatePart]
-    values: Tensor  # followed by the faults
-    event: Event
-
-
 class PinnedBlocks:
     """Host memory for values from a device: reused, since an allocation of pinned memory may wait for it."""
 
@@ -241,7 +236,7 @@ class AsyncPriorityUpdates:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s, self._blocks = timeout_s, PinnedBlocks()
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
 
@@ -259,7 +254,7 @@ class AsyncPriorityUpdates:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="gear reports", daemon=True)
             self._thread.start()
-        self._jobs.put(_Job(parts, host, event))
+        self._jobs.put(partial(self._report, parts, host, event))
 
     def check(self) -> None:
         """Raise an error of the updates since the last call: of a priority, or of a mask."""
@@ -282,18 +277,16 @@ class AsyncPriorityUpdates:
     def _run(self) -> None:
         allow_captures_elsewhere()
         while (job := self._jobs.get()) is not None:
-            self._report(job)
-            self._blocks.give_back(job.values)
+            job()
             self._jobs.task_done()
         self._jobs.task_done()
 
-    def _report(self, job: _Job) -> None:
-        count = sum(len(part.records) for part in job.parts)
-        values, faults = job.values[:count], job.values[count:]
-        is_good = False
+    def _report(self, parts: Sequence[UpdatePart], host: Tensor, event: Event) -> None:
+        """Append an update once its event has come: `host` has its values, then the faults."""
+        values, is_good = host[: sum(len(part.records) for part in parts)], False
         try:
-            job.event.synchronize()
-            differ, empty = faults.tolist()
+            event.synchronize()
+            differ, empty = host[len(values) :].tolist()
             if differ:
                 priority_reduction.refuse_masks()
             if empty:
@@ -302,9 +295,10 @@ class AsyncPriorityUpdates:
             is_good = True
         except Exception as error:
             self._errors.put(error)
-        for part in job.parts:  # also for a failed update: selections wait for it
+        for part in parts:  # also for a failed update: selections wait for it
             own = values if part.which is None else values[part.which]
             try:
                 part.reports.keep(part.records, own if is_good else None)
             except Exception as error:
                 self._errors.put(error)
+        self._blocks.give_back(host)
