@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.batching.gather import SOURCES
+from deepspeed_gear.batching.transfer.cuda_streams import ALIGNMENT, Packing
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
@@ -37,7 +38,6 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 _ONE = 0x3F800000  # bits of 1.0
-_ALIGNMENT = 128  # of a column, so that a warp's read begins at a line
 
 
 @dataclass(frozen=True)
@@ -97,17 +97,11 @@ class HostRows:
     ) -> None:
         self._device = device
         self._registration: Registration | None = None
-        spans, end = {}, 0
-        for name, (shape, dtype) in sizes.items():
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            spans[name] = slice(end, end + num_bytes)
-            end += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        self._memory = SharedMemory.create(max(end, _ALIGNMENT))
+        packing = Packing(list(sizes.values()))
+        self._memory = SharedMemory.create(max(packing.num_bytes, ALIGNMENT))
         whole = torch.frombuffer(self._memory.buffer, dtype=torch.uint8)
         #: The columns as tensors of the host. [rows, *shape].
-        self.on_host = {
-            name: whole[spans[name]].view(dtype).view(shape) for name, (shape, dtype) in sizes.items()
-        }
+        self.on_host = dict(zip(sizes, packing.views(whole), strict=True))
         #: The same as tensors of the device.
         self.columns = self.on_host
         if device.type == "cpu" and runtime is None:
