@@ -214,7 +214,8 @@ class Rollout(PublicNames):
                 wrong = translate(AdvantageConfig, error)
                 at = wrong.name.replace("gear", "rollout.advantages", 1)
                 raise ConfigError(at, wrong.rule, wrong.value, wrong.remedy) from None
-            return self._estimate(chosen, reward, name)
+            data.session.agree_on(READ, (reward, chosen.model_dump()))
+            return torch.from_numpy(data.session.agree(partial(self._estimate, chosen, reward, name)))
         if options:
             option, value = next(iter(options.items()))
             raise ConfigError(f"rollout.advantages.{option}", f"is not an option of {kind!r}", value)
@@ -236,18 +237,12 @@ class Rollout(PublicNames):
         data.session.agree_on(READ, (*named, count_masked), partial(data.check_values, *named))
         return torch.from_numpy(data.session.agree(compute))
 
-    def _estimate(self, options: AdvantageConfig, reward: str, name: str) -> torch.Tensor:
+    def _estimate(self, options: AdvantageConfig, reward: str, name: str) -> np.ndarray:
         """Set and return the advantages of places, and set value targets. [num_tokens], float32."""
-        data = self._data
-
-        def compute() -> np.ndarray:
-            found = data.estimate(options, reward)
-            for column, values in zip((name, "value_target"), found, strict=True):
-                data.set_column(column, values)
-            return np.asarray(found[0])
-
-        data.session.agree_on(READ, (reward, options.model_dump()))
-        return torch.from_numpy(data.session.agree(compute))
+        found = self._data.estimate(options, reward)
+        for column, values in zip((name, "value_target"), found, strict=True):
+            self._data.set_column(column, values)
+        return np.asarray(found[0])
 
     def whiten(self, name: str, over: str = "token") -> None:
         """Shift and scale a column of this rollout batch to mean 0 and deviation 1 over the whole batch.
