@@ -31,8 +31,7 @@ def refuse_masks() -> NoReturn:
 
 
 def refuse_empty(sample: int) -> NoReturn:
-    rule = "must have a step that counts"
-    raise ShapeError(f"mask of sample {sample}", rule, None, "give another mask")
+    raise ShapeError(f"mask of sample {sample}", "must have a step that counts", None, "give another mask")
 
 
 def reduce_steps(
@@ -50,10 +49,8 @@ def reduce_steps(
     counts = mask.sum(1)
     if is_checked and not bool((counts > 0).all()):
         refuse_empty(int(torch.nonzero(counts == 0)[0]))
-    zero = torch.zeros((), dtype=values.dtype, device=values.device)
     # A NaN outside the mask does not count; one inside stays, and raises later.
-    counted = torch.where(mask, values, zero)
-    mean = counted.sum(1) / counts
+    mean = torch.where(mask, values, 0).sum(1) / counts
     if how == "mean":
         return mean
     highest = torch.where(mask, values, -torch.inf).amax(1)

@@ -81,12 +81,9 @@ class Custom(RandomDraws):
     def mass_rule(self, scope: SamplerScope) -> MassRule:
         """Return the masses. Raises: ConfigError: The class cannot be imported or instantiated."""
         made = imported(self.options.masses, "gear.sampler.masses")
-        try:
-            masses: CustomMasses = made(**self.options.options)
-        except Exception as error:
-            raise ConfigError(
-                "gear.sampler.options", f"must make a {self.options.masses}", self.options.options, str(error)
-            ) from error
+        rule, given = f"must make a {self.options.masses}", self.options.options
+        with ConfigError.on("gear.sampler.options", rule, Exception, value=given):
+            masses: CustomMasses = made(**given)
         return replace(scope.admitted, custom=masses)
 
 
