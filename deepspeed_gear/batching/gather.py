@@ -216,7 +216,6 @@ class Buffers:
 
     @cached_property
     def storages(self) -> frozenset[int]:
-        """The identities of its tensors' storages."""
         return frozenset(storage for tensor in self.all if (storage := storage_of(tensor)) is not None)
 
     def part(self, first: int, end: int) -> Buffers:
@@ -335,7 +334,6 @@ class Gatherer:
         """Divide the fields among calls, before buffers are allocated; here all in one call."""
 
     def _groups(self) -> list[FieldGroup]:
-        """Return the fields by call."""
         return [self._all] if self._goals is None else [self._all, self._goals]
 
     def normalize_with(self, moments: np.ndarray, columns: Sequence[Column]) -> None:

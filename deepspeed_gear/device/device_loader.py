@@ -143,7 +143,6 @@ class DeviceLoader:
             self._apply()
 
     def apply_updates(self) -> None:
-        """Apply the pending updates of some micro batches."""
         if self._waiting:
             refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
             self._apply()

@@ -204,7 +204,6 @@ class NodeChannel:
         self.left = left
 
     def count_bytes(self, sent: int, received: int) -> None:
-        """Count bytes of these nodes' rows that another transport has moved."""
         self.bytes_sent += sent
         self.bytes_received += received
 

@@ -114,7 +114,6 @@ class Topology:
 
     @property
     def peer(self) -> int:
-        """Index among the ranks of its node."""
         return self.peers.index(self.rank)
 
     @property

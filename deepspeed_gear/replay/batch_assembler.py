@@ -141,7 +141,6 @@ class BatchAssembler:
         return self.transfer.finish(batch, gatherer)
 
     def use(self, transform: Transform | None) -> None:
-        """Call a program's transform with each batch from now on."""
         self._transform = transform
 
     def release(self, stream: BatchStream, key: int) -> None:

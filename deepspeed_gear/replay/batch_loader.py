@@ -95,7 +95,6 @@ class BatchLoader:
 
     @property
     def next_key(self) -> int:
-        """The global batch of the next micro batch."""
         return self._start + self._used // self._info.accumulation
 
     def _hold_next(self, barrier: BatchBarrier) -> None:

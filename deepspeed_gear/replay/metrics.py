@@ -55,7 +55,6 @@ class Metrics:
             self.trained[name] += value
 
     def waited(self, seconds: float, epoch: int) -> None:
-        """Count a call of `sample`, or a rollout batch, and its duration."""
         self.num_batches += 1
         self.epoch = epoch
         self.wait_s += seconds

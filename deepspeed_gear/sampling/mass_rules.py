@@ -198,7 +198,6 @@ class MassRule:
 
     @property
     def has_weights(self) -> bool:
-        """Whether trajectories have masses of their own."""
         return self.weight is not None or self.custom is not None
 
     @property
@@ -279,7 +278,6 @@ class Decay:
         return int(5.5 * self.batches)
 
     def era(self, key: int) -> int:
-        """Return the era of a global batch."""
         return key // self.era_batches
 
     def decayed(self, priorities: np.ndarray, born: np.ndarray, era: int) -> np.ndarray:

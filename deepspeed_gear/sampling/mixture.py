@@ -50,7 +50,6 @@ class Mixture:
             return self._kept[number]
 
     def count(self, table: int, number: int) -> int:
-        """Return the number of samples of one table in a global batch."""
         return int(self.counts(number)[table])
 
     def offset(self, table: int, number: int) -> int:

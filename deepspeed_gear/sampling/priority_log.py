@@ -76,7 +76,6 @@ class PriorityLog:
         ]
 
     def initialise(self) -> None:
-        """Initialise the logs in new memory."""
         self.asked[:] = NEVER
 
     def ask(self, key: int) -> None:

@@ -244,7 +244,6 @@ class PriorityMasses(ItemMasses):
         self._set_items(items[before & ~now], np.zeros((), np.float32))
 
     def _set_items(self, items: np.ndarray, priorities: np.ndarray) -> None:
-        """Set the priorities of items. [n], int64; [n] or [], float32."""
         self.values[items] = priorities
         self._set_masses(items)
 
@@ -353,7 +352,6 @@ class PriorityMasses(ItemMasses):
 
     @property
     def num_drawable(self) -> int:
-        """Items with a mass."""
         return self._count_words[UpdateCount.DRAWABLE]
 
     def beta_at(self, key: int) -> int:

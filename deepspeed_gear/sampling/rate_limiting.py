@@ -66,7 +66,6 @@ class LimiterWait:
         return 0.0 if self._since is None else time.monotonic() - self._since
 
     def end(self) -> None:
-        """End the wait."""
         if self._since is not None:
             self.total_s += time.monotonic() - self._since
             self._since = None
@@ -140,7 +139,6 @@ class SelectionLimiter:
 
     @property
     def _sampled(self) -> int:
-        """Samples ever drawn."""
         return int(self._position[Head.SAMPLES])
 
     def left(self, count: int, exact: bool = True) -> int:
@@ -196,11 +194,9 @@ class SelectionLimiter:
         return int(used_up[0]) if len(used_up) else len(slots)
 
     def count(self, records: np.ndarray) -> None:
-        """Count the draws of each slot in a selection. [n, 8], int64."""
         np.add.at(self._times, records[:, Resolution.SLOT], 1)
 
     def evict_used_up(self) -> None:
-        """Evict trajectories that were drawn `max_times_sampled` times."""
         committed = np.nonzero(self._table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         self._table.evict(committed[self._times[committed] >= self.most])
 

@@ -55,7 +55,6 @@ class SampleCounts:
         self._generations[slots] = generations
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the counters of slots."""
         return {"draws": self.counts[self._items(slots)]}
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:

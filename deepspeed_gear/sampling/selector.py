@@ -49,7 +49,6 @@ class LocalSelector:
 
     @property
     def total(self) -> int:
-        """Sum of all masses, as of the latest selection."""
         return self.masses.total
 
     def begin(self, key: int, entry: int, count: int) -> int | None:
@@ -207,7 +206,6 @@ class LocalSelector:
             words[Position.AHEAD] = key
 
     def _rows(self, entry: int, count: int) -> torch.Tensor:
-        """Return the places of the items that a selection draws."""
         rows: torch.Tensor = self.state.drawn[entry][0]
         return rows if count == self.spec.batch else rows[:count]
 

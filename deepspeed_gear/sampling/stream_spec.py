@@ -37,7 +37,6 @@ class StreamSpec:
 
     @property
     def rule(self) -> MassRule:
-        """Masses of the items."""
         return self.sampling.rule
 
     @property
@@ -47,12 +46,10 @@ class StreamSpec:
 
     @property
     def by_age(self) -> bool:
-        """Whether masses are kept in the order of age."""
         return self.sampling.by_age or self.rule.window is not None
 
     @property
     def by_group(self) -> bool:
-        """Whether items are groups."""
         return self.rule.unit == "group"
 
     @property
@@ -66,7 +63,6 @@ class StreamSpec:
         return f"stream/{self.name}/"
 
     def num_samples(self, key: int) -> int:
-        """Return the samples of a global batch."""
         return self.batch if self.count is None else self.count(key)
 
     def describe(self) -> dict[str, Any]:

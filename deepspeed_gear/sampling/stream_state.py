@@ -36,7 +36,6 @@ _WORDS_OF_SLOT = (
 
 
 def masses_type(spec: StreamSpec) -> type[ItemMasses]:
-    """Return the class of a stream's masses."""
     if spec.priorities is not None:
         return PriorityMasses
     return AgeMasses if spec.by_age else ItemMasses
@@ -130,13 +129,11 @@ class StreamState:
 
     @property
     def with_priorities(self) -> PriorityMasses:
-        """The masses of a prioritized sampler."""
         assert self.priorities is not None
         return self.priorities
 
     @property
     def with_ages(self) -> AgeMasses:
-        """The masses of a sampler by age."""
         assert isinstance(self.masses, AgeMasses)
         return self.masses
 
@@ -221,7 +218,6 @@ class StreamState:
 
     @property
     def groups(self) -> TableGroups:
-        """The groups of the table, of a stream whose items they are."""
         assert self.table.groups is not None
         return self.table.groups
 

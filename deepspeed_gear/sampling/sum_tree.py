@@ -231,7 +231,6 @@ class ItemMasses:
 
     @property
     def total(self) -> int:
-        """Sum of all masses in the tree."""
         return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
@@ -265,7 +264,6 @@ class ItemMasses:
         return coordinates
 
     def export(self, slots: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the masses of slots, for a checkpoint."""
         self.take_changes()
         return {"leaves": self.leaves[slots], "queued": self.queued[slots]}
 
@@ -278,7 +276,6 @@ class ItemMasses:
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
 
     def queue_from(self, first: int) -> None:
-        """Queue the masses of all slots from one on by the rule."""
         slots = np.arange(first, len(self.table.slots))
         self.queue(slots, self._wanted(slots))
 

@@ -52,7 +52,6 @@ class ExchangePlan:
 
     @property
     def draws_goals(self) -> bool:
-        """Whether samples are relabelled with goals of their trajectories."""
         return any(read.is_goal for need in self.needs for read in need.reads)
 
     @property
