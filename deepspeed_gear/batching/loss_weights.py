@@ -29,8 +29,7 @@ def loss_weights(
     `counts` are its loss tokens; `sequences` and `groups` what it belongs to, any integers. [n], int64.
     """
     if options.normalize == "token":
-        total = int(counts.sum())
-        return np.where(counts > 0, 1.0 / max(total, 1), 0.0)
+        return np.where(counts > 0, 1.0 / max(int(counts.sum()), 1), 0.0)
     _, owner = np.unique(groups if options.normalize == "group" else sequences, return_inverse=True)
     owner = owner.reshape(-1)
     tokens = np.bincount(owner, counts).astype(np.int64)  # exact: counts are below 2^53

@@ -160,8 +160,7 @@ class PackedModel:
         config = self.config
         if getattr(config, "alibi", False):
             self.refuse("its ALiBi biases are of places in the pack")
-        chunk = getattr(config, "attention_chunk_size", None) or rows
-        if rows > chunk:
+        if rows > (getattr(config, "attention_chunk_size", None) or rows):
             self._check_version("its chunks are of places in the pack")
         if getattr(config, "attn_temperature_tuning", False) and rows >= config.floor_scale:
             rule = f"queries are scaled by the place in the pack from {config.floor_scale - 1} on"
@@ -180,8 +179,7 @@ class PackedModel:
         if missing or device.type != "cuda":
             where = f"without {' and '.join(missing)}" if missing else f"on {device.type}"
             rule = f"its recurrent layers carry state from one trajectory to the next {where}"
-            install = f"install {' and '.join(packages)} for a GPU"
-            self.refuse(rule, f"{ONE_EACH}; or {install}")
+            self.refuse(rule, f"{ONE_EACH}; or install {' and '.join(packages)} for a GPU")
 
     def _check_version(self, rule: str) -> None:
         """Raise where a rule holds of the versions of transformers before the one that was checked."""

@@ -53,8 +53,7 @@ def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
 
 def _saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
     """Return the names of the tensors that are saved: all but the columns of a data set."""
-    has_data = name in plan.datasets
-    return [key for key in table.content if not (has_data and key.startswith("column/"))]
+    return [key for key in table.content if not (name in plan.datasets and key.startswith("column/"))]
 
 
 def saved_content(plan: Resolved, name: str, table: RingTable) -> dict[str, Tensor]:

@@ -312,8 +312,7 @@ class BatchBarrier:
             return ""
         late = self._lagging()
         first = next(peer for peer in self._members if peer not in late)
-        named = ", ".join(f"rank {self._ranks[peer]}" for peer in late)
-        return named if self._peer == first else ""
+        return ", ".join(f"rank {self._ranks[peer]}" for peer in late) if self._peer == first else ""
 
     def _raise_ended(self, peer: int) -> NoReturn:
         """Raise that a rank of this node has ended while this one still samples."""

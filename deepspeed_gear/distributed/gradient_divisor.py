@@ -58,8 +58,7 @@ def engine_divisor(settings: GradientSettings) -> float:
     _check_exact(settings)
     found = {_divisor_in(settings, size) * settings.losses / size for size in settings.group_sizes}
     if settings.stage == 3 and not settings.fits_bucket:
-        scattered = (_scattered(settings, size) * settings.losses / size for size in settings.group_sizes)
-        found.update(scattered)
+        found |= {_scattered(settings, size) * settings.losses / size for size in settings.group_sizes}
     if len(found) > 1:
         rule = "must divide the gradients of all parameters by one number: parameters beyond it are averaged"
         rule += " over sequence ranks, others are not"
@@ -99,8 +98,7 @@ def _check_exact(settings: GradientSettings) -> None:
     if not settings.is_reduced:
         rule = "must leave the reduction of gradients to DeepSpeed"
         raise ConfigError("optimizer", rule, settings.optimizer, "use one that is not a 1-bit optimizer")
-    known = settings.stage == 0 or settings.optimizer in ZERO_OPTIMIZERS
-    if settings.is_zenflow or not known:
+    if settings.is_zenflow or (settings.stage > 0 and settings.optimizer not in ZERO_OPTIMIZERS):
         value = "zenflow" if settings.is_zenflow else settings.optimizer
         remedy = "give an optimizer, and leave zenflow, super_offload and MiCS out"
         raise ConfigError("zero_optimization", "must use ZeRO's own optimizers", value, remedy)

@@ -162,8 +162,7 @@ def _broken_rule(parts: Sequence[DatasetPart], num_nodes: int, replicate: bool) 
         return "must be the whole on every node, or a part on every node"
     if len({part.whole for part in parts}) > 1:
         return "must be of one whole on all nodes"
-    counts = {part.count for part in parts}
-    if counts != {len(parts)}:
+    if {part.count for part in parts} != {len(parts)}:
         return f"must have as many parts as nodes that consume, {len(parts)}"
     if len({part.index for part in parts}) < len(parts):
         return "must be another part on every node"

@@ -158,8 +158,7 @@ class Normalizer:
             rule, given = "must be given where the config names one data set", f"{len(paths)} in the config"
             raise ConfigError("dataset", rule, given, "correct the paths in the config")
         data = {name: Dataset.open(path) if dataset is None else dataset for name, path in paths.items()}
-        known = schemas_of(checked, data, schemas)
-        fields = fields_of(checked, known, data)
+        fields = fields_of(checked, schemas_of(checked, data, schemas), data)
         normalised = any(field.normalize for field in fields)
         if normalised and checked.normalizes_online:
             rule, remedy = "must not be given: it is normalised with what a run adds", "use Normalizer.load"

@@ -148,8 +148,7 @@ class Replay(ReplayBase):
         with stream.table.lock:
             numbers = stream.state.newest_numbers.copy()
         if self._numbers is None or not np.array_equal(self._numbers[0], numbers):
-            columns = stream.table.spec.normalized_columns
-            self._numbers = numbers, running_statistics(numbers, columns)
+            self._numbers = numbers, running_statistics(numbers, stream.table.spec.normalized_columns)
         return self._numbers[1]
 
     def _set_transform(self, transform: Transform | None) -> None:

@@ -77,9 +77,7 @@ class ReplayCheckpoint:
             return written
 
         def state(save: State) -> dict[str, Any]:
-            of_ranks = exchange.gather(columns)
-            file = next((one for one in of_ranks if one is not None), None)
-            return self.state(save, file)
+            return self.state(save, next((one for one in exchange.gather(columns) if one is not None), None))
 
         names, is_first = list(tables), plan.leads_first_shard
         made = save_folders.write_save(exchange, folder, names, kept, is_first, write, state)

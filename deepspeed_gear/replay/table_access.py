@@ -90,14 +90,13 @@ def remove(table: Table, ids: Sequence[int] | torch.Tensor) -> int:
 def clear(table: Table, streams: list[BatchStream]) -> None:
     """Retire all trajectories and end the epoch."""
     refuse_read_only(table)
-    evictor = Evictor(table, Context(timeout_s=table.lock.timeout_s))
     with quiet(table, table.lock.timeout_s):
         table.evict(np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0], removed=True)
         if table.groups is not None:
             table.groups.forget()
         for stream in streams:
             stream.state.end_epoch()
-        evictor.free_retired()
+        Evictor(table, Context(timeout_s=table.lock.timeout_s)).free_retired()
 
 
 def set_policy_version(table: Table, version: int, context: Context) -> None:

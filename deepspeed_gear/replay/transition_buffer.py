@@ -197,8 +197,7 @@ class TransitionBuffer(ProcessBound, PublicNames):
     def _begin(self, observations: np.ndarray) -> None:
         """Begin trajectories where episodes have ended, or where observations do not follow the last ones."""
         writer = self._writer
-        last = writer.last_states("observation")
-        differs = (observations != last).reshape(self.num_envs, -1).any(axis=1)
+        differs = (observations != writer.last_states("observation")).reshape(self.num_envs, -1).any(axis=1)
         ended, fresh = writer.waits, ~writer.has_begun
         if self._begins_anew:
             begins = np.ones(self.num_envs, bool)

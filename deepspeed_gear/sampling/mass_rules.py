@@ -209,12 +209,11 @@ class MassRule:
 
     def describe(self) -> dict[str, Any]:
         """Return the conditions for sampling a trajectory, for readers of a store; JSON-able."""
-        where = [[c.column, c.minimum, c.maximum, c.among and list(c.among)] for c in self.where]
         return {
             "unit": self.unit,
             "anchors": self.anchors.as_list(),
             "late": list(self.late),
-            "where": where,
+            "where": [[c.column, c.minimum, c.maximum, c.among and list(c.among)] for c in self.where],
             "split": dict(self.split),
             "split_index": self.split_index,
             "weight": None if self.weight is None else list(self.weight),

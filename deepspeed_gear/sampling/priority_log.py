@@ -152,8 +152,7 @@ class PriorityLog:
                 if priorities is not None:
                     self._write(samples, priorities, promise.batch)
             finally:
-                following = self._promises[0].batch if self._promises else self._current
-                self._asked_words[self._peer] = following
+                self._asked_words[self._peer] = self._promises[0].batch if self._promises else self._current
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
         ends, count = self.ends[self._peer], priorities.numel()

@@ -252,8 +252,7 @@ class SelectionLimiter:
         words[NodeRate.SAMPLED] = self._sampled
         words[NodeRate.LEFT] = self.left(count, exact)
         if self.most:
-            left = self.most - self._times[self._drawable()]
-            words[NodeRate.FEWEST] = left.min(initial=UNLIMITED)
+            words[NodeRate.FEWEST] = (self.most - self._times[self._drawable()]).min(initial=UNLIMITED)
         if self._wait.waited_s > self._wait.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
         elif self._position[Position.WRITES] and not self._wait.is_ahead:

@@ -64,6 +64,5 @@ class Staleness:
 def dropped(table: Table) -> dict[str, Any]:
     """Return the counts of stale trajectories: trajectories, steps, and trajectories by length."""
     numbers, steps = table.views.get("stale", np.zeros((2, 1), np.int64))  # none of a data set
-    lengths = np.nonzero(numbers)[0].tolist()
-    by_length = {f"{1 << n}-{(2 << n) - 1}": int(numbers[n]) for n in lengths}
+    by_length = {f"{1 << n}-{(2 << n) - 1}": int(numbers[n]) for n in np.nonzero(numbers)[0].tolist()}
     return {"trajectories": int(numbers.sum()), "steps": int(steps.sum()), "by_length": by_length}

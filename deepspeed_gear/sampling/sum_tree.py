@@ -258,8 +258,7 @@ class ItemMasses:
         for offset, _ in tree_levels(self.num_items):
             first = nodes // FAN_OUT * FAN_OUT
             siblings = self.sums[offset + first[:, None] + torch.arange(FAN_OUT)]
-            before = torch.arange(FAN_OUT) < (nodes - first)[:, None]
-            coordinates += (siblings * before).sum(1)
+            coordinates += (siblings * (torch.arange(FAN_OUT) < (nodes - first)[:, None])).sum(1)
             nodes = nodes // FAN_OUT
         return coordinates
 

@@ -288,6 +288,5 @@ class DeviceGatherer(Gatherer):
                 pieces.append(copy_engine.pieces_of(found, records, number, row_bytes, begin, bounds))
         every = torch.from_numpy(np.concatenate(pieces))
         self._transfer.ops.copy_pieces_(self._scratch, self._sources, every)
-        there = self._lane.bring(moved)
-        for group, at in zip(self._fetched.values(), there, strict=True):
+        for group, at in zip(self._fetched.values(), self._lane.bring(moved), strict=True):
             group.run(self._transfer.ops, buffers, self._counters_there, at, None, self._free_blocks)

@@ -92,11 +92,9 @@ def routes_of(
     known: dict[RowReads, int] = {}
     need_of = np.full((len(order), worlds), -1, np.int16)
     for (node, replica), needs in found.items():
-        rows = row_needs(needs, config, schema)
-        need_of[node, replica] = known.setdefault(rows, len(known))
+        need_of[node, replica] = known.setdefault(row_needs(needs, config, schema), len(known))
     nodes_of = [np.nonzero(need_of[:, replica] >= 0)[0] for replica in range(worlds)]
-    most = max(len(nodes) for nodes in nodes_of)
-    readers = np.full((worlds, most), -1, np.int64)
+    readers = np.full((worlds, max(map(len, nodes_of))), -1, np.int64)
     for replica, nodes in enumerate(nodes_of):
         readers[replica, : len(nodes)] = nodes
     index = order.index(topology.node) if topology.node in order else -1

@@ -169,8 +169,7 @@ class RecordExchange:
         masses = records[:, Resolution.MASS]
         self.least_drawn, self.num_records = int(masses.min(initial=MOST_MASS)), len(records)
         assert state.origins is not None
-        origins = shard << SHARD_BITS | records[:, Resolution.SLOT]
-        state.origins.numpy()[entry, : len(records)] = origins
+        state.origins.numpy()[entry, : len(records)] = shard << SHARD_BITS | records[:, Resolution.SLOT]
         elsewhere = shard != self._channel.index
         records[elsewhere, Resolution.SLOT] = len(state.table.slots)
         records[elsewhere, Resolution.FIRST_ROW] = NO_ROW

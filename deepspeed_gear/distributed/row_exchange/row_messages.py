@@ -146,8 +146,7 @@ class DeviceTransport:
             if self._stream is not None:
                 found.copy_(back, non_blocking=True)
                 self._stream.synchronize()
-        ends = np.cumsum(coming)
-        parts = np.split(found.numpy(), ends[:-1])
+        parts = np.split(found.numpy(), np.cumsum(coming)[:-1])
         received: list[np.ndarray] = [parts[0]] * len(order)
         for node, part in zip(order, parts, strict=True):
             received[node] = part
@@ -240,8 +239,7 @@ class RowExchange:
         if ends[-1] > len(self._message):
             self._message = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
             self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
-        encoded = self._message
-        return [encoded[begin:end] for begin, end in pairwise(ends)]
+        return [self._message[begin:end] for begin, end in pairwise(ends)]
 
     def fill(
         self,

@@ -183,8 +183,7 @@ class TopK(Sampler):
     each_once = True
 
     def spec(self, scope: SamplerScope) -> SamplerSpec:
-        rule = scope.priority_rule(self.options.initial)
-        return SamplerSpec(scope.admitted, priorities=rule)
+        return SamplerSpec(scope.admitted, priorities=scope.priority_rule(self.options.initial))
 
     def sample(self, draw: Draw) -> torch.Tensor:
         return draw.highest_priorities()
