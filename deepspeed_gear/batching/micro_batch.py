@@ -129,8 +129,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     A sequence rank has its slice of the places, N / P of them; `cu_seqlens` and `max_seqlen` are of the whole
     pack. Places of a trajectory that shares a prefix begin after it, and attend to it (`mask_mod`).
 
-    Args:
+    Attributes:
         targets: The token that each place predicts, 0 where it predicts none; None: there are no tokens.
+            [1, N], int64.
+        index: Its trajectories as indices into the rollout batch. [S], int64, in host memory.
     """
 
     _internal = frozenset({"flat", "host_source", "pack_shape", "reported"})
@@ -146,8 +148,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         device: torch.device,
     ) -> None:
         self._tensors, self.pack_shape, self._loss, self._sources = tensors, shape, loss, sources
-        self._device, self._token = device, token
-        self.targets = targets
+        self._device, self._token, self.targets = device, token, targets
+        self.index, self.reported, self.host_source = sources.index, sources.records, sources.table
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a field.
@@ -175,11 +177,6 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             f"{self.num_tokens} of {self.pack_shape.rows} places: {names})"
         )
 
-    @property
-    def index(self) -> torch.Tensor:
-        """Its trajectories as indices into the rollout batch. [S], int64, in host memory."""
-        return self._sources.index
-
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
         """[S], int64."""
@@ -194,16 +191,6 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
         return self._sources.is_weight.to(self._device)
-
-    @property
-    def reported(self) -> torch.Tensor:
-        """Resolutions of its trajectories for priority updates. [S, 8], int64, in host memory."""
-        return self._sources.records
-
-    @property
-    def host_source(self) -> torch.Tensor:
-        """Which of the sampled tables each trajectory comes from. [S], int64, in host memory."""
-        return self._sources.table
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.

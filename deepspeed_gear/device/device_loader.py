@@ -178,6 +178,8 @@ class DeviceBatch(Batch):
     ) -> None:
         self.buffers, self.micro, self.owner = buffers, 0, owner
         self._mixture = mixture
+        #: What the samples resolved to, [B, 8], int64, and their PER weights; None: they are all 1.
+        self.records, self.importance = records, weight
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         valid = records[:, Resolution.ID] >= 0
@@ -223,16 +225,6 @@ class DeviceBatch(Batch):
         if self._mixture is not None:
             found = self._mixture.probability(self.records[:, Resolution.MASS].double(), self.source)
         return torch.where(self.trajectory_id >= 0, found, 0.0)
-
-    @property
-    def records(self) -> Tensor:
-        """What the samples resolved to. [B, 8], int64."""
-        return self._samples.records
-
-    @property
-    def importance(self) -> Tensor | None:
-        """Tensor that the PER weights are written to; None: they are all 1."""
-        return self._samples.is_weight
 
 
 _RING = 2  # batches of a pass whose tensors are used in turn

@@ -99,6 +99,7 @@ class HostRows:
         self._registration: Registration | None = None
         packing = Packing(list(sizes.values()))
         self._memory = SharedMemory.create(max(packing.num_bytes, ALIGNMENT))
+        self.num_bytes = self._memory.num_bytes
         whole = torch.frombuffer(self._memory.buffer, dtype=torch.uint8)
         #: The columns as tensors of the host. [rows, *shape].
         self.on_host = dict(zip(sizes, packing.views(whole), strict=True))
@@ -114,10 +115,6 @@ class HostRows:
                 raise ConfigError(f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device")
             if device.type == "cuda":
                 self.columns = {name: as_device_tensor(rows, device) for name, rows in self.on_host.items()}
-
-    @property
-    def num_bytes(self) -> int:
-        return self._memory.num_bytes
 
     def wait(self) -> None:
         """Wait until the device has written what was queued, before the host reads or writes rows."""

@@ -355,6 +355,8 @@ class TrainStep(PublicNames):
         self.num_tokens = int(data.lengths[index].sum())
         self.loss_tokens, self.shared_tokens = self.packs.loss[0], self.packs.shared_tokens
         self._is_used = False
+        #: Its name in errors: the number, and that of the rollout batch (of `gear_step` each is one).
+        self.name = f"train step {number} of rollout batch {data.number}"
 
     def __len__(self) -> int:
         """Return the number of micro batches, the same on every rank."""
@@ -365,11 +367,6 @@ class TrainStep(PublicNames):
             f"TrainStep({self.number} of rollout batch {self._data.number}: {self.num_trajectories} "
             f"trajectories, {self.num_tokens} tokens, {len(self)} micro batches)"
         )
-
-    @property
-    def name(self) -> str:
-        """Its name in errors: the number, and that of the rollout batch (of `gear_step` each is one)."""
-        return f"train step {self.number} of rollout batch {self._data.number}"
 
     def __iter__(self) -> Iterator[MicroBatch]:
         """Yield this rank's micro batches.

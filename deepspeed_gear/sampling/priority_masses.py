@@ -112,9 +112,7 @@ class PriorityMasses(ItemMasses):
         self.reports.restart(key)
         self._window[:] = 0
 
-    @property
-    def waiting(self) -> bool:
-        return True  # reports may come at any time
+    waiting = True  # reports may come at any time
 
     def apply(self, key: int) -> None:
         due = self.reports.due(key)
