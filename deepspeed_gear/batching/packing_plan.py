@@ -23,7 +23,7 @@ class PackBudget:
     linear: int = 1
     quadratic: int = 0
     multiple: int = 1  #: N is a multiple of it
-    trajectories: int | None = None  #: a pack holds at most so many; None: as many as the tokens hold
+    trajectories: int = MOST_PACK_TOKENS  #: a pack holds at most so many: each has a token
 
     def __post_init__(self) -> None:
         end = 1 << MOST_TOTAL_BITS
@@ -32,7 +32,7 @@ class PackBudget:
             "linear": (self.linear, 0, end - 1),
             "quadratic": (self.quadratic, 0, end - 1),
             "multiple": (self.multiple, 1, self.tokens),
-            "trajectories": (self.most_trajectories, 1, MOST_PACK_TOKENS),
+            "trajectories": (self.trajectories, 1, MOST_PACK_TOKENS),
         }
         for name, (value, least, most) in ranges.items():
             if not least <= value <= most:
@@ -40,11 +40,6 @@ class PackBudget:
         if self.linear + self.quadratic == 0:
             rule = "must have a cost: linear and quadratic are 0"
             raise ConfigError("PackBudget", rule, [0, 0], "use 1, 0")
-
-    @property
-    def most_trajectories(self) -> int:
-        """Of a pack, whether they are bounded or not: each has a token."""
-        return MOST_PACK_TOKENS if self.trajectories is None else self.trajectories
 
     @property
     def room(self) -> int:
@@ -128,6 +123,6 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     micro, rank = torch.empty_like(lengths), torch.empty_like(lengths)
     num_micro = torch.empty(1, dtype=torch.int64)
     lengths = lengths.contiguous()
-    budgets = (budget.room, budget.linear, budget.quadratic, width, budget.most_trajectories)
+    budgets = (budget.room, budget.linear, budget.quadratic, width, budget.trajectories)
     ops.plan_packs_(micro, rank, num_micro, lengths, *budgets)
     return PackingPlan(int(num_micro), width, micro, rank)

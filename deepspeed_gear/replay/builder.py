@@ -61,6 +61,7 @@ class ReplayParts:
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
         self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in states}
+        self.all_streams: list[BatchStream] = []
         with undo_on_error(self.release):
             first = self.tables[config.sampled_tables[0]]
             self.detector = _start_detector(plan, first)
@@ -83,6 +84,7 @@ class ReplayParts:
                 follows = spec.together and plan.holds_shard and selector is None
                 stream = BatchStream(state, selector, check, follows, num_items.get(state))
                 self.streams[state.table.spec.name][spec.name] = stream
+                self.all_streams.append(stream)
             #: The training stream of each sampled table.
             self.train = [self.streams[table][TRAIN] for table in config.sampled_tables]
             self.assembler = agree(
@@ -91,10 +93,6 @@ class ReplayParts:
             )
             agree_on_quotas(plan.exchange, plan.leads_shard, self.all_streams)
         self.leave_inner_stage()
-
-    @property
-    def all_streams(self) -> list[BatchStream]:
-        return [stream for streams in self.streams.values() for stream in streams.values()]
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank; its check also releases selections that the device has read."""

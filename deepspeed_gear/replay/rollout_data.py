@@ -26,7 +26,7 @@ from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, Tra
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, StoreError
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, SHARD_BITS
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
@@ -146,6 +146,7 @@ class TablePart:
             steps, copies_own = self.rows[:, Resolution.NUM_STEPS].numpy(), not table.gathers_own_rows
             nodes = routes.final_row, routes.num_nodes, routes.index
             self.places = TrajectoryPlaces(origins, steps, *nodes, copies_own)
+        self._slots: np.ndarray = records.resolutions[:, Resolution.SLOT].numpy()[self._own]
 
     def _join(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
@@ -159,10 +160,6 @@ class TablePart:
         whole = np.zeros((len(self.rows), *values.shape[1:]), values.dtype)
         whole[self._own] = values
         return self._join(whole)
-
-    @property
-    def _slots(self) -> np.ndarray:
-        return self.records.resolutions[:, Resolution.SLOT].numpy()[self._own]
 
     def values(self, name: str) -> np.ndarray:
         """Return a per-trajectory column's stored values, bfloat16 as float32. [n, *shape]."""
@@ -561,7 +558,7 @@ class PlannedPacks:
     def __init__(
         self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prefixes: Prefixes | None = None
     ) -> None:
-        (linear, quadratic), most = pack.cost, pack.max_trajectories
+        (linear, quadratic), most = pack.cost, pack.max_trajectories or MOST_PACK_TOKENS
         budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
         width = pack.plan_width or replicas
         self.prefixes, places, bundle = prefixes, lengths, np.arange(len(lengths))
