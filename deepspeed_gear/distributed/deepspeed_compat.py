@@ -78,23 +78,21 @@ def place_of(engine: Any) -> RankCoordinates:
 
 
 def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
+    is_ulysses = hasattr(mpu, "initialize_sequence_parallel")  # it has no data axis
     rank, world = dist.get_rank(), dist.get_world_size()
     sequence_rank, sequence_world = 0, 1
     if mesh is not None:
-        group = mesh.get_group("sequence_parallel")
-        sequence_rank, sequence_world = dist.get_rank(group), dist.get_world_size(group)
-    elif mpu is not None and hasattr(mpu, "get_sequence_parallel_world_size"):
+        data, sequence = mesh.get_group("data_parallel"), mesh.get_group("sequence_parallel")
+        rank, world = dist.get_rank(data), dist.get_world_size(data)
+        sequence_rank, sequence_world = dist.get_rank(sequence), dist.get_world_size(sequence)
+    elif hasattr(mpu, "get_sequence_parallel_world_size"):
         sequence_rank = mpu.get_sequence_parallel_rank()
         sequence_world = mpu.get_sequence_parallel_world_size()
-    if mesh is not None:
-        group = mesh.get_group("data_parallel")
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-    elif mpu is not None and hasattr(mpu, "initialize_sequence_parallel"):  # Ulysses: it has no data axis
         rank, world = rank // sequence_world, world // sequence_world
-    elif mpu is not None:
-        rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     tensor_rank, tensor_world, pipe_rank, pipe_world = 0, 1, 0, 1
-    if mpu is not None and not hasattr(mpu, "initialize_sequence_parallel"):
+    if mpu is not None and mesh is None and not is_ulysses:
+        rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    if mpu is not None and not is_ulysses:
         tensor_rank = bwc_tensor_model_parallel_rank(mpu)
         tensor_world = bwc_tensor_model_parallel_world_size(mpu)
         pipe_world = bwc_pipeline_parallel_world_size(mpu)

@@ -217,11 +217,9 @@ def _fully_shard_divisor(module: nn.Module) -> float:
     for part in module.modules():
         state_of: Any = getattr(part, "_get_fsdp_state", lambda: None)
         state = state_of()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # older versions have one
-            group = getattr(state, "_fsdp_param_group", None)
-            groups = [] if group is None else [group]
-        for group in groups:
+        # Older versions have one.
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
             if not hasattr(group, "gradient_divide_factor"):
                 rule = "must have set_gradient_divide_factor for FSDP 2"
                 raise ConfigError("torch", rule, torch.__version__, "update it")

@@ -16,7 +16,7 @@ from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, start
 from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.context import LOG
-from deepspeed_gear.distributed.batch_barrier import NO_DIGEST, BatchBarrier
+from deepspeed_gear.distributed.batch_barrier import NO_DIGEST
 from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
@@ -87,7 +87,13 @@ class BatchLoader:
         if ends:
             self._heads = made.heads
         if self._barrier is not None and self._barrier.is_early and self._prefetchers:
-            self._hold_next(self._barrier)
+            following = self._prefetchers[0].ready()
+            if following is not None:  # reach the next barrier early: its messages overlap with training
+                self._hold(following)
+                self._is_early = True
+                if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
+                    self._barrier.reach(self.take_digest())
+                    self._barrier.begin()
         self._metrics.waited(time.perf_counter() - begin, made.heads[0][Head.EPOCH])
         batch = made.batch if self._transfer is None else self._transfer.hand_over(made.batch)
         self._lent.add(batch)
@@ -96,17 +102,6 @@ class BatchLoader:
     @property
     def next_key(self) -> int:
         return self._start + self._used // self._info.accumulation
-
-    def _hold_next(self, barrier: BatchBarrier) -> None:
-        """Reach the next batch barrier early if its batch is ready: its messages overlap with training."""
-        made = self._prefetchers[0].ready()
-        if made is None:
-            return
-        self._hold(made)
-        self._is_early = True
-        if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
-            barrier.reach(self.take_digest())
-            barrier.begin()
 
     def _request(self, key: int) -> None:
         for stream in self._streams:
