@@ -28,7 +28,6 @@ from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.item_copies import copy_items
 from deepspeed_gear.replay.metrics import Metrics, Progress
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
@@ -275,7 +274,8 @@ class Replay(ReplayBase):
             if priorities is not None:
                 self._priorities(table)  # raises where there are none
                 report = partial(self._report_by_id, table=table)
-            return copy_items(data, target, partial(self.add, table=table), report, chosen, priorities)
+            add = partial(self.add, table=table)
+            return table_access.copy_items(data, target, add, report, chosen, priorities)
 
         return data.session.agree(copy)
 

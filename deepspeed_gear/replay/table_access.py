@@ -1,8 +1,8 @@
-"""Access to the tables of a replay: additions, reads, removals, policy versions."""
+"""Access to the tables of a replay: additions, reads, removals, policy versions, copies of items."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,11 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.opaque_rows import decode
-from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
-from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, ShapeError, StoreError
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
+from deepspeed_gear.replay.rollout_data import RolloutData
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.priority_log import check_priorities
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import Evictor, quiet
@@ -121,3 +123,57 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
     if not wait_until(try_set, context.timeout_s, _POLL_S, context.check):
         processes = [int(table.peers[peer, Peer.PID]) for peer in lagging]
         raise NotReadyError(name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors")
+
+
+def copy_items(
+    data: RolloutData,
+    target: Table,
+    add: Callable[[dict[str, Any]], int],
+    report: Callable[[list[int], np.ndarray], int] | None,
+    chosen: object = None,
+    priorities: object = None,
+) -> int:
+    """Add items to a table; see `Replay.copy_items`. `report` takes priorities by id. Collective over nodes.
+
+    Nothing is added unless every item fits. Cost: of an addition for each.
+    """
+    of_target = np.zeros(data.num_items, bool)
+    of_target[data.item[np.array([part.table is target for part in data.parts])[data.source]]] = True
+    wanted = ~of_target if chosen is None else arguments.array("chosen", chosen)
+    if wanted.dtype != bool or wanted.shape != of_target.shape:
+        rule = f"must have shape [{data.num_items}], one bool for each item"
+        raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}")
+    name = target.spec.name
+    if (wanted & of_target).any():
+        at = int(np.nonzero(wanted & of_target)[0][0])
+        raise DataError("chosen", f"must be items of other tables than {name}", at, "it is stored there")
+    given = None if priorities is None else arguments.array("priorities", priorities)
+    if given is not None and given.shape != of_target.shape:
+        raise ShapeError("priorities", f"must have shape [{data.num_items}]", list(given.shape))
+    if given is not None:
+        with np.errstate(over="ignore"):
+            check_priorities(given.astype(np.float32))
+    names = [column.name for column in target.schema]
+    for part in data.parts:
+        if part.table is target:
+            continue
+        if unknown := [one for one in names if one not in part.table.schema]:
+            rule = f"must be a column of table {part.table.spec.name}, whose items are copied"
+            raise ConfigError(f"gear.tables.{name}.schema.columns.{unknown[0]}", rule)
+        for column in part.table.schema.late_columns:
+            if column.name in names and not target.schema[column.name].late:
+                part.check_filled(column.name)
+    ids, items, first = list[int](), list[int](), 0
+    for part in data.parts:
+        own, table, late = part.copied, part.table, part.table.schema.late_bits
+        own = own[wanted[data.item[first + own]]]
+        items.extend(data.item[first + own].tolist())
+        first += len(part.rows)
+        for record in part.records.resolutions[own].tolist():
+            slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
+            trajectory = values(table, table.rows(slot))
+            absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
+            ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
+    if report is not None and given is not None and ids:
+        report(ids, given[items])
+    return len(ids)
