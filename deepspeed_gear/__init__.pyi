@@ -8,6 +8,7 @@ from deepspeed_gear.batching.batch import Batch as Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch as MicroBatch
 from deepspeed_gear.data.dataset import Dataset as Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter as DatasetWriter
+from deepspeed_gear.data.media import Media as Media
 from deepspeed_gear.distributed.gradient_divisor import gradient_divisor as gradient_divisor
 from deepspeed_gear.engine.attach import attach as attach
 from deepspeed_gear.engine.attach import disable as disable

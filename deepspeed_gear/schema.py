@@ -37,7 +37,7 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 }
 ROLES = (
     *("observation", "next_observation", "action", "reward", "terminated", "truncated", "return", "length"),
-    *("token", "loss_mask", "timestep", "return_to_go", "other"),
+    *("token", "loss_mask", "timestep", "return_to_go", "media", "other"),
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most one each; dtypes: any if empty
@@ -48,6 +48,7 @@ _SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most on
     "loss_mask": ("bool", "uint8"),
     "timestep": ("int32", "int64"),
     "return_to_go": ("float32", "float64"),
+    "media": ("int64",),
 }
 Rows = Literal["T", "T+1", "1"]
 MOST_LATE = 62  # late columns: a bit each
@@ -107,7 +108,7 @@ class Column:
         _check(f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype)
         _check(f"{name}: role", self.role in ROLES, f"must be one of {', '.join(ROLES)}", self.role)
         _check(f"{name}: rows", self.rows in ("T", "T+1", "1"), "must be 'T', 'T+1' or '1'", self.rows)
-        must_be_there = self.role in ("reward", "terminated", "truncated")
+        must_be_there = self.role in ("reward", "terminated", "truncated", "media")
         _check(name, not (self.late and must_be_there), f"must not be late with the role {self.role}")
         rule = f"must be left out unless the dtype is one of {', '.join(FLOATING)}"
         _check(f"{name}: allow_nan", self.is_floating or not self.allow_nan, rule, self.dtype)

@@ -104,6 +104,33 @@ class PackLoss:
     by: Literal["trajectory", "member"] = "trajectory"
 
 
+@dataclass(frozen=True)
+class PackMedia:
+    """The media that places of a pack name: each item once.
+
+    Attributes:
+        columns: Rows of each media column, item after item. [rows, *shape], on the device.
+        counts: Rows of each item, by column. [items], int64, in host memory.
+        place: The places of this rank that name an item, ascending. [names], int64, on the device.
+        item: Which item each of them names. [names], int64, in host memory.
+    """
+
+    columns: dict[str, torch.Tensor]
+    counts: dict[str, torch.Tensor]
+    place: torch.Tensor
+    item: torch.Tensor
+
+    def per_place(self) -> dict[str, torch.Tensor]:
+        """Return the rows of the items that places name, place after place: what is named twice is there
+        twice, as the processors of transformers do. [rows, *shape].
+        """
+        found = {}
+        for name, rows in self.columns.items():
+            parts = torch.split(rows, self.counts[name].tolist())
+            found[name] = torch.cat([rows[:0], *(parts[item] for item in self.item.tolist())])
+        return found
+
+
 @dataclass
 class PackSources:
     """What a micro batch reports back to its rollout batch."""
@@ -116,6 +143,8 @@ class PackSources:
     # Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
     fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     opaque: dict[str, list[Any]] = field(default_factory=dict)
+    # Reads the media of this rank's places; None: there is no field of the role media.
+    media: Callable[[], PackMedia] | None = None
 
 
 class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
@@ -202,6 +231,18 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             has = f"there are: {', '.join(self._sources.opaque) or 'none'}"
             raise FieldError(f"opaque field {name!r}", "must be in the micro batch", None, has)
         return self._sources.opaque[name]
+
+    @cached_property
+    def media(self) -> PackMedia:
+        """The media that places name (docs/how-to/language-models.md); read before the train step ends.
+
+        Raises:
+            FieldError: The config has no field of a column of the role media.
+        """
+        if self._sources.media is None:
+            rule = "must have a field of a column of the role media"
+            raise FieldError("gear.fields", rule, None, 'name the column: "fields": {"image": {}}')
+        return self._sources.media()
 
     @property
     def num_trajectories(self) -> int:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from deepspeed_gear.checkpoint import reshard, save_folders
+from deepspeed_gear.checkpoint import media_files, reshard, save_folders
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
@@ -76,9 +76,10 @@ def save_table(
     slots = np.nonzero(is_saved)[0]
     segments: dict[str, Any] = {}
     digests: dict[str, str] = {}
+    media: dict[str, Any] = {}
     with nullcontext() if table.groups is None else table.groups.kept():
         if spec.dataset is None:
-            segments, digests = _save_rows(table, slots, to, before)
+            segments, media, digests = _save_rows(table, slots, to, before)
             if shard is not None:  # priority updates and selections refer to slots of the store
                 np.save(to / "numbers.npy", slots)
         for stream in streams:
@@ -96,14 +97,17 @@ def save_table(
             **({} if shard is None else {"shard": asdict(shard)}),
             "lineage": table.lineage,
             "segments": segments,
+            **media,
         }
         return {name: save_folders.complete(to, manifest, digests)}
 
 
 def _save_rows(
     table: Table, slots: np.ndarray, folder: Path, before: Path | None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Write slots, groups and rows; return the segments by name, and the SHA-256 of the files of columns."""
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """Write slots, groups, rows and media. Return the segments by name, the media's part of the manifest, and
+    the SHA-256 of the files of columns.
+    """
     records, retention = table.slots[slots], table.views["retention"][slots]
     skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     records[skipped, Slot.STATE] = SlotState.FREE
@@ -141,10 +145,22 @@ def _save_rows(
         for column, name in zip(schema.step_columns, names, strict=True):
             if name not in digests:
                 files.append((name, column, [table.columns[column.name][start:stop] for start, stop in runs]))
+    media: dict[str, Any] = {}
+    if table.media is not None:
+        pages, described, parts = media_files.saved(table.media)
+        np.save(folder / media_files.WORDS, pages)
+        old = known.get(media_files.KIND, {})
+        for segment, key in described["segments"].items():
+            name = media_files.file_of(segment)
+            if before is not None and old.get("segments", {}).get(segment) == key:
+                digests.update(_link(before, folder, [name], known["files"]))
+            if name not in digests:
+                files.append((name, *parts[name]))
+        media[media_files.KIND] = described
     with ThreadPoolExecutor(_WRITERS) as pool:  # hashing, copying and the disk at once
         written = pool.map(lambda file: _write_array(folder / file[0], *file[1:]), files)
         digests.update(zip((file[0] for file in files), written, strict=True))
-    return segments, digests
+    return segments, media, digests
 
 
 def _segment_rows(table: Table) -> int:
@@ -229,7 +245,7 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
             kind, *rest = name.removesuffix(".npy").split(".")
             if kind == "stream":  # stream.<name>.<array>.npy
                 streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
-            elif kind != "column" and not kind.startswith(_SEGMENT):
+            elif kind not in ("column", media_files.KIND) and not kind.startswith(_SEGMENT):
                 others[kind] = _loaded(one / name, digest)
         groups = [others[name] for name in ("groups", "group_counts", "consumed_groups") if name in others]
         shard = reshard.SavedShard(
@@ -427,6 +443,7 @@ class TableLoader:
         self._tables = tables if plan.leads_shard else {}
         self._spread = sorted(name for name in tables if name in plan.placement.spread)
         self._found: dict[str, SavedTable] = {}
+        self._media: dict[str, media_files.SavedMedia] = {}
         # Of a table in one store all into its one shard.
         self._divisions: dict[str, reshard.ShardDivision] = {}
         #: Slots and rows of each node's stores, by table.
@@ -489,6 +506,11 @@ class TableLoader:
             room = f"{len(table.slots)} and {table.spec.capacity_rows}"
             raise StoreFullError(f"table {table.spec.name}", rule, room, "raise its capacity")
         open_rows(found, division if name in self._spread else None, table.spec.own_shard.index)
+        if table.media is not None and slots is not None:
+            column = table.media.spec.column
+            files = list(chain.from_iterable(columns[column] for columns in found.columns))
+            named = media_files.named_by(files, slots[chosen])
+            self._media[name] = media_files.SavedMedia(table.media, found.folders, found.manifests, named)
 
     def _divide(self, name: str, table: Table, found: SavedTable) -> reshard.ShardDivision:
         whole = found.whole
@@ -517,6 +539,8 @@ class TableLoader:
             with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
                     slots = load_rows(table, found, division)
+                    if name in self._media:
+                        self._media[name].restore()
                 for stream in self._streams.get(name, {}).values():
                     stream.state.restore(slots, self._content(name, stream))
                 if found.whole.slots is not None:

@@ -100,6 +100,9 @@ def check_options(config: GearOptions) -> None:
     if config.shared_memory.keep and all(one.prompts is None for one in config.resolved_tables.values()):
         rule, remedy = "must not be true without a table with prompts", "give tables.<name>.prompts"
         Part("gear.shared_memory", config.shared_memory).refuse("keep", rule, remedy)
+    media = {str(config.resolved_tables[name].media) for name in config.sampled_tables}
+    if len(media) > 1 and config.pack is not None:
+        part.refuse("tables", "must have the same media in all tables of a mixture with gear.pack")
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
@@ -133,7 +136,7 @@ def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part)
     if table.data is not None:
         part.leave_out(
             "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age version "
-            "rate_limiter capacity_trajectories max_length num_envs schema",
+            "rate_limiter capacity_trajectories max_length num_envs schema media",
             f"together with {part.at}.data",
             "drop one",
         )
@@ -185,7 +188,7 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     part.need("max_length", "for a table on devices", _ON_HOST)
     when = "for a table on devices: it is a ring that evicts the oldest trajectories"
     part.admit("remove", ["fifo"], when, 'write "remove": "fifo"')
-    part.leave_out("writers max_age version rate_limiter", "for a table on devices", _ON_HOST)
+    part.leave_out("writers max_age version rate_limiter media", "for a table on devices", _ON_HOST)
     n = 1 if config.n_step is None else config.n_step.n
     if table.max_length == 1 and n > 1:
         remedy = (

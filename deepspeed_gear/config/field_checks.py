@@ -345,8 +345,8 @@ def _resolve(
     offset = field.offset
     if offset is None:  # a pack's columns stand where the token is predicted
         shifts = config.pack is not None and schema.role("token") is not None
-        follows = column is not None and column.rows == "T" and column.role not in ("token", *OF_EPISODES)
-        offset = int(shifts and follows)
+        stays = ("token", "media", *OF_EPISODES)
+        offset = int(shifts and column is not None and column.rows == "T" and column.role not in stays)
     estimate = None
     if derived in ESTIMATED:
         if config.advantage is None:

@@ -23,7 +23,7 @@ _OF_THE_RUN = (
     "verify_every count_draws exchange shared_memory"
 ).split()
 
-_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows")
+_ROOM = ("capacity_steps", "capacity_trajectories", "max_length", "num_envs", "rows", "media")
 
 
 class GearConfig(GearOptions):

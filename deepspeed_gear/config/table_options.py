@@ -19,6 +19,7 @@ from deepspeed_gear.config.types import (
     Positive,
     RangeConfig,
     Steps,
+    StoredDtype,
     Text,
     Timeout,
     Words,
@@ -202,9 +203,10 @@ class ColumnConfig(GearModel):
     """Shape of one row, without the time axis; not of an opaque column."""
     role: (
         Literal["observation", "next_observation", "action", "reward", "terminated", "truncated", "return"]
-        | Literal["length", "token", "loss_mask", "timestep", "return_to_go", "other"]
+        | Literal["length", "token", "loss_mask", "timestep", "return_to_go", "media", "other"]
     ) = "other"
-    """What it means to derived fields and to `as`; writers of environments fill timestep and return_to_go."""
+    """What it means to derived fields and to `as`; writers of environments fill timestep and return_to_go.
+    "media", int64: the number of the item (`media` of the table) that a step names, 0 where it names none."""
     rows: Literal["T", "T+1", "1"] = "T"
     """Rows of a trajectory of T steps: one a step, one more (observations), or one per trajectory."""
     late: Flag = False
@@ -233,6 +235,31 @@ class SchemaConfig(GearModel):
     def build(self) -> Schema:
         """Make the schema."""
         return Schema.from_json(self.model_dump(exclude_none=True))
+
+
+class MediaColumnConfig(GearModel):
+    """One quantity of an item of media, with any number of rows."""
+
+    dtype: StoredDtype
+    """Type of its elements."""
+    shape: list[Steps] = Field(default=[])
+    """Shape of one row."""
+    allow_nan: Flag = False
+    """As of a column of the table."""
+
+
+class MediaConfig(GearModel):
+    """Media, such as images, that steps name by the column of the role media; a node keeps equal ones once.
+
+    An item stays while a trajectory names it, and after that until others need its memory.
+    """
+
+    columns: Annotated[dict[Name, MediaColumnConfig], MinLen(1)]
+    """What an item consists of, by name."""
+    capacity_bytes: Count
+    """Memory for items on each node."""
+    page_bytes: Annotated[Int, Ge(512), Le(1 << 30)] = 1 << 16
+    """An item has whole pages of so many bytes, rounded up to a multiple of 8."""
 
 
 class TableConfig(GearModel):
@@ -277,6 +304,8 @@ class TableConfig(GearModel):
     prompts: PromptsConfig | None = None
     """The prompts of a table of groups, leased by rollout workers (`RolloutWorker`). null: processes add the
     groups that they choose."""
+    media: MediaConfig | None = None
+    """What the column of the role media names. null: there is no such column."""
     rate_limiter: RateLimiterConfig | None = None
     """When writers or samplers block. null: only for the first item."""
     placement: Literal["host", "device"] = "host"
@@ -318,4 +347,5 @@ DEFAULTS = {
     "version": defaults_of(VersionConfig),
     "group": defaults_of(GroupConfig),
     "prompts": defaults_of(PromptsConfig),
+    "media": defaults_of(MediaConfig),
 }

@@ -39,7 +39,7 @@ from deepspeed_gear.data.dataset_files import (
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, undo_on_error
+from deepspeed_gear.errors import DataError, SchemaError, undo_on_error
 from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import Column, Schema
@@ -90,6 +90,12 @@ class DatasetWriter:
         Cost: with `append`, reads and writes the bytes that are there once, a few MiB at a time.
         """
         arguments.one_of("schema", schema, Schema, "a Schema")
+        if (media := schema.role("media")) is not None:
+            rule, remedy = (
+                "must not have the role media in a data set",
+                "only tables with a capacity hold media",
+            )
+            raise SchemaError(f"column {media.name}", rule, None, remedy)
         self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})

@@ -22,6 +22,7 @@ from deepspeed_gear.config.table_options import (
 )
 from deepspeed_gear.config.types import defaults_of, dotted
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
@@ -34,7 +35,7 @@ from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.schema import Schema
+from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.eviction import policy_class
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
 from deepspeed_gear.store.prompt_ledger import PromptSpec
@@ -365,6 +366,26 @@ def prompt_spec_of(
     )
 
 
+def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
+    """Return the media of a table; ConfigError: it has no column of the role media, or no media for it."""
+    media, column, at = config.resolved_tables[name].media, schema.role("media"), f"gear.tables.{name}"
+    if media is None and column is not None:
+        raise ConfigError(f"{at}.media", f"must be given for the column {column.name} of the role media")
+    if media is None or column is None:
+        if media is not None:
+            rule, remedy = (
+                "must have a column of the role media",
+                "it holds the number of an item at its step",
+            )
+            raise ConfigError(f"{at}.schema", rule, None, remedy)
+        return None
+    size = -(-media.page_bytes // 8) * 8
+    columns = [
+        Column(one, of.dtype, tuple(of.shape), allow_nan=of.allow_nan) for one, of in media.columns.items()
+    ]
+    return MediaSpec(column.name, tuple(columns), max(1, media.capacity_bytes // size), size)
+
+
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
     """Return the retention of a table whose stores have a capacity of so many steps and trajectories."""
     table, at = config.resolved_tables[name], f"gear.tables.{name}"
@@ -458,6 +479,7 @@ def store_of(
         else None,
         whole_fields=tuple(field.name for field in fields if field.needs_episode) if is_sampled else (),
         normalized=tuple(dict.fromkeys(normalized)) if is_sampled and config.normalizes_online else (),
+        media=media_spec_of(config, name, schema),
     )
 
 

@@ -134,6 +134,7 @@ Selections = list[tuple[BatchStream, SelectionPart]]  # of one global batch: one
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
     groups, prompts, late = {}, {}, dict[str, dict[str, dict[str, int]]]()
+    media = {table.spec.name: table.media.statistics() for table in tables if table.media is not None}
     for table in tables:
         columns = table.schema.late_columns if table.spec.dataset is None else ()
         for column, claims in zip(columns, table.views.get("fill_claims", ()), strict=True):
@@ -156,6 +157,7 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
         **({"late": late} if late else {}),
         **({"groups": groups} if groups else {}),
         **({"prompts": prompts} if prompts else {}),
+        **({"media": media} if media else {}),
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
     }
 

@@ -16,7 +16,7 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import PackGatherer, read_opaque, steps_of
 from deepspeed_gear.batching.loss_weights import loss_weights
-from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackMedia, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, Prefixes, plan_packs
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import AdvantageConfig, LossConfig, PackConfig, RolloutConfig
@@ -31,6 +31,7 @@ from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.node_exchange import SpreadTrajectories
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import SlotRetention
 from deepspeed_gear.store.table import Table
 
@@ -64,6 +65,11 @@ class PackSettings:
     def token(self) -> str | None:
         """The name of the field with the tokens; None: there is none."""
         return next((f.name for f in self.fields if f.column is not None and f.column.role == "token"), None)
+
+    @property
+    def media(self) -> str | None:
+        """The name of the field with the numbers of media; None: there is none."""
+        return next((f.name for f in self.fields if f.column is not None and f.column.role == "media"), None)
 
     @property
     def predicts(self) -> bool:
@@ -186,21 +192,23 @@ class TablePart:
             return self._join(found)
         return np.unpackbits(self._join(np.packbits(found)), count=len(found)).astype(bool)
 
-    def leaders(self, ops: Ops, name: str, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Return the first trajectory of each one's item with as many first `rows`, at least 1, and equal
-        tokens in them. [n], int64. Collective over nodes, on one of which the trajectories of an item lie.
+    def leaders(self, ops: Ops, rows: np.ndarray, items: np.ndarray) -> np.ndarray:
+        """Return the first trajectory of each one's item with as many first `rows`, at least 1, with equal
+        tokens and media. [n], int64. Collective over nodes: the trajectories of an item lie on one.
         """
         own, rows, given = self._own, rows[self._own], (0, "T", torch.int64)
         records, begins = self.records.resolutions[torch.from_numpy(own)], np.cumsum(rows) - rows
         records[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
-        tokens = steps_of(ops, self.table.tensor(name), records, *given)
-        factors = 2 * (np.arange(len(tokens)) - begins.repeat(rows)) + 1
-        keys = items[own], rows, np.add.reduceat(tokens * factors * factors, begins)  # of equal tokens equal
+        known = [self.table.tensor(c.name) for c in self.table.schema if c.role in ("token", "media")]
+        tokens = np.array([steps_of(ops, column, records, *given) for column in known])
+        factors = 2 * (np.arange(tokens.shape[1]) - begins.repeat(rows)) + 1
+        sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)  # of equal tokens equal
+        keys = items[own], rows, sums
         _, first, number = np.unique(np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True)
         leader = first[number.reshape(-1)]
         records[:, Resolution.FIRST_ROW] = records[torch.from_numpy(leader), Resolution.FIRST_ROW]
-        others = steps_of(ops, self.table.tensor(name), records, *given)
-        is_equal = np.logical_and.reduceat(tokens == others, begins)
+        others = np.array([steps_of(ops, column, records, *given) for column in known])
+        is_equal = np.logical_and.reduceat((tokens == others).all(0), begins)
         return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
 
     def check_filled(self, name: str) -> None:
@@ -282,7 +290,7 @@ class RolloutData:
         rows = np.minimum(actions[np.searchsorted(actions, self.starts)] - self.starts, self.lengths - 1)
         of_tables = [np.nonzero(self.source == number)[0] for number in range(len(self.parts))]
         leaders = [
-            own[part.leaders(self.ops, token.name, rows[own] + 1, self.item[own])]
+            own[part.leaders(self.ops, rows[own] + 1, self.item[own])]
             for part, own in zip(self.parts, of_tables, strict=True)
         ]
         return Prefixes(rows, np.concatenate(leaders))
@@ -447,6 +455,10 @@ class RolloutData:
             spread = torch.from_numpy(shape.spread(packs.loss[1][index].astype(np.float32)))
             return spread.mul_(mask).to(device), int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
 
+        read_media: Callable[[], PackMedia] | None = None
+        if settings.media is not None:
+            numbers = tensors[settings.media][: max(shape.num_tokens - first, 0)]
+            read_media = partial(self._read_media, numbers.numpy())
         targets = tensors.pop(TARGETS, None)
         tensors.update(own_columns)
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
@@ -464,10 +476,33 @@ class RolloutData:
         how = self.session.divisor(), settings.reduce, settings.loss.by
         loss, weights = PackLoss(mask.to(device), weigh, *how), self._is_weight[own_at]
         source_of, item = torch.from_numpy(source), torch.from_numpy(self.item[at])
-        sources = PackSources(which, self.records[own_at], source_of, item, weights, fill, opaque)
+        sources = PackSources(which, self.records[own_at], source_of, item, weights, fill, opaque, read_media)
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
+
+    def _read_media(self, numbers: np.ndarray) -> PackMedia:
+        """Read the media that places name, from the stores of this node. [places], int64."""
+        place = np.flatnonzero(numbers)
+        every, item = np.unique(numbers[place], return_inverse=True)
+        rows = dict[int, dict[str, np.ndarray]]()
+        stores = [part.table.media for part in self.parts if part.table.media is not None]
+        for part in self.parts:
+            left = every[[number not in rows for number in every.tolist()]]
+            if part.table.media is not None and len(left):
+                rows.update(part.table.media.rows_of(left, part.table.lock))
+        if len(rows) < len(every):
+            rule, remedy = "must be read while its rollout batch is trained", "read micro.media in the loop"
+            raise StoreError("micro.media", rule, None, remedy)
+        device = self.settings.device
+        columns, counts = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        for column in stores[0].spec.columns:
+            parts = [rows[number][column.name] for number in every.tolist()]
+            counts[column.name] = torch.tensor([len(part) for part in parts], dtype=torch.int64)
+            whole = np.concatenate([np.empty((0, *column.shape), column.numpy_dtype), *parts])
+            columns[column.name] = as_tensor(whole, column.dtype).to(device, non_blocking=True)
+        at = torch.from_numpy(place).to(device)
+        return PackMedia(columns, counts, at, torch.from_numpy(item.reshape(-1)))
 
     def forward(self, packs: PackSequence, names: Sequence[str], write: Write) -> Iterator[MicroBatch]:
         """Yield this rank's packs to be filled with columns, which `write` takes; StoreError: one was not."""

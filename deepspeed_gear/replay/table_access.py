@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -66,13 +67,18 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             absent = int(numbers[slots < 0][0])
             raise StoreError(f"table {table.spec.name}: id", "must be stored", absent, remedy)
         found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
-    return [values(table, rows) for rows in found]
+        return [values(table, rows, nullcontext()) for rows in found]
 
 
-def values(table: Table, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows."""
+def values(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> dict[str, Any]:
+    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows.
+
+    Media by step, as `Media`; `lock` is the table's, unless it is held.
+    """
 
     def value(column: Column, rows: np.ndarray) -> Any:
+        if table.media is not None and column.role == "media":
+            return table.media.named(rows, lock)
         if column.is_opaque:
             return decode(rows, column, f"table {table.spec.name}: column {column.name}")
         return as_tensor(np.ascontiguousarray(rows).reshape(rows.shape), column.dtype)
@@ -171,7 +177,7 @@ def copy_items(
         first += len(part.rows)
         for record in part.records.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
-            trajectory = values(table, table.rows(slot))
+            trajectory = values(table, table.rows(slot), table.lock)
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
     if report is not None and given is not None and ids:

@@ -71,7 +71,7 @@ class Evictor:
                 continue
             if found == Refusal.SCATTERED and make_run(self.table, self.readers, num_rows):
                 continue
-            waiting = self._being_read()
+            waiting = self.being_read()
             if self.policy.evicts:
                 control, freed = self.table.control, self.table.slots[waiting, Slot.NUM_ROWS].sum()
                 has_rows = len(waiting) > 0 and control[Control.FREE_ROWS] + freed >= num_rows
@@ -93,7 +93,7 @@ class Evictor:
         steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
         return bool(held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps)
 
-    def _being_read(self) -> np.ndarray:
+    def being_read(self) -> np.ndarray:
         """Return the retired slots that are free as soon as no selection pins them, by age. [n], int64."""
         slots = self.table.extents.retired()
         return np.asarray(slots[self.table.views["retention"][slots, SlotRetention.OPEN] == 0])
@@ -105,13 +105,27 @@ class Evictor:
         """
         self.table.extents.end_abandoned()
         # Open ones are freed by their writers, which have not detected the eviction yet.
-        slots, prompts = self._being_read(), self.table.spec.prompts
+        slots, prompts = self.being_read(), self.table.spec.prompts
         free = slots[~self.readers.pinned(slots)].tolist() if len(slots) else []
         count = -(-len(free) // _PARTS) if prompts is not None and prompts.members else len(free)
         for slot in free[:count]:
             self.readers.forget(slot)
             self.table.extents.free(slot)
         return count == len(free)
+
+    def release(self, may_evict: bool = True) -> bool:
+        """Free retired slots, or else evict one; return whether a slot is free by that. Needs the lock."""
+        waiting = len(self.being_read())
+        self.free_retired()
+        if len(self.being_read()) < waiting:
+            return True
+        may_evict &= self.policy.evicts and not self.table.control[Control.SELECTING]
+        victim = self.policy.victim(self.table, self.readers) if may_evict else -1
+        if victim < 0:
+            return False
+        self.table.evict(np.array([victim]))
+        self.free_retired()
+        return bool(self.table.slots[victim, Slot.STATE] == SlotState.FREE)
 
     def wait(self, refusal: int, num_steps: int, until: float) -> None:
         """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time; StoreFullError:

@@ -67,6 +67,28 @@ class FillClaim:
     NUM_WORDS: Final = 3
 
 
+class MediaPage:
+    """Words of a page of media; of an item's first page also those from NUMBER on."""
+
+    STATE: Final = 0  # a PageState
+    NEXT: Final = 1  # the item's next page, plus 1; 0: it is the last one
+    NUMBER: Final = 2  # of the item
+    NUM_BYTES: Final = 3
+    OWNER: Final = 4  # index of the process that writes it
+    AGE: Final = 5  # grows with each addition
+    DIGEST: Final = 6  # SHA-256 of the content, 4 words
+    NUM_WORDS: Final = 10
+
+
+class PageState:
+    """States of a page of media."""
+
+    FREE: Final = 0
+    WRITING: Final = 1  # first page of an item that a process writes
+    WHOLE: Final = 2  # first page of an item
+    FOLLOWING: Final = 3  # another page of an item
+
+
 class SlotLink:
     """Neighbours of a slot in the lists by address and by age."""
 

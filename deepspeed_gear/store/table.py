@@ -22,6 +22,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
@@ -89,6 +90,10 @@ class Table:
             self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
+        self.media: MediaPages | None = None
+        if spec.media is not None:
+            both = self.columns[spec.media.column], self.arrivals[spec.media.column]
+            self.media = MediaPages(spec.name, spec.media, memory, views, *both)
         self.groups: TableGroups | None = None
         self.ledger: PromptLedger | None = None
         if spec.group is not None:
@@ -343,6 +348,8 @@ class Table:
                 self.ledger.recover(self.extents.retire)
             if self.groups is not None:
                 self.groups.recover()
+            if self.media is not None:
+                self.media.recover()
         for recover in self.recoveries:
             recover()
 

@@ -10,13 +10,22 @@ from pydantic import TypeAdapter
 
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.group_spec import GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.memory_layout import Layout, Region
 from deepspeed_gear.store.prompt_ledger import PromptSpec
-from deepspeed_gear.store.records import Control, FillClaim, MomentHead, Peer, SlotLink, SlotRetention
+from deepspeed_gear.store.records import (
+    Control,
+    FillClaim,
+    MediaPage,
+    MomentHead,
+    Peer,
+    SlotLink,
+    SlotRetention,
+)
 from deepspeed_gear.store.retention import UNLIMITED, Retention
 
 STALE_BINS = 48  # of lengths of dropped trajectories: powers of two
@@ -57,6 +66,7 @@ class TableSpec:
     prompts: PromptSpec | None = None  # what rollout workers lease; None: processes add what they like
     whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
+    media: MediaSpec | None = None  # what the column of the role media names; None: there is none
 
     @property
     def own_shard(self) -> Shard:
@@ -146,6 +156,10 @@ class TableSpec:
             ]
         if self.prompts is not None:
             regions += self.prompts.regions()
+        if self.media is not None:
+            pages, size = self.media.num_pages, self.media.page_bytes
+            regions.append(Region("media_pages", "int64", (pages, MediaPage.NUM_WORDS)))
+            regions.append(Region("media", "uint8", (pages, size)))
         if self.in_memory:
             columns = [column for column in self.schema if column.name not in self.compressed]
             regions += [self._region("column", column, self.num_slots, self.num_rows) for column in columns]

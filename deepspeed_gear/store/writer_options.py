@@ -12,7 +12,8 @@ from typing import Any
 
 from deepspeed_gear.schema import Schema
 
-OBJECTS = ("rate_limiter", "version", "group", "prompts")  # options of a table that have options of their own
+# Options of a table that have options of their own.
+OBJECTS = ("rate_limiter", "version", "group", "prompts", "media")
 
 
 def with_schema(options: Mapping[str, Any], schema: Schema) -> dict[str, Any]:
@@ -25,6 +26,9 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
     """Return a writer's options, JSON-able, in one form for equal configs; `table` with its full schema."""
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
+    if isinstance(media := kept.get("media"), Mapping):
+        columns = {one: {"shape": [], "allow_nan": False, **of} for one, of in media["columns"].items()}
+        kept["media"] = {**media, "columns": columns}
     found: dict[str, Any] = _plain({"seed": seed, "tables": {name: kept}})
     return found
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, StoreError, undo_on_error
+from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
 from deepspeed_gear.store.table import Table
@@ -48,7 +49,7 @@ class Inserter:
     ) -> None:
         self.table, self.timeout_s = table, context.timeout_s
         self.max_length, self._checks, self._committed = max_length, checks, committed
-        self.evictor = Evictor(table, context, samples)
+        self._samples, self.evictor = samples, Evictor(table, context, samples)
         self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
         self._columns = frozenset(self._names)
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
@@ -78,7 +79,7 @@ class Inserter:
         compacts = is_plain and ahead is not None and spec.spare_rows > 0 and not spec.return_to_go
         self._store.set_compaction(compacts, spec.spare_rows, ahead or [])
         evicts = code != EvictionCode.BY_CALLER
-        self._adds_natively = evicts and committed is None and not spec.return_to_go
+        self._adds_natively = evicts and committed is None and not (spec.return_to_go or spec.media)
 
     def vector_options(self) -> dict[str, Any]:
         """Return `set_store`'s arguments. `whole`: checked whole trajectories may be stored; `begins`: first
@@ -88,7 +89,7 @@ class Inserter:
             "of_store": self._address,
             "most": self.max_length or 0,
             "whole": self._adds_natively and not self._checks,
-            "begins": not self._checks and self._committed is None and self.table.ledger is None,
+            "begins": not (self._checks or self._committed or self.table.ledger or self.table.media),
             "timeout": self.timeout_s,
         }
 
@@ -117,14 +118,22 @@ class Inserter:
             added = self._add_stored_form(trajectory)
             if added is not None:
                 return added
-        columns, num_steps, present = self.checked(trajectory)
+        items = dict[int, MediaItem]()
+        columns, num_steps, present = self.checked(trajectory, items)
         # None also for an array without a buffer of the stored form, such as bfloat16 without steps.
         added = self._add_natively(columns, num_steps) if self._adds_natively and not self._late else None
-        return self._add_plainly(columns, num_steps, present) if added is None else added
+        return self._add_plainly(columns, num_steps, present, items) if added is None else added
 
-    def checked(self, trajectory: Mapping[str, Any]) -> tuple[list[np.ndarray], int, int]:
-        """Return stored columns, number of steps, bits of late columns. Raises as `add`, except for NaN."""
+    def checked(
+        self, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
+    ) -> tuple[list[np.ndarray], int, int]:
+        """Return stored columns, number of steps, bits of late columns; its media are added to `items`.
+
+        Raises as `add`, except for NaN.
+        """
         trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
+        if self.table.spec.media is not None:
+            trajectory = self.table.spec.media.take(self._name, self.table.spec.schema, trajectory, items)
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
         self.check_length(num_steps)
         self.check(arrays)
@@ -191,11 +200,34 @@ class Inserter:
         arrays = {name: np.asarray(column) for name, column in zip(self._names, columns, strict=True)}
         check_finite(self._name, self.table.spec.schema, arrays)
 
-    def _add_plainly(self, columns: list[np.ndarray], num_steps: int, present: int = 0) -> int:
+    def add_media(self, groups: Sequence[list[np.ndarray]], items: Mapping[int, MediaItem]) -> None:
+        """Add the media that written, reserved rows name; raises as `MediaPages.add`."""
+        media, until = self.table.media, time.monotonic() + self.timeout_s
+        while media is not None:
+            at = self._names.index(media.spec.column)
+            named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
+            try:
+                media.add(items, named, self.table.lock, self.evictor.release)
+                return
+            except StoreFullError:
+                with self.table.lock:
+                    is_read = len(self.evictor.being_read()) > 0
+                if self._samples or not is_read:
+                    raise
+            self.evictor.wait(Refusal.PINNED, 0, until)
+
+    def _add_plainly(
+        self,
+        columns: list[np.ndarray],
+        num_steps: int,
+        present: int = 0,
+        items: Mapping[int, MediaItem] | None = None,
+    ) -> int:
         self.check_finite(columns)
         slot = self.reserve(num_steps)
         try:
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))
+            self.add_media([columns], items or {})
         except BaseException:
             with self.table.lock:
                 self.table.extents.free(slot)
@@ -231,6 +263,12 @@ class Inserter:
 
     def publish(self, slot: int, num_steps: int) -> int:
         """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the lock."""
+        if self.table.media is not None:
+            rule, remedy = (
+                "has media: its trajectories must be added whole",
+                "leave out flush() and publishing",
+            )
+            raise StoreError(self._name, rule, None, remedy)
         self.table.extents.open(slot, num_steps)
         return self._commit(slot)
 

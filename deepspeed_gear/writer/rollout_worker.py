@@ -13,6 +13,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
+from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.errors import ConfigError, DataError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.process_bound import ProcessBound
@@ -188,7 +189,8 @@ class RolloutWorker(ProcessBound):
     def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
         """Add the group of a lease, as `Lease.commit`."""
         self._writer.check_goes_on()
-        checked, table, names = self._checked(lease, trajectories), self._table, self._table.spec.schema.names
+        items, table, names = dict[int, MediaItem](), self._table, self._table.spec.schema.names
+        checked = self._checked(lease, trajectories, items)
         slots, ids, version = list[int](), list[int](), lease.version
 
         def publish() -> None:
@@ -200,6 +202,7 @@ class RolloutWorker(ProcessBound):
             for columns, num_steps, _ in checked:
                 slots.append(self._inserter.reserve(num_steps, leased=True))
                 table.write(slots[-1], dict(zip(names, columns, strict=True)))
+            self._inserter.add_media([columns for columns, _, _ in checked], items)
             with table.lock:
                 self._ledger.commit(lease, publish, len(slots))
         except BaseException:
@@ -212,13 +215,14 @@ class RolloutWorker(ProcessBound):
         return ids
 
     def _checked(
-        self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]
+        self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]], items: dict[int, MediaItem]
     ) -> list[tuple[list[np.ndarray], int, int]]:
         """Check the trajectories of a group: columns in their stored form, steps, bits of late columns."""
         group, names = self._table.spec.group, self._table.spec.schema.names
         assert group is not None
         given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
-        checked = [self._inserter.checked({group.column: np.int64(lease.number), **one}) for one in given]
+        number = np.int64(lease.number)
+        checked = [self._inserter.checked({group.column: number, **one}, items) for one in given]
         name, column = f"{self._name}: the group of prompt {lease.number}", names.index(group.column)
         for columns, _, _ in checked:
             self._inserter.check_finite(columns)

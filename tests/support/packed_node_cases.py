@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from gear_support import prefix
 
-from deepspeed_gear import DatasetWriter, FillWorker, MicroBatch, Replay, Schema
+from deepspeed_gear import DatasetWriter, FillWorker, Media, MicroBatch, Replay, Schema
+from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 from deepspeed_gear.replay.rollout import TrainStep
@@ -51,6 +52,23 @@ def response(number: int) -> dict[str, Any]:
         "sample": np.int32(number % GROUP // 2),
         "reward": np.float32(words.integers(0, 3)),
     }
+
+
+MEDIA = {"columns": {"patches": {"dtype": "float32", "shape": [2]}}, "capacity_bytes": 64 << 10}
+MEDIA["page_bytes"] = 512
+
+
+def images(group: int, length: int) -> dict[int, Media]:
+    """Return the media of a trajectory of a group: one of the group, and one of every third group."""
+    first, second = (
+        Media(patches=np.full((n % 5 * 30 + 1, 2), n, np.float32)) for n in (group, 100 + group % 3)
+    )
+    return {0: first, length - 1: second}
+
+
+def items(group: int, length: int) -> list[MediaItem]:
+    columns = tuple(Schema.from_json(MEDIA).columns)
+    return [media.item("", columns) for media in images(group, length).values()]
 
 
 def write_data(path: Path, count: int = COUNT, first: int = 0) -> str:
@@ -115,6 +133,7 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "by_table": {"again": {"kind": "top_k", "unit": "group"}},
     }
     prompts = table(group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1})
+    seen = {"media": MEDIA, "schema": {"columns": {**COLUMNS, "image": {"dtype": "int64", "role": "media"}}}}
     late = {**COLUMNS, **LATE, "ref": {"dtype": "float32", "late": True}}
     staged = {"group": {**group, "needs": ["reward", "ref"]}, "writers": 2}
     staged |= {name: prompts[name] for name in ("max_times_sampled", "prompts")}
@@ -130,7 +149,10 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "prompts": {"section": groups("fifo", token, main=prompts), "resumes": True},
         "stages": {"section": groups("fifo", token, main=table(late, **staged)), "resumes": True},
         "again": {
-            "section": {**again, "tables": {"main": prompts, "again": table(group=group)}},
+            "section": {
+                **again,
+                "tables": {"main": {**prompts, **seen}, "again": {**table(group=group), **seen}},
+            },
             "resumes": True,
         },
         "tokens": {"section": section(**capacity, rollout=by_tokens), "resumes": True},
@@ -171,6 +193,8 @@ def fill(replay: Replay) -> None:
         with replay.rollout_worker() as worker:
             for lease in worker.lease(COUNT, timeout_s=0)[::-1]:
                 members = [response(lease.number * GROUP + member) for member in range(GROUP)]
+                for one in members if store.media is not None else []:
+                    one["image"] = images(lease.number, len(one["tokens"]))
                 for one in members if late else []:
                     del one["reward"]
                 lease.commit(members)
@@ -259,6 +283,11 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
     for tensor in (micro.targets, micro.loss_mask, micro.weight / divisor, micro.is_weight):
         assert tensor is not None
         digest.update(tensor.contiguous().numpy().tobytes())
+    if "image" in micro:
+        for rows in micro.media.per_place().values():
+            digest.update(rows.numpy().tobytes())
+        for group, step in zip(micro["prompt"].tolist(), micro.lengths.tolist(), strict=True):
+            assert set(micro["image"][0].tolist()) >= {one.number for one in items(group, step)}
     opaque = micro.opaque("note") if "note" in micro._sources.opaque else None
     assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
     numbers, rows = micro["number"].tolist(), [int(micro["tokens"].numel()), int(micro.loss_mask.sum())]

@@ -31,7 +31,7 @@ BATCH = f"""{MAPPING}
     trajectory_id tree valid"""
 MICRO_BATCH = f"""{MAPPING}
     block_mask cu_seqlens fill fraction group index is_weight lengths loss_mask mask_mod max_seqlen
-    model_inputs num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets
+    media model_inputs num_tokens num_trajectories opaque per_sequence position_ids sequence sum targets
     trajectory_id weight"""
 ROLLOUT = """
     advantages close column columns forward group lengths num_items num_tokens num_trajectories number set

@@ -178,7 +178,7 @@ class RowExchange:
         transport: DeviceTransport | None = None,
     ) -> None:
         self.channel, self._transport = channel, transport
-        self._table, self._ops = table, table.ops
+        self.table, self._ops = table, table.ops
         self._rows, self._slots = rows, slots
         reads = [read for need in needs for read in need.reads]
         self._n_step: NStepReturns | None = None
@@ -190,6 +190,7 @@ class RowExchange:
         self.takes_own = not table.gathers_own_rows
         row_bytes = {column.name: column.row_bytes for column in table.schema} | {RETURN_TO_GO: 4}
         layout = layout_of(needs, row_bytes)
+        self.names = layout.names
         self._layout = layout.windows, layout.members, layout.columns
         self._held = [_flat(table.columns[name]) for name in layout.names]
         self._arrivals = [_flat(table.arrivals[name]) for name in layout.names]
@@ -262,14 +263,14 @@ class RowExchange:
         first_row = self._rows[0] + entry * self._rows[1] + used[0]
         first_slot = self._slots[0] + entry * self._slots[1] + used[1]
         free = self._rows[1] - used[0], self._slots[1] - used[1]
-        bounds = (first_row, free[0], first_slot, free[1], *self._table.first_arrival)
+        bounds = (first_row, free[0], first_slot, free[1], *self.table.first_arrival)
         samples = [torch.from_numpy(words) for words in received], which, incoming, *self._layout, self._heads
         self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, bounds)
         num_rows, num_trajectories = self._needed_words
         if num_rows > free[0] or num_trajectories > free[1]:
             rule = f"must fit into {free[0]} rows and {free[1]} slots"
             given, remedy = f"{num_rows} and {num_trajectories}", "this is a fault of gear: please report it"
-            raise StoreError(f"table {self._table.spec.name}: arrivals", rule, given, remedy)
+            raise StoreError(f"table {self.table.spec.name}: arrivals", rule, given, remedy)
 
 
 def _flat(rows: np.ndarray) -> torch.Tensor:

@@ -5,16 +5,20 @@ Pure: every rank computes the same from records and packing plan, so no message 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
-from deepspeed_gear.distributed.node_channel import NO_WORDS
+from deepspeed_gear.context import Context
+from deepspeed_gear.data.media import MediaItem
+from deepspeed_gear.distributed.node_channel import NO_WORDS, message_of
 from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.distributed.sharded_selection import StatusMessage
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.store.eviction import Evictor
 
 _SLOT = (1 << SHARD_BITS) - 1
 
@@ -107,6 +111,9 @@ class TrajectoryExchange:
 
     def __init__(self, rows: RowExchange) -> None:
         self._rows, self._number = rows, 0
+        self._evictor: Evictor | None = None  # of a table whose media are exchanged
+        if (media := rows.table.media) is not None and media.spec.column in rows.names:
+            self._evictor = Evictor(rows.table, Context(timeout_s=rows.table.lock.timeout_s))
 
     def send(self, moves: Moves) -> None:
         """Exchange rows; collective over the leaders. PeerError: another one does not exchange in this step;
@@ -129,3 +136,37 @@ class TrajectoryExchange:
             places = torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64)  # as `moves` has them
             incoming, sizes = torch.from_numpy(moves.incoming), [len(status)] * channel.count
             self._rows.fill(0, places, torch.arange(count), incoming, received, sizes, moves.used)
+            items, named = ({}, []) if self._evictor is None else self._fetch_media(places, moves.incoming)
+        if self._evictor is not None and self._rows.table.media is not None:
+            release = partial(self._evictor.release, may_evict=False)
+            self._rows.table.media.add(items, np.array(named, np.int64), self._rows.table.lock, release)
+
+    def _fetch_media(
+        self, places: torch.Tensor, incoming: np.ndarray
+    ) -> tuple[dict[int, MediaItem], list[int]]:
+        """Return what rows from other nodes name and this node lacks, by number, and all that they name.
+
+        Two exchanges: numbers, asked of the node that a trajectory comes from, then their contents.
+        """
+        table, channel, asked = self._rows.table, self._rows.channel, dict[int, int]()
+        assert table.media is not None
+        rows, first = table.arrivals[table.media.spec.column], table.first_arrival[0]
+        begins = places[:, Resolution.FIRST_ROW].numpy() - first
+        for sender, begin, steps in zip(
+            incoming[:, RowSample.PEER].tolist(), begins, incoming[:, RowSample.NUM_STEPS], strict=True
+        ):
+            numbers = rows[begin : begin + steps]
+            asked.update(dict.fromkeys(numbers[numbers != 0].tolist(), sender))
+        named = list(asked)
+        with table.lock:
+            lacking = table.media.find(np.array(named, np.int64)) < 0
+        wanted = [(asked[number], number) for number, lacks in zip(named, lacking, strict=True) if lacks]
+        every, node = channel.gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
+        messages = []
+        for to in range(channel.count):
+            numbers = every[(node == to) & (every[:, 0] == channel.index), 1]
+            messages.append(message_of(table.media.sent(numbers, table.lock).view(np.int64)))
+        received = channel.begin(messages)()
+        name = f"table {table.spec.name}"
+        found = (table.media.spec.received(name, words.view(np.uint8)) for words in received)
+        return {item.number: item for items in found for item in items}, named

@@ -1,0 +1,131 @@
+"""Media of a checkpoint: pages of what the trajectories of a store name, in segments, linked if unchanged.
+
+A save has the words of all pages of the store, those that are not saved being 0, and by segment of pages the
+bytes of the saved ones. A load adds the items that its trajectories name, from whichever shard has them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.data.media import MediaItem
+from deepspeed_gear.errors import CheckpointError, StoreFullError
+from deepspeed_gear.ops.records import Slot
+from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.media_pages import MediaPages, chain, inside
+from deepspeed_gear.store.records import MediaPage, PageState
+
+WORDS, KIND = "media_pages.npy", "media"
+_SEGMENTS, _LEAST_BYTES = 256, 4 << 20
+Files = dict[str, tuple[Column, list[np.ndarray]]]  # parts, by name
+
+
+def saved(media: MediaPages) -> tuple[np.ndarray, dict[str, Any], Files]:
+    """Return the words of the pages of a store, their description for the manifest, and the files of their
+    bytes. Requires the lock.
+    """
+    heads = media.find(media.needed())
+    heads = heads[heads >= 0]
+    owner, order = np.full(len(media.words), -1), np.zeros(len(media.words), np.int64)
+    for head in heads.tolist():
+        pages = chain(media.words, head)
+        owner[pages], order[pages] = head, np.arange(len(pages))
+    used = np.flatnonzero(owner >= 0)
+    words = np.zeros_like(media.words)
+    words[used] = media.words[used]
+    words[:, [MediaPage.OWNER, MediaPage.AGE]] = 0
+    # What the bytes of a page follow from: its item, and its place in it.
+    keys = np.column_stack([used, words[owner[used], MediaPage.DIGEST :], order[used]])
+    page = Column("page", "uint8", (media.spec.page_bytes,))
+    size = max(-(-len(words) // _SEGMENTS), _LEAST_BYTES // media.spec.page_bytes, 1)
+    numbers, begins = np.unique(used // size, return_index=True)
+    segments, files = dict[str, str](), Files()
+    for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(used)], strict=False):
+        segments[f"{number:06d}"] = hashlib.sha256(keys[first:end].astype("<i8").tobytes()).hexdigest()
+        files[file_of(f"{number:06d}")] = page, [media.bytes[used[first:end]]]
+    columns = Schema(media.spec.columns).to_json()["columns"]
+    return words, {"columns": columns, "pages": size, "segments": segments}, files
+
+
+def file_of(segment: str) -> str:
+    return f"{KIND}.{segment}.npy"
+
+
+class SavedMedia:
+    """The media of a checkpoint that the trajectories of one store name."""
+
+    def __init__(
+        self, media: MediaPages, folders: list[Path], manifests: list[dict[str, Any]], named: np.ndarray
+    ) -> None:
+        """Check that all `named` items are there, [n], int64, and fit; nothing changes."""
+        self._media, self._folders, self._manifests = media, folders, manifests
+        self._named, self._at = named, str(folders[0])
+        self._words = list[np.ndarray]()
+        self._found: dict[int, tuple[int, int]] = {}  # shard and first page
+        self._opened: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # by shard and segment
+        for shard, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
+            at = str(folder / save_folders.MANIFEST)
+            given = save_folders.entry(manifest, KIND, dict, at)
+            if given.get("columns") != Schema(media.spec.columns).to_json()["columns"]:
+                raise CheckpointError(at, f"must have the media {media.spec.columns}", given.get("columns"))
+            words = _loaded(folder / WORDS, manifest["files"])
+            self._words.append(words)
+            heads = np.flatnonzero(words[:, MediaPage.STATE] == PageState.WHOLE)
+            self._found.update((int(words[head, MediaPage.NUMBER]), (shard, int(head))) for head in heads)
+        missing = [number for number in named.tolist() if number not in self._found]
+        if missing:
+            rule = "must hold the media that its trajectories name"
+            raise CheckpointError(self._at, rule, missing[0], save_folders.ANOTHER)
+        size = media.spec.page_bytes
+        places = [self._found[number] for number in named.tolist()]
+        sizes = [self._words[shard][head, MediaPage.NUM_BYTES] for shard, head in places]
+        pages = int(sum(-(-int(one) // size) for one in sizes))
+        if pages > len(media.words):
+            rule = f"must have room for the {pages} pages of the checkpoint"
+            raise StoreFullError(media.name, rule, len(media.words), "raise media.capacity_bytes")
+        for shard, head in places:
+            for page in chain(self._words[shard], head):
+                self._open(shard, page)
+
+    def _open(self, shard: int, page: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the numbers of the pages of a segment, and their bytes in a file, which is checked once."""
+        segment = page // save_folders.entry(self._manifests[shard][KIND], "pages", int, self._at, 1)
+        if (shard, segment) not in self._opened:
+            size = int(self._manifests[shard][KIND]["pages"])
+            pages = np.flatnonzero(self._words[shard][:, MediaPage.STATE] != PageState.FREE)
+            data = _loaded(self._folders[shard] / file_of(f"{segment:06d}"), self._manifests[shard]["files"])
+            self._opened[shard, segment] = pages[pages // size == segment], data
+        return self._opened[shard, segment]
+
+    def restore(self) -> None:
+        """Add the items; their trajectories are in the store. Requires the lock."""
+        for number in self._named.tolist():
+            shard, head = self._found[number]
+            words, parts = self._words[shard], list[np.ndarray]()
+            for page in chain(words, head):
+                pages, data = self._open(shard, page)
+                parts.append(data[np.searchsorted(pages, page)])
+            content = np.concatenate(parts)[: int(words[head, MediaPage.NUM_BYTES])]
+            item = MediaItem(number, words[head, MediaPage.DIGEST :], content)
+            self._media.add({number: item}, np.array([number]), nullcontext(), lambda: False)
+
+
+def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:
+    """Return the numbers in the rows of trajectories, whose first rows count file after file. [n], int64."""
+    rows = np.concatenate([np.zeros(0, np.int64), *files])
+    named = np.flatnonzero(rows)
+    return np.unique(rows[named[inside(named, records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]])
+
+
+def _loaded(path: Path, digests: Mapping[str, str]) -> np.ndarray:
+    digest = save_folders.entry(digests, path.name, str, str(path.parent / save_folders.MANIFEST))
+    is_readable = CheckpointError.on(str(path), "must be readable", OSError)
+    with is_readable, save_folders.open_checked(path, digest) as file:
+        return np.asarray(np.load(save_folders.link_of(file), mmap_mode="r"))

@@ -1,0 +1,159 @@
+"""Media: rows of their own number, such as the patches of an image, which steps name by their content."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
+from deepspeed_gear.errors import DataError
+from deepspeed_gear.schema import Column, Schema
+
+SENT = ".media"  # what a remote writer sends beside the columns; no column's name begins with a dot
+_WORD = 8  # arrays begin at multiples of so many bytes
+
+
+class MediaItem(NamedTuple):
+    number: int  # 63 bits of the digest, not 0: what a step of a trajectory holds
+    digest: np.ndarray  # SHA-256 of the bytes. [4], int64
+    #: Rows of each column, int64, then the columns' rows in C order, each padded to words. [bytes], uint8.
+    content: np.ndarray
+
+
+class Media:
+    """What a trajectory names at one step, such as an image: rows of the table's media columns.
+
+    `{"image": {17: Media(pixel_values=patches, image_grid_thw=[[1, 14, 14]])}}` in place of a column of the
+    role media: the token at step 17 stands for the image. A store keeps equal content once. One object may be
+    in many trajectories, and is encoded once.
+
+    Args:
+        **columns: Column -> [rows, *shape], any number of rows; those that are left out have none.
+    """
+
+    def __init__(self, **columns: Any) -> None:
+        self.columns = columns
+        self._encoded: dict[tuple[Column, ...], MediaItem] = {}
+
+    def __repr__(self) -> str:
+        return f"Media({', '.join(f'{name}: {len(rows)} rows' for name, rows in self.columns.items())})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have equal columns, rows and values."""
+        if not isinstance(other, Media) or self.columns.keys() != other.columns.keys():
+            return False
+        pairs = ((np.asarray(self.columns[name]), np.asarray(other.columns[name])) for name in self.columns)
+        return all(np.array_equal(own, rows) for own, rows in pairs)
+
+    def item(self, name: str, columns: tuple[Column, ...]) -> MediaItem:
+        """Return its content as the media columns of a table store it; DataError: it does not fit them."""
+        if columns not in self._encoded:
+            known = {column.name: column for column in columns}
+            for odd in sorted(self.columns.keys() - known.keys()):
+                raise DataError(f"{name}: {odd}", f"must be one of the media columns {', '.join(known)}")
+            rows = {one: as_stored(value, known[one], name) for one, value in self.columns.items()}
+            check_finite(name, columns, rows, "row {}".format)
+            if not any(map(len, rows.values())):
+                raise DataError(name, "must have at least one row")
+            self._encoded[columns] = _item([rows.get(column.name, ()) for column in columns])
+        return self._encoded[columns]
+
+
+@dataclass(frozen=True)
+class MediaSpec:
+    """The media of a table: their columns, and the memory for them in a store."""
+
+    column: str  # the column of the role media: at each step the number of an item, or 0
+    columns: tuple[Column, ...]
+    num_pages: int = 0
+    page_bytes: int = 0
+
+    @classmethod
+    def of_json(cls, schema: Schema, columns: Mapping[str, Any] | None) -> MediaSpec | None:
+        """Return the media of a table of another machine, without memory; None: it has none."""
+        column = schema.role("media")
+        if column is None or columns is None:
+            return None
+        return cls(column.name, Schema.from_json(columns).columns)
+
+    def take(
+        self, name: str, schema: Schema, trajectory: Mapping[str, Any], items: dict[int, MediaItem]
+    ) -> dict[str, Any]:
+        """Return a flat trajectory with numbers in place of its media, whose items are added to `items`.
+
+        Raises:
+            DataError: A step or item does not fit.
+        """
+        taken = dict(trajectory)
+        if SENT in taken:
+            items.update((item.number, item) for item in self.received(name, taken.pop(SENT)))
+        given = taken.get(self.column, {})
+        if not isinstance(given, Mapping):
+            return taken
+        measured = next(c for c in schema.step_columns if c.name != self.column)
+        rows: Any = taken.get(measured.name)
+        steps = max(0, len(rows) - int(measured.rows == "T+1")) if hasattr(rows, "__len__") else 0
+        numbers, at = np.zeros(steps, np.int64), f"{name}: column {self.column}"
+        for step, media in given.items():
+            if not isinstance(step, (int, np.integer)) or not 0 <= step < steps:
+                raise DataError(at, f"must have steps in [0, {steps}) as keys", step)
+            if not isinstance(media, Media):
+                raise DataError(f"{at}: step {step}", "must be a Media", type(media).__name__)
+            item = media.item(f"{at}: step {step}", self.columns)
+            numbers[step] = item.number
+            items[item.number] = item
+        taken[self.column] = numbers
+        return taken
+
+    def send(self, contents: Iterable[np.ndarray]) -> np.ndarray:
+        """Return items as bytes: the length of each, int64, and its content. [bytes], uint8."""
+        parts = [(np.array([len(content)]).view(np.uint8), content) for content in contents]
+        return np.concatenate([np.zeros(0, np.uint8), *(part for both in parts for part in both)])
+
+    def received(self, name: str, sent: np.ndarray) -> Iterator[MediaItem]:
+        """Yield the items of `send`, whose numbers are computed anew; DataError: a length does not fit."""
+        at = 0
+        while at < len(sent):
+            length = int(sent[at : at + _WORD].view(np.int64)[0]) if at + _WORD <= len(sent) else -1
+            content, at = sent[at + _WORD : at + _WORD + length], at + _WORD + length
+            words = _WORD * len(self.columns)
+            counts = content[:words].view(np.int64) if words <= length == len(content) else np.array([-1])
+            sizes = [int(n) * c.row_bytes for n, c in zip(counts, self.columns, strict=False)]
+            if counts.min() < 0 or counts.max() == 0 or words + sum(map(_padded, sizes)) != length:
+                raise DataError(f"{name}: media", "must be the rows of its columns", f"{length} bytes")
+            yield _of_content(content)
+
+    def rows(self, content: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the rows of each column of an item's content, as views. [rows, *shape]."""
+        at, found = _WORD * len(self.columns), {}
+        for column, count in zip(self.columns, content[:at].view(np.int64).tolist(), strict=True):
+            size = count * column.row_bytes
+            flat = content[at : at + size].view(column.numpy_dtype)
+            found[column.name] = flat.reshape(count, *column.shape)
+            at += _padded(size)
+        return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _WORD) * _WORD
+
+
+def _item(rows: list[Any]) -> MediaItem:
+    """Return the item of the stored rows of each column."""
+    content = np.zeros(_WORD * len(rows) + sum(_padded(np.asarray(part).nbytes) for part in rows), np.uint8)
+    content[: _WORD * len(rows)] = np.array([len(part) for part in rows], np.int64).view(np.uint8)
+    at = _WORD * len(rows)
+    for part in rows:
+        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+        content[at : at + len(flat)] = flat
+        at += _padded(len(flat))
+    return _of_content(content)
+
+
+def _of_content(content: np.ndarray) -> MediaItem:
+    digest = np.frombuffer(hashlib.sha256(content.data).digest(), np.int64)
+    return MediaItem(int(digest[0]) & ((1 << 63) - 1) or 1, digest, content)
