@@ -375,6 +375,7 @@ class Gateway:
         if len(client) > _MOST_CLIENT:
             raise StoreError("remote writer", f"must have a name of at most {_MOST_CLIENT} characters")
         self.sessions.open(client, float(header.get("grace_s", gateway_messages.SESSION_S)))
+        media = self._writer.parts[0].spec.media
         return {
             **self.sessions.hello,
             "gateway": self._id,
@@ -383,6 +384,7 @@ class Gateway:
             "max_length": self._writer.max_length,
             "whole_fields": self._writer.limit.whole_fields,
             "max_message_bytes": self._max_message_bytes,
+            "media": media and Schema(media.columns).to_json(),
         }
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 A call is a unary call of gRPC whose request and answer are bytes: no protobuf, no generated code.
 
-A record batch has a row per trajectory: its number, and of each column its bytes in C order as
-`large_binary`. Bytes, as in a store: bfloat16, bool and shapes need no types of Arrow's, and nothing is
-converted.
+A record batch has a row per trajectory: its number, of each column its bytes in C order as `large_binary`,
+and in a table with media the items that it names (`MediaSpec.send`). Bytes, as in a store: bfloat16, bool and
+shapes need no types of Arrow's, and nothing is converted.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import pyarrow as pa
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
+from deepspeed_gear.data.media import SENT
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
-VERSION = 4  # 1 was Arrow Flight; 2 had a call "ask"; 3 had no leases
+VERSION = 5  # 1 was Arrow Flight; 2 had a call "ask"; 3 had no leases; 4 had no media
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
@@ -46,10 +47,14 @@ def trajectory_bytes(arrays: Arrays) -> int:
 def encode(schema: Schema, trajectories: Sequence[tuple[int, Arrays]]) -> pa.RecordBatch:
     """Return trajectories, by number and columns as they are stored, as a record batch."""
     columns = [pa.array([number for number, _ in trajectories], pa.int64())]
-    for column in schema:
-        values = [np.ascontiguousarray(arrays[column.name]).reshape(-1) for _, arrays in trajectories]
+    for name in _names(schema):
+        values = [np.ascontiguousarray(arrays[name]).reshape(-1) for _, arrays in trajectories]
         columns.append(pa.array([value.view(np.uint8).data for value in values], pa.large_binary()))
-    return pa.record_batch(columns, names=[_NUMBER, *schema.names])
+    return pa.record_batch(columns, names=[_NUMBER, *_names(schema)])
+
+
+def _names(schema: Schema) -> list[str]:
+    return [*schema.names] if schema.role("media") is None else [*schema.names, SENT]
 
 
 def decode(
@@ -65,7 +70,9 @@ def decode(
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
         raise DataError("batch", "must have no nulls")
-    columns = {c.name: _decoded(c, array) for c, array in zip(schema, batch.columns[1:], strict=True)}
+    every = [*schema, Column("media", "uint8")]  # whose bytes `MediaSpec.received` checks
+    given = zip(_names(schema), every, batch.columns[1:], strict=False)
+    columns = {name: _decoded(column, array) for name, column, array in given}
     for row, number in enumerate(batch.column(0).to_pylist()):
         yield number, {name: arrays[row] for name, arrays in columns.items()}
 
@@ -111,7 +118,8 @@ def unpack(message: pa.Buffer, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dic
 
 def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
     """Return the one record batch of a stream, whose buffers are parts of `content`."""
-    names, types = [_NUMBER, *schema.names], [pa.int64(), *[pa.large_binary()] * len(schema)]
+    names = [_NUMBER, *_names(schema)]
+    types = [pa.int64(), *[pa.large_binary()] * len(_names(schema))]
     source = pa.BufferReader(content)
     kinds = pa.ArrowException, OSError, EOFError
     with DataError.on("batch", "must be an Arrow stream of one record batch", *kinds):

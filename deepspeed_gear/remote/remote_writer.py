@@ -22,6 +22,7 @@ import pyarrow as pa
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import LOG
 from deepspeed_gear.data import opaque_rows
+from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import (
@@ -317,6 +318,7 @@ class RemoteWriter(ProcessBound):
         self._limit = EpisodeLimit(self.max_length, tuple(hello.get("whole_fields", ())))
         self.schema = Schema.from_json(hello["schema"])
         self._max_bytes = int(hello["max_message_bytes"])
+        self._media = MediaSpec.of_json(self.schema, hello["media"])
         self._open, self._num_raised = True, 0
         self._sender = Sender(line, self.schema, hello["who"], sending, timeout_s)
         self._finalizer = weakref.finalize(self, self._sender.stop)
@@ -421,8 +423,13 @@ class RemoteWriter(ProcessBound):
         if split_by_flags:
             parts = split_episodes(name, self.schema, trajectory, final, self.max_length)
             return [self.add(part) for part in parts]
+        items = dict[int, MediaItem]()
+        if self._media is not None:
+            trajectory = self._media.take(name, self.schema, trajectory, items)
         remedy = "a remote writer cannot fill it later: add it, or write on a node of the table"
         arrays, num_steps = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
+        if self._media is not None:
+            arrays[SENT] = self._media.send(item.content for item in items.values())
         check_finite(name, self.schema, arrays)
         num_bytes = trajectory_bytes(arrays)
         if num_bytes > self._max_bytes:
@@ -515,6 +522,7 @@ class RemoteRolloutWorker(ProcessBound):
         self._hello = begin_session(line, timeout_s, grace_s=self._grace_s)
         self._schema, self._group = Schema.from_json(self._hello["schema"]), str(self._hello["group"])
         self._prompts = Schema.from_json(self._hello["prompts"])
+        self._media = MediaSpec.of_json(self._schema, self._hello["media"])
         self._lock, self._stopped = threading.Lock(), threading.Event()
         threading.Thread(target=self._keep, name="gear-keep", daemon=True).start()
 
@@ -551,7 +559,14 @@ class RemoteRolloutWorker(ProcessBound):
         given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
         name, names = f"the group of prompt {lease.number}", frozenset(self._schema.names)
         flat = [flatten(name, {self._group: np.int64(lease.number), **one}, names) for one in given]
-        members = [check_trajectory(name, self._schema, one)[0] for one in flat]
+        members, sent = list[dict[str, np.ndarray]](), dict[int, MediaItem]()
+        for one in flat:
+            items = dict[int, MediaItem]()
+            taken = one if self._media is None else self._media.take(name, self._schema, one, items)
+            members.append(check_trajectory(name, self._schema, taken)[0])
+            if self._media is not None:  # an item comes with the first member that names it
+                members[-1][SENT] = self._media.send(items[n].content for n in items.keys() - sent.keys())
+                sent |= items
         num_bytes, most_bytes = sum(map(trajectory_bytes, members)), int(self._hello["max_message_bytes"])
         if num_bytes > most_bytes:
             rule = f"must have at most {show_bytes(most_bytes)}, the gateway's --max-message"

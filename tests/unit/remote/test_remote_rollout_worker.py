@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import threading
@@ -13,8 +14,21 @@ import numpy as np
 import pytest
 from gear_support import wait_until
 from ledger_support import check_books, ledger_section, responses, write_prompts
+from media_support import MEDIA, image
 from process_support import environment
-from remote_support import STARTED, TOKEN, Proxy, connect, section, serve, served, serving, write_token
+from remote_support import (
+    SCHEMA,
+    STARTED,
+    TOKEN,
+    Proxy,
+    connect,
+    section,
+    serve,
+    served,
+    serving,
+    trajectory,
+    write_token,
+)
 from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import (
@@ -294,3 +308,44 @@ def test_kills_of_a_remote_worker_and_of_the_gateway(keeps: bool, data: Path, tm
         books = check_books(replay)
         assert (books["issued"], books["leases_returned"], books["expired_refused"]) == (3, 3, 1)
     remove_garbage(section["shared_memory"]["prefix"], kept=keeps)
+
+
+def test_media_come_once_with_a_group(data: Path) -> None:
+    config = with_media(ledger_section(data, {"max_lag": 2}))
+    with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
+        leases = worker.lease(9)
+        ids = []
+        for lease in leases[:2]:
+            shared, own = {0: image(7)}, image(20 + lease.number)
+            group = responses(lease)
+            group = [{**one, "image": {**shared, **({0: own} if m else {})}} for m, one in enumerate(group)]
+            ids += lease.commit(group)
+        found = [one["image"] for one in replay.read(ids)]
+        assert found == [{0: image(7)}, {0: image(20)}, {0: image(7)}, {0: image(21)}]
+        assert replay.statistics()["media"]["main"]["items"] == 3
+        with pytest.raises(DataError, match="image: step 0 must be a Media"):
+            leases[2].commit([{**one, "image": {0: 5}} for one in responses(leases[2])])
+        with pytest.raises(DataError, match="give the Media in place of its number"):
+            leases[2].commit([{**one, "image": [5]} for one in responses(leases[2])])
+        check_books(replay)
+    config = with_media(section())
+    columns = {c.name: c for c in SCHEMA}
+    schema = Schema([*columns.values(), Column("image", "int64", role="media")])
+    with served(config, schema=schema) as (replay, gateway), connect(gateway.url) as writer:
+        for number in range(3):
+            writer.add({**trajectory(number, 5), "image": {number: image(number % 2)}})
+        writer.flush()
+        assert [one["image"] for one in replay.read(range(3))] == [
+            {0: image(0)},
+            {1: image(1)},
+            {2: image(0)},
+        ]
+
+
+def with_media(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a section whose table has media; without a schema the program gives the column."""
+    config = copy.deepcopy(config)
+    config["tables"]["main"]["media"] = MEDIA
+    if "schema" in config["tables"]["main"]:
+        config["tables"]["main"]["schema"]["columns"]["image"] = {"dtype": "int64", "role": "media"}
+    return config
