@@ -93,6 +93,8 @@ def _stored(
     Left out with a note: those that grow or lack late columns, and of a living table (`slots`) those evicted
     meanwhile, by their slots before and after the copy. Each array of `files` holds whole trajectories.
     """
+    if schema.role("media") is not None:
+        raise DataError("--table", "must have no media", None, "no format holds them: use Replay.read")
     late = schema.late_bits(schema.names)
     starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}
 

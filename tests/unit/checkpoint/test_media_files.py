@@ -10,6 +10,8 @@ from media_support import group, image, media_section, pages_of
 from rollout_support import micros
 
 from deepspeed_gear import CheckpointError, Replay, StoreFullError
+from deepspeed_gear.context import Context
+from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.media_pages import chain
 from deepspeed_gear.store.records import MediaPage, PageState
 
@@ -60,14 +62,23 @@ def test_a_save_links_the_segments_that_have_not_changed(tmp_path: Path) -> None
         inodes = {path.name: path.stat().st_ino for path in (tmp_path / "main").glob("media.*.npy")}
         assert len(inodes) == 2
         add(replay, range(40, 42), 6000)
-        state = replay.save(tmp_path)
+        replay.save(tmp_path)
         found = {path.name: path.stat().st_ino for path in (tmp_path / "main").glob("media.*.npy")}
         assert [name for name in inodes if found[name] == inodes[name]] == ["media.000000.npy"]
-        images = [one["image"] for one in replay.read(range(0, 42 * 4, 4))]
+        last = replay.read([41 * 4])[0]["image"]
+        replay.remove(range(40 * 4, 42 * 4))
+        Evictor(replay.tables["main"], Context()).free_retired()
+        with replay.tables["main"].lock:
+            pages_of(replay)._evict(1 << 20)
+        add(replay, range(42, 44), 6000)  # into the pages of those that have left
+        images = [one["image"] for one in replay.read([*range(0, 40 * 4, 4), 42 * 4, 43 * 4])]
+        assert images[-1] != last
+        state = replay.save(tmp_path)
     path = tmp_path / "main" / "media.000001.npy"
     with Replay(media_section(BIG, remove="none")) as replay:
         replay.load(tmp_path, state)
-        assert [one["image"] for one in replay.read(range(0, 42 * 4, 4))] == images
+        held = replay.read([*range(0, 40 * 4, 4), 42 * 4, 43 * 4])
+        assert [one["image"] for one in held] == images
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with Replay(media_section(BIG, remove="none")) as replay:

@@ -34,7 +34,7 @@ from deepspeed_gear import (
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.media_pages import chain
+from deepspeed_gear.store.media_pages import MediaPages, chain
 from deepspeed_gear.store.records import MediaPage, PageState
 
 
@@ -118,6 +118,22 @@ def test_a_rollout_batch_keeps_its_media_until_it_is_trained() -> None:
         assert seen == 2 * SIZE * 2
 
 
+def test_what_is_added_is_not_evicted_before_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Replay(media_section()) as replay:
+        replay.add(group(0, {0: image(1)})[0])
+        replay.clear()
+        added = MediaPages.add
+
+        def add(self: MediaPages, *given: Any) -> None:  # other processes need all pages before and after
+            added(self, *given)
+            with replay.tables["main"].lock:
+                self._evict(len(self.words))
+
+        monkeypatch.setattr(MediaPages, "add", add)
+        last = replay.add(group(1, {0: image(1), 3: image(2)})[0])
+        assert replay.read([last])[0]["image"] == {0: image(1), 3: image(2)}
+
+
 @pytest.mark.parametrize("prefix", ["own", "share"])
 def test_packs_have_the_items_that_their_places_name(prefix: str) -> None:
     config = media_section(pack={"tokens": 64, "pad": {"multiple": 16}, "prefix": prefix})
@@ -127,7 +143,7 @@ def test_packs_have_the_items_that_their_places_name(prefix: str) -> None:
                 if n == 3 and m == 3:  # equal tokens, and another image: nothing is shared
                     one |= {"image": {**one["image"], 2: image(40)}, "tokens": group(3, {})[0]["tokens"]}
                 replay.add(one)
-        counted = 0
+        counted, every = 0, set[int]()
         for micro in micros(replay.rollout()):
             media, numbers = micro.media, micro["image"][0]
             assert torch.equal(media.place, numbers.nonzero()[:, 0])
@@ -143,7 +159,8 @@ def test_packs_have_the_items_that_their_places_name(prefix: str) -> None:
             repeated = micro.media.per_place()
             assert torch.equal(repeated["grid"][:, 0], torch.tensor(which))
             assert torch.equal(repeated["grid"], grids[media.item])
-            counted += len(which)
+            counted, every = counted + len(which), every | set(which)
+        assert every == {0, 1, 2, 3, 20, 30, 31, 32, 33, 40}
         # A shared prompt is there once for the four responses of a group, if they are in one pack.
         assert counted == 4 * 4 * SIZE if prefix == "own" else counted < 4 * 4 * SIZE
 
