@@ -13,9 +13,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from media_support import image, with_media
 from process_support import exit_status, free_port, in_child
 from remote_support import TOKEN
 
@@ -33,6 +35,7 @@ from deepspeed_gear.store.shared_memory import remove_garbage
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
 GROUPS, PROMPTS, BEFORE, AFTER = 4, 11, 6, 8  # batches before all are killed at least, and after it
+IMAGES = 60  # more than there is memory for
 
 
 def generate(config: dict[str, Any], seed: int) -> None:
@@ -47,7 +50,21 @@ def generate(config: dict[str, Any], seed: int) -> None:
             if held:
                 lease = held.pop()
                 with contextlib.suppress(LeaseExpiredError):  # in a kept store, of the job before
-                    lease.commit(responses(lease))
+                    lease.commit(seen(lease))
+
+
+def seen(lease: Any) -> list[dict[str, Any]]:
+    """Return the group of a lease, which names an image; others' images leave for it."""
+    return [{**one, "image": {0: image(lease.number % IMAGES)}} for one in responses(lease)]
+
+
+def check_images(micro: Any) -> None:
+    """Check that each trajectory of a pack has the image of its group, and all of it."""
+    numbers = [number % IMAGES for number in micro["prompt"].tolist()]
+    rows, grids = micro.media.per_place()["patches"], micro.media.per_place()["grid"].tolist()
+    assert grids == [[number, len(image(number).columns["patches"])] for number in numbers]
+    wanted = np.concatenate([np.zeros((0, 3)), *(image(number).columns["patches"] for number in numbers)])
+    np.testing.assert_array_equal(rows.numpy(), wanted)
 
 
 def lines_of(folder: Path, life: int) -> list[dict[str, Any]]:
@@ -69,8 +86,8 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: i
             if rollout.number % 3 == 1:
                 replay.save(folder / "saved")  # while a batch is in training
             for step in rollout:
-                for _ in step:
-                    pass
+                for micro in step:
+                    check_images(micro)
             if rank == 0:
                 books = check_books(replay)
                 line = {"batch": rollout.number, "numbers": numbers, "lags": lags, "books": books}
@@ -83,7 +100,9 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: i
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -> None:
     data, words = write_prompts(tmp_path / "prompts", PROMPTS), random.Random(seed)
-    config = ledger_section(data, {"max_lag": 1, "attempts": 99}, GROUPS, writers=8, timeout_s=30.0)
+    config = with_media(
+        ledger_section(data, {"max_lag": 1, "attempts": 99}, GROUPS, writers=8, timeout_s=30.0)
+    )
     config["pack"]["pad"]["multiple"] = 4
     seeds = itertools.count(100 * seed)
 
@@ -133,7 +152,7 @@ def generate_remotely(url: str, seed: int) -> None:
             for lease in worker.lease(2, timeout_s=0.1):
                 time.sleep(words.expovariate(1 / 0.02))
                 with contextlib.suppress(LeaseExpiredError):
-                    lease.commit(responses(lease))
+                    lease.commit(seen(lease))
 
 
 def serve(config: dict[str, Any], port: int) -> None:
@@ -161,7 +180,7 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
     data, port = write_prompts(tmp_path / "prompts", PROMPTS), free_port()
     group = {} if keeps else {"group": {"needs": ["reward"]}}
     prompts = {"max_lag": 1, "attempts": 10**6}
-    config = ledger_section(data, prompts, GROUPS, writers=16, timeout_s=30.0, **group)
+    config = with_media(ledger_section(data, prompts, GROUPS, writers=16, timeout_s=30.0, **group))
     config["pack"]["pad"]["multiple"] = 4
     config["shared_memory"]["keep"] = keeps
     kept, url = list[dict[str, Any]](), f"grpc://127.0.0.1:{port}"

@@ -51,3 +51,13 @@ def pages_of(replay: Replay) -> MediaPages:
     media = replay.tables["main"].media
     assert media is not None
     return media
+
+
+def with_media(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a section whose table has media; without a schema the program gives the column."""
+    config = copy.deepcopy(config)
+    config["tables"]["main"]["media"] = MEDIA
+    if "schema" in config["tables"]["main"]:
+        config["tables"]["main"]["schema"]["columns"]["image"] = {"dtype": "int64", "role": "media"}
+        config["fields"]["image"] = {}
+    return config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import threading
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from gear_support import wait_until
 from ledger_support import check_books, ledger_section, responses, write_prompts
-from media_support import MEDIA, image
+from media_support import image, with_media
 from process_support import environment
 from remote_support import (
     SCHEMA,
@@ -340,12 +339,3 @@ def test_media_come_once_with_a_group(data: Path) -> None:
             {1: image(1)},
             {2: image(0)},
         ]
-
-
-def with_media(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a section whose table has media; without a schema the program gives the column."""
-    config = copy.deepcopy(config)
-    config["tables"]["main"]["media"] = MEDIA
-    if "schema" in config["tables"]["main"]:
-        config["tables"]["main"]["schema"]["columns"]["image"] = {"dtype": "int64", "role": "media"}
-    return config
