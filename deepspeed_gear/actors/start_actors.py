@@ -106,11 +106,9 @@ class Actors(ProcessBound):
         process = self._processes[index]
         status = process.wait()
         assert process.stdout is not None
-        try:
-            lines = process.stdout.read().splitlines()
+        lines, report = process.stdout.read().splitlines(), dict[str, Any]()
+        with contextlib.suppress(ValueError):
             report = dict(json.loads(lines[-1])) if lines else {}
-        except ValueError:
-            report = {}
         if status == 0 and "error" not in report:
             self.results.append({"actor": index, **report})
             return None

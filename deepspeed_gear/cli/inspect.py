@@ -65,10 +65,8 @@ def run(args: argparse.Namespace) -> int:
         document, lines = describe_saved(held_in, tables)
     elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
         rule = "must be the folder of a data set or of a checkpoint"
-        remedy = (
-            f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
-            "engine.save_checkpoint or Replay.save a checkpoint"
-        )
+        remedy = f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+        remedy += "engine.save_checkpoint or Replay.save a checkpoint"
         raise DataError(str(folder), rule, None, remedy)
     else:
         dataset = Dataset.open(folder)

@@ -191,10 +191,8 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     part.leave_out("writers max_age version rate_limiter media", "for a table on devices", _ON_HOST)
     n = 1 if config.n_step is None else config.n_step.n
     if table.max_length == 1 and n > 1:
-        remedy = (
-            f"set it to {n} or more and add pieces of that many steps, or single steps of environments "
-            "(num_envs, add_steps_); or set gear.n_step.n to 1"
-        )
+        remedy = f"set it to {n} or more and add pieces of that many steps, or single steps of environments "
+        remedy += "(num_envs, add_steps_); or set gear.n_step.n to 1"
         rule = f"must be at least 2 with gear.n_step.n {n}: a return ends with its trajectory"
         part.refuse("max_length", rule, remedy)
     if table.num_envs is None:

@@ -270,10 +270,8 @@ def _fields(
             continue
         if stored.rows == "T" and not stored.is_next_observation:
             rule = 'must have a row after the last step with offset "n_step": padding would be bootstrapped'
-            remedy = (
-                "store the observations in T+1 rows, or the next ones in a column of the role "
-                'next_observation; or leave out the last n steps of each trajectory by "anchors": "fits"'
-            )
+            remedy = "store the observations in T+1 rows, or the next ones in a column of the role "
+            remedy += 'next_observation; or leave out the last n steps by "anchors": "fits"'
             raise ConfigError(f"{at}.column", f"{rule} from", f"{stored.name} of T rows", remedy)
     if config.hindsight is not None:
         _check_goals(resolved)
@@ -390,9 +388,7 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
     value, following = named("value", ("T", "T+1")), named("next_value")
     assert value is not None
     if (value.rows == "T") != (following is not None):
-        rule = (
-            "must be given where value has T rows, and only there: windows are bootstrapped from the next one"
-        )
+        rule = "must be given where value has T rows, and only there: the next one bootstraps windows"
         remedy = "store the values in T+1 rows, or those of the next observations in a column of their own"
         raise ConfigError("gear.advantage.next_value", rule, options.next_value, remedy)
     after = window("next_value", value, 1) if following is None else window("next_value", following)

@@ -228,10 +228,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         Cost: one pass over the data.
         """
         if self.part is not None:
-            remedy = (
-                f"use the split {self.split} that it was ingested with, or ingest with the other one and run"
-                " gear split again"
-            )
+            remedy = f"use the split {self.split} that it was ingested with, or ingest with the other one "
+            remedy += "and run gear split again"
             rule = "must be a whole data set to compute the statistics of another split"
             raise DataError(str(self.path), rule, str(self.part), remedy)
         self.files.advise(mmap.MADV_NORMAL)

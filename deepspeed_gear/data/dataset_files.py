@@ -145,12 +145,10 @@ def probe_digest(path: Path) -> str:
     """Return the SHA-256 of a file's first and last 64 KiB, of all of extents and statistics."""
     if path.name in (EXTENTS_FILE, STATS_FILE):
         return payload_digest(path, 0)
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        digest.update(file.read(PROBE_BYTES))
+        first = file.read(PROBE_BYTES)
         file.seek(max(PROBE_BYTES, file.seek(0, os.SEEK_END) - PROBE_BYTES))
-        digest.update(file.read(PROBE_BYTES))
-    return digest.hexdigest()
+        return hashlib.sha256(first + file.read(PROBE_BYTES)).hexdigest()
 
 
 class ArrayFile:

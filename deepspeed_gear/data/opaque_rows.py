@@ -37,8 +37,8 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         rule, remedy = f"must have at most max_bytes = {column.max_bytes} bytes", "raise it, or store less"
         raise DataError(name, rule, len(content), remedy)
     row = np.zeros(column.shape, np.uint8)
-    row[:LENGTH_BYTES] = np.frombuffer(len(content).to_bytes(LENGTH_BYTES, "little"), np.uint8)
-    row[LENGTH_BYTES : LENGTH_BYTES + len(content)] = np.frombuffer(content, np.uint8)
+    content = len(content).to_bytes(LENGTH_BYTES, "little") + content
+    row[: len(content)] = np.frombuffer(content, np.uint8)
     return row
 
 

@@ -68,10 +68,8 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
         raise ConfigError("checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach")
     if checkpoint is not None or not deepspeed_compat.is_under_way(engine):
         return
-    rule = (
-        f"must be given: this engine has trained or loaded a checkpoint (global step {engine.global_steps})"
-    )
-    rule += ", and DeepSpeed does not store which one"
+    rule = "must be given: this engine has trained or loaded a checkpoint (global step "
+    rule += f"{engine.global_steps}), and DeepSpeed does not store which one"
     remedy = "attach before load_checkpoint, or call deepspeed_gear.enable() before the engine or Trainer is "
     remedy += "made, or give attach checkpoint=FOLDER, which load_checkpoint got (of a Trainer: "
     remedy += "OUTPUT_DIR/checkpoint-N), or checkpoint=False to start at the first batch"

@@ -122,5 +122,4 @@ def keep_sizes(engine: Any) -> None:
         raise ConfigError(f"engine.{name}", "must not be called with a gear section", None, "start again")
 
     for name in ("set_train_batch_size", "set_train_micro_batch_size"):
-        if hasattr(type(engine), name):
-            setattr(engine, name, functools.partial(refuse, name))
+        setattr(engine, name, functools.partial(refuse, name))

@@ -47,6 +47,7 @@ _END_S = 3.0  # longest time for which it still answers, so that writers receive
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
 _MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
+_DECIDE = "what was not acknowledged may be stored or not; connect again, and decide"
 
 
 def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentials:
@@ -131,8 +132,7 @@ class Sessions:
         session = self._sessions.get(client)
         if session is None:
             rule = f"must have called within {gateway_messages.SESSION_S:g} s, and not have closed"
-            remedy = "what was not acknowledged may be stored or not; connect again, and decide"
-            raise StoreError("the session of this remote writer", rule, None, remedy)
+            raise StoreError("the session of this remote writer", rule, None, _DECIDE)
         session.called_at = time.monotonic()
         with session.lock:
             # A writer that has not received its refusals sends again; so their number is that of one batch.
@@ -403,10 +403,7 @@ class Gateway:
         """Return the name of a caller that has connected to this gateway."""
         if header.get("gateway") != self._id:
             rule = "must be the one that this writer has connected to"
-            remedy = (
-                "it was restarted: what was not acknowledged may be stored or not; connect again, and decide"
-            )
-            raise StoreError("the gateway", rule, None, remedy)
+            raise StoreError("the gateway", rule, None, f"it was restarted: {_DECIDE}")
         return str(header.get("client"))
 
 

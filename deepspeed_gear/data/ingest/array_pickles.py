@@ -61,11 +61,6 @@ def _content(content: Any) -> Any:
     return content.encode("latin1") if isinstance(content, str) else content
 
 
-def _scalar(kind: _Dtype, content: Any) -> Any:
-    (value,) = np.frombuffer(_content(content), kind.dtype)
-    return value
-
-
 def _from_buffer(content: Any, kind: _Dtype, shape: Any, order: Any, axes: Any = None) -> Any:
     array = np.frombuffer(content, kind.dtype)
     return array.reshape(shape, order=order) if axes is None else array.reshape(shape).transpose(axes)
@@ -74,7 +69,7 @@ def _from_buffer(content: Any, kind: _Dtype, shape: Any, order: Any, axes: Any =
 _BUILDERS: dict[str, Callable[..., Any]] = {  # what takes the place of globals
     "numpy.dtype": _Dtype,
     "numpy.core.multiarray._reconstruct": lambda *_: _Array((0,)),
-    "numpy.core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray.scalar": lambda kind, content: _from_buffer(_content(content), kind, (), "C")[()],
     "numpy.core.numeric._frombuffer": _from_buffer,
     "_codecs.encode": lambda text, _: text.encode("latin1"),
     "collections.OrderedDict": lambda *_: {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -99,9 +99,7 @@ class MinariReader(Reader):
     def open(self) -> None:
         """Check the layout by the first episode, and the metadata by all."""
         path = self.path
-        folder = path.parent if path.is_file() else path
-        if path.is_dir() and _is_minari(path / "data"):
-            folder = path / "data"
+        folder = path / "data" if _is_minari(path / "data") else path.parent if path.is_file() else path
         metadata = read_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
         metadata = metadata if "data_format" in metadata else {}
         if metadata.get("total_episodes") == 0:
@@ -288,17 +286,13 @@ class TableStore:
 
 def leaf_shapes(space: Mapping[str, Any], *key: str) -> dict[Key, tuple[int, ...]]:
     """Return the row shape of every leaf of a serialised gymnasium space, by its path."""
-    kind = space.get("type")
-    if kind == "Dict":
-        children = space["subspaces"].items()
-    elif kind == "Tuple":
-        children = ((str(i), child) for i, child in enumerate(space["subspaces"]))
-    elif kind == "Box":
-        return {key: tuple(space["shape"])}
-    elif kind == "MultiDiscrete":
-        return {key: np.shape(space["nvec"])}
-    elif kind == "MultiBinary":
-        return {key: tuple(np.atleast_1d(space["n"]).tolist())}
-    else:
-        return {}
-    return {path: shape for name, child in children for path, shape in leaf_shapes(child, *key, name).items()}
+    if (kind := space.get("type")) in ("Dict", "Tuple"):
+        children = space["subspaces"].items() if kind == "Dict" else enumerate(space["subspaces"])
+        found = [leaf_shapes(child, *key, str(name)) for name, child in children]
+        return {path: shape for leaves in found for path, shape in leaves.items()}
+    read: dict[Any, Callable[[], tuple[int, ...]]] = {
+        "Box": lambda: tuple(space["shape"]),
+        "MultiDiscrete": lambda: np.shape(space["nvec"]),
+        "MultiBinary": lambda: tuple(np.atleast_1d(space["n"]).tolist()),
+    }
+    return {key: read[kind]()} if kind in read else {}

@@ -77,12 +77,7 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
     begin = torch.minimum(torch.maximum(first, zero), rows)
     end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
     count = end - begin
-    if align == Align.IN_PLACE:
-        place = begin - first
-    elif align == Align.LEFT:
-        place = zero
-    else:
-        place = length - count
+    place = {Align.IN_PLACE: begin - first, Align.LEFT: zero, Align.RIGHT: length - count}[align]
     nearest = torch.minimum(torch.maximum(first, zero), rows_1)
     empty = count == 0
     before, after = torch.where(empty, nearest, begin), torch.where(empty, nearest, end - 1)
