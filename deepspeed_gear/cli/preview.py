@@ -141,10 +141,5 @@ def _groups_of_nodes(found: Preview) -> list[str]:
 
 def _spans(numbers: Iterable[int]) -> str:
     """Return numbers with those that follow one another joined: "0-7, 12"."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+    runs = grouped(enumerate(sorted(numbers)), lambda place: place[1] - place[0])
+    return ", ".join(f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
