@@ -106,8 +106,7 @@ def check_options(config: GearOptions) -> None:
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
-    goals = [name for name, field in config.fields.items() if field.hindsight is not None]
-    if config.hindsight is not None and not goals:
+    if config.hindsight is not None and all(one.hindsight is None for one in config.fields.values()):
         part.refuse("hindsight", "must have a field with the option hindsight", GOAL_EXAMPLE)
     if config.n_step is not None:
         remedy = "n-step returns are sums of the rewards for the goal that was pursued"

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
@@ -28,7 +28,6 @@ from deepspeed_gear.config.types import (
     Text,
     Timeout,
     Words,
-    as_data,
     conflict,
     refuse,
 )
@@ -326,7 +325,7 @@ class GearOptions(GearModel):
     recipe: Literal["grpo"] | None = None
     """Options that the section need not give, but may (objects merge, null removes): "grpo" fills table,
     columns, groups, sampler, fields and sizes for a table with a `max_length`. `gear preview` prints all."""
-    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = None
+    data: Annotated[DataConfig | None, Words("a path", "an object")] = None
     """The data set to train on: short for `tables: {"main": {"data": ...}}`."""
     tables: dict[Name, TableConfig] = Field(default={})
     """The tables by name."""

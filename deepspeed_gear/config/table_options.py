@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, Lt, MinLen
-from pydantic import BeforeValidator, Field, Strict, field_validator, model_validator
+from pydantic import Field, Strict, field_validator, model_validator
 
 from deepspeed_gear.config.types import (
     ColumnDtype,
@@ -23,7 +23,6 @@ from deepspeed_gear.config.types import (
     Text,
     Timeout,
     Words,
-    as_data,
     conflict,
     defaults_of,
     refuse,
@@ -182,6 +181,11 @@ class DataConfig(GearModel):
     """Every node holds the whole data set, as one logical shard: no rows travel between nodes. Only where it
     fits every node's memory."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
     @field_validator("split")
     @classmethod
     def _leaves_some(cls, split: dict[str, float]) -> dict[str, float]:
@@ -265,7 +269,7 @@ class MediaConfig(GearModel):
 class TableConfig(GearModel):
     """A named set of trajectories: a data set on disk, or a capacity for those added while training."""
 
-    data: Annotated[DataConfig | None, BeforeValidator(as_data), Words("a path", "an object")] = None
+    data: Annotated[DataConfig | None, Words("a path", "an object")] = None
     """The data set that the table holds."""
     capacity_steps: Count | None = None
     """Capacity in steps, in a table without data; all nodes together. Each of n nodes that consume has 1/n of

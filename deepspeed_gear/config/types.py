@@ -132,11 +132,6 @@ assert set(DTYPES) == set(get_args(StoredDtype))
 assert OPAQUE == ("bytes", "json")
 
 
-def as_data(value: Any) -> Any:
-    """Read the short form of a data set: a plain string is its path."""
-    return {"path": value} if isinstance(value, str) else value
-
-
 class RangeConfig(GearModel):
     """A range of values, closed; at least one end is given."""
 

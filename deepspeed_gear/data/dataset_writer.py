@@ -111,7 +111,7 @@ class DatasetWriter:
         self._closed = False
         self._partial = PartialFolder(self.dest)
         self._made = self._partial.made
-        with self._failing():
+        with undo_on_error(self.discard), writing(self.dest):
             check_destination(self.dest, self._overwrite)
             (self._made / "columns").mkdir(parents=True)
             for column in schema:
@@ -175,7 +175,7 @@ class DatasetWriter:
         remedy = "a data set is not filled later"
         arrays, length = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
         check_finite(name, self.schema, arrays)
-        with self._failing():
+        with undo_on_error(self.discard), writing(self.dest):
             for column in self.schema:
                 is_shorter = column.rows == "T" and self.schema.has_final_row
                 self._files[column.name].append(arrays[column.name], and_zero_row=is_shorter)
@@ -232,7 +232,7 @@ class DatasetWriter:
         """
         if self._closed:
             raise DataError(str(self.dest), "must be closed once only")
-        with self._failing():
+        with undo_on_error(self.discard), writing(self.dest):
             if not self._lengths:
                 rule, remedy = "must get at least one trajectory", "an empty data set is not written"
                 raise DataError(str(self.dest), rule, 0, remedy)
@@ -243,12 +243,6 @@ class DatasetWriter:
             self._partial.publish()
         self.discard()
         return Dataset.open(self.dest)
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Discard all files on an exception; one of the file system becomes a DataError."""
-        with undo_on_error(self.discard), writing(self.dest):
-            yield
 
     def _complete(self) -> None:
         lengths = np.frombuffer(self._lengths, dtype=np.int64)
