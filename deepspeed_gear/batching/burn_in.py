@@ -29,9 +29,7 @@ class BurnIn:
     ) -> BurnIn | None:
         """Return the burn-in of windows whose first `steps` only warm up; None where these are 0.
 
-        Args:
-            fields: The fields of a batch: the earliest of their windows begins the sequence.
-            needed: The fields, or parts of them, that this rank gathers.
+        The earliest window of a batch's `fields` begins the sequence; `needed` are what this rank gathers.
         """
         if steps == 0:
             return None

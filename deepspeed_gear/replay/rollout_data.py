@@ -432,20 +432,22 @@ class RolloutData:
         shape = PackShape(self.lengths[at], rows, first, first + part, packs.prefixes[number])
         which, device, source = torch.from_numpy(index), settings.device, self.source[at]
         own_at: Any = at if isinstance(at, slice) else which
-        tables: list[tuple[TablePart, Any, torch.Tensor]] = []  # places in the pack, and records
-        for number, table in enumerate(self.parts):
-            own: Any = np.nonzero(source == number)[0] if len(self.parts) > 1 else slice(None)
-            rows_at = torch.from_numpy(self._row[index][own]) if len(self.parts) > 1 else own_at
-            tables.append((table, own, table.rows[rows_at]))
         gatherer = self.parts[0].gatherer
         tensors, places = gatherer.outputs(part), torch.from_numpy(shape.starts)
         per_trajectory: dict[str, torch.Tensor] = {}
-        for table, own, records in tables:
+        opaque: dict[str, list[Any]] = {field.name: [None] * len(index) for field in settings.opaque}
+        for number, table in enumerate(self.parts):
+            own: Any = np.nonzero(source == number)[0] if len(self.parts) > 1 else slice(None)  # in the pack
+            records = table.rows[torch.from_numpy(self._row[index][own]) if len(self.parts) > 1 else own_at]
             table.gatherer.gather(tensors, shape.own_rows(records, own), places[own], first)
             for name, values in table.gatherer.per_trajectory(records).items():
-                if name not in per_trajectory:
-                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
-                per_trajectory[name][own] = values
+                whole = values.new_zeros(len(index), *values.shape[1:])
+                per_trajectory.setdefault(name, whole)[own] = values
+            for field in settings.opaque:
+                assert field.column is not None
+                read = read_opaque(table.table, field.column, records)
+                for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
+                    opaque[field.name][i] = value
         gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
         own_columns = self._own_columns(at, shape)
         mask = own_columns.pop(MASK)
@@ -464,14 +466,6 @@ class RolloutData:
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
         for name, tensor in per_trajectory.items():
             made[name] = tensor.to(device, non_blocking=True)
-        opaque: dict[str, list[Any]] = {}
-        for field in settings.opaque:
-            assert field.column is not None
-            opaque[field.name] = [None] * len(index)
-            for table, own, records in tables:
-                read = read_opaque(table.table, field.column, records)
-                for i, value in zip(torch.arange(len(index))[own].tolist(), read, strict=True):
-                    opaque[field.name][i] = value
         targets = None if targets is None else targets.to(device)[None]
         how = self.session.divisor(), settings.reduce, settings.loss.by
         loss, weights = PackLoss(mask.to(device), weigh, *how), self._is_weight[own_at]

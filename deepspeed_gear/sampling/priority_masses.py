@@ -52,8 +52,7 @@ class PriorityMasses(ItemMasses):
         self._steps: np.ndarray | None = views.get(at + "steps")  # each slot's steps with a priority
         self.reports = PriorityLog(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
-        minima = views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
-        self._minima = torch.from_numpy(minima)
+        self._minima = torch.from_numpy(views[at + "minima"] if keeps_minima else np.empty(0, np.int64))
         self._values = torch.from_numpy(self.values)
         self._trees = self.sums, self._minima, self._values, torch.from_numpy(self.counts)
         self._count_words: memoryview = self.counts.data
