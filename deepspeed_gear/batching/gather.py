@@ -252,6 +252,8 @@ class NStepReturns:
 class Gatherer:
     """Gathers batches of fixed fields and size, into a ring of `depth` batches. Not thread-safe."""
 
+    reads_in_place = False  # whether a device reads the store itself; then rows stay pinned until it has
+
     def __init__(
         self,
         fields: Sequence[ResolvedField],

@@ -145,12 +145,10 @@ class BatchAssembler:
 
     def release(self, stream: BatchStream, key: int) -> None:
         """Release a selection that this rank has gathered, once the device has read its rows."""
-        if self.transfer is not None:
-            gatherer = self._gatherers[stream]
-            if isinstance(gatherer, DeviceGatherer) and gatherer.reads_in_place:
-                self._releases.hold(self.transfer.lane.record(), stream.release, key)
-                return
-        stream.release(key)
+        if self.transfer is not None and self._gatherers[stream].reads_in_place:
+            self._releases.hold(self.transfer.lane.record(), stream.release, key)
+        else:
+            stream.release(key)
 
     def close(self) -> None:
         """Wait until the device no longer reads the tables; they are closed after this."""

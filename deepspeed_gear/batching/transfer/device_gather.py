@@ -135,7 +135,6 @@ class DeviceGatherer(Gatherer):
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
         self._divide_copies(chosen.get(COPIES, []), num_samples)
-        #: Whether the device reads the store itself; then rows stay pinned until it has.
         self.reads_in_place = bool(self._direct.which or self._fetched) or self._n_step_there is not None
         written = {mask for i in chosen.get(STAGED, []) if (mask := self._specs[i].mask) >= 0}
         self._is_staged = [way == STAGED for way in self._ways]  # of each tensor, as in `_sizes`
