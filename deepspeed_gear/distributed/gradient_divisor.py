@@ -112,24 +112,19 @@ def _check_exact(settings: GradientSettings) -> None:
     if settings.has_sparse and settings.stage == 0 and settings.postscales and settings.predivide != 1.0:
         rule = "must be 1 with sparse embeddings, whose gradients it multiplies"
         raise ConfigError("gradient_predivide_factor", rule, settings.predivide, "leave it out")
-    if settings.sequence > 1:
-        _check_sequence(settings)
+    if settings.sequence > 1 and settings.has_experts:
+        rule = "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for tensor ranks"
+        raise ConfigError("model", rule, "MoE layers", "use one of both")
+    if settings.sequence > 1 and settings.optimizer == "BF16_Optimizer":
+        rule = "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's gradient"
+        raise ConfigError("zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2")
+    if settings.sequence > 1 and settings.stage < 3 and max(settings.group_sizes) < settings.losses:
+        rule = "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over sequence ranks"
+        raise ConfigError("mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead")
     if any(size % settings.losses for size in settings.group_sizes):
         rule = f"must be reduced over the {settings.losses} ranks that have losses of their own"
         remedy = "give initialize the mpu that the model was built for"
         raise ConfigError("gradients", rule, f"{list(settings.group_sizes)} ranks", remedy)
-
-
-def _check_sequence(settings: GradientSettings) -> None:
-    if settings.has_experts:
-        rule = "must not have experts with sequence parallelism, whose ranks DeepSpeed takes for tensor ranks"
-        raise ConfigError("model", rule, "MoE layers", "use one of both")
-    if settings.optimizer == "BF16_Optimizer":
-        rule = "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's gradient"
-        raise ConfigError("zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2")
-    if settings.stage < 3 and max(settings.group_sizes) < settings.losses:
-        rule = "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over sequence ranks"
-        raise ConfigError("mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead")
 
 
 def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:

@@ -178,21 +178,20 @@ class TransitionBuffer(ProcessBound, PublicNames):
         """
         done_by = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
         try:
-            if self._begins_anew or not self._writer.take_after(obs, {"observation": next_obs, **done_by}):
-                self._add_converted(obs, next_obs, done_by)
+            whole = {"observation": next_obs, **done_by}
+            if not self._begins_anew and self._writer.take_after(obs, whole):
+                return
+            # They are not in the stored form, or trajectories begin.
+            observation, *others = self._forms
+            before, after = observation.read(obs), self._next_form.read(next_obs)
+            given = {form.column.name: form.read(done_by[form.column.name]) for form in others}
+            columns: dict[str, Any] = {"observation": after, **given}
+            if self._begins_anew or not self._writer.take_after(before, columns):
+                self._begin(before)
+                self._writer.step(publish=True, **columns)
         except StoreError:
             self._begins_anew = True
             raise
-
-    def _add_converted(self, obs: Any, next_obs: Any, done_by: Mapping[str, Any]) -> None:
-        """Add transitions that are not in the stored form, or before which trajectories begin."""
-        observation, *others = self._forms
-        before, after = observation.read(obs), self._next_form.read(next_obs)
-        given = {form.column.name: form.read(done_by[form.column.name]) for form in others}
-        columns: dict[str, Any] = {"observation": after, **given}
-        if self._begins_anew or not self._writer.take_after(before, columns):
-            self._begin(before)
-            self._writer.step(publish=True, **columns)
 
     def _begin(self, observations: np.ndarray) -> None:
         """Begin trajectories where episodes have ended, or where observations do not follow the last ones."""
