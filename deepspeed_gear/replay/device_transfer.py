@@ -1,4 +1,5 @@
-"""Device transfer of this rank's batches: what CUDA reads in place, the transfer method, and what waits.
+"""Device transfer of this rank's batches: what CUDA reads in place, what waits, and the transfer method: the
+fastest one, measured on the table itself.
 
 A batch's transfer stream (a CUDA stream on a GPU) is waited for by the stream of the thread that uses it. It
 reuses a ring entry after that stream's work when `keep` newer batches had been handed over.
@@ -7,18 +8,19 @@ reuses a ring entry after that stream's work when `keep` newer batches had been 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.gather import n_step_columns
 from deepspeed_gear.batching.transfer import copy_engine
-from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest, made_up_records, measure
 from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED, column_name
-from deepspeed_gear.batching.transfer.cuda_streams import lane_of, refuse_capture
+from deepspeed_gear.batching.transfer.cuda_streams import HostStream, lane_of, refuse_capture
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
@@ -26,8 +28,15 @@ from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.errors import BuildError, ConfigError, show_bytes, undo_on_error
 from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.table import Table
+
+ROUNDS = 5
+MOST_SLOWED = 0.05  # of the time of the device's concurrent work
+MOST_STEPS = 1000  # of a synthetic trajectory
+_MATMUL, _MATMULS = 4096, 32  # concurrent work: 4 TFLOP, some milliseconds
+Gather = Callable[[torch.Tensor], object]
 
 
 def is_wanted(options: TransferConfig, device: torch.device) -> bool:
@@ -224,3 +233,77 @@ class DeviceTransfer:
             self.lane.record().synchronize()
         for registration in self._registrations.values():
             registration.close()
+
+
+@dataclass(frozen=True)
+class TransferTimings:
+    """Seconds of a batch by one transfer method, from its call to the end of its work; best of several."""
+
+    idle_s: float  # on an idle device
+    busy_s: float  # during matrix products on the device; the same as idle on the CPU
+    slowed: float = 0.0  # relative slowdown of the products during a batch; 0 on the CPU
+
+
+def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
+    """Return random resolutions within rows and slots of a table, [count, 8]; none if no step fits."""
+    words = np.random.default_rng(0)
+    final = int(table.spec.schema.has_final_row)
+    steps = min(num_rows - final, MOST_STEPS)
+    if steps < 1 or num_slots < 1:
+        return torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64)
+    records = np.zeros((count, Resolution.NUM_WORDS), np.int64)
+    records[:, Resolution.FIRST_ROW] = words.integers(0, num_rows - final - steps + 1, count)
+    records[:, Resolution.NUM_STEPS], records[:, Resolution.MASS] = steps, 1
+    records[:, Resolution.ANCHOR] = words.integers(0, steps, count)
+    records[:, Resolution.SLOT] = words.integers(0, num_slots, count)
+    return torch.from_numpy(records)
+
+
+def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> TransferTimings:
+    """Measure one transfer method, by which `gather` has gathered a batch on the transfer stream before."""
+
+    def seconds() -> float:
+        begin = time.perf_counter()
+        gather(records)
+        lane.record().synchronize()
+        return time.perf_counter() - begin
+
+    idle = min(seconds() for _ in range(ROUNDS))
+    if lane.device.type == "cpu":
+        return TransferTimings(idle, idle)
+    # Matrix products that keep the device busy, as a training step does.
+    matrix = torch.zeros(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=lane.device)
+    out = torch.empty_like(matrix)
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def begin() -> None:
+        """Enqueue the products on their device's current CUDA stream; the device is idle before."""
+        torch.cuda.synchronize(lane.device)
+        stream = torch.cuda.current_stream(lane.device)  # an event's default is that of the current device
+        first.record(stream)
+        for _ in range(_MATMULS):
+            torch.mm(matrix, matrix, out=out)
+        last.record(stream)
+
+    def products_s() -> float:
+        """Wait for the products; return their duration."""
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e-3
+
+    alone, busy, beside = [], [], []
+    for _ in range(1 + ROUNDS):  # the first time loads kernels
+        begin()
+        alone.append(products_s())
+    for _ in range(ROUNDS):
+        begin()
+        busy.append(seconds())
+        beside.append(products_s())
+    return TransferTimings(idle, min(busy), min(beside) / min(alone[1:]) - 1)
+
+
+def fastest(figures: Mapping[str, TransferTimings]) -> str:
+    """Return the fastest method that slows a busy device by at most `MOST_SLOWED`, else the gentlest."""
+    gentle = [way for way, of_way in figures.items() if of_way.slowed <= MOST_SLOWED]
+    if not gentle:
+        return min(figures, key=lambda way: figures[way].slowed)
+    return min(gentle, key=lambda way: figures[way].busy_s)

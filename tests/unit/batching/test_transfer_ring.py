@@ -11,7 +11,6 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.transfer import calibration
 from deepspeed_gear.batching.transfer.copy_engine import DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import (
     ALIGNMENT,
@@ -225,8 +224,8 @@ def test_products_are_timed_on_the_stream_that_runs_them() -> None:
     lane, gathered = HostStream(), list[torch.Tensor]()
     lane.device = TABLES
     records = torch.zeros(3, 8, dtype=torch.int64)
-    timings = calibration.measure(gathered.append, records, lane)
-    assert len(gathered) == 2 * calibration.ROUNDS
+    timings = device_transfer.measure(gathered.append, records, lane)
+    assert len(gathered) == 2 * device_transfer.ROUNDS
     assert timings.slowed == 0.0
-    assert len(TimingEvent.recorded) == 2 * (1 + 2 * calibration.ROUNDS)
+    assert len(TimingEvent.recorded) == 2 * (1 + 2 * device_transfer.ROUNDS)
     assert set(TimingEvent.recorded) == {"stream of meta"}

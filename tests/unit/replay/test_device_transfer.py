@@ -22,13 +22,13 @@ from replay_support import same, streams_of
 from torch import Tensor
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.batching.transfer.calibration import TransferTimings, fastest
 from deepspeed_gear.batching.transfer.copy_engine import STAGED, WAYS
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import batch_assembler, device_transfer, priority_updates
+from deepspeed_gear.replay.device_transfer import TransferTimings, fastest
 
 WINDOW = {"offset": -2, "length": 5}
 FIELDS = {
