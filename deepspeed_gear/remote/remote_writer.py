@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,7 @@ from deepspeed_gear.context import LOG
 from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
+from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
@@ -43,11 +43,9 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import LeasedPrompt
 from deepspeed_gear.timeouts import check_timeout
-from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import EpisodeLimit
-from deepspeed_gear.writer.open_trajectory import OpenTrajectory
 from deepspeed_gear.writer.rollout_worker import Lease
-from deepspeed_gear.writer.vector_writer import VectorWriter
+from deepspeed_gear.writer.trajectory_writer import WriterBase
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
 _STOP_S = 2.0  # longest that the end of a process waits for a call
@@ -301,7 +299,7 @@ class Sender:
             self._changed.notify_all()
 
 
-class RemoteWriter(ProcessBound):
+class RemoteWriter(WriterBase):
     """Adds trajectories to a table of another machine, through the gateway that `gear serve` runs there.
 
     Differences from TrajectoryWriter: `add` returns before the trajectory is stored, so its error is raised
@@ -314,9 +312,8 @@ class RemoteWriter(ProcessBound):
     """
 
     def __init__(self, line: Connection, hello: Any, sending: SendOptions, timeout_s: float) -> None:
-        self.table, self.max_length = str(hello["table"]), hello["max_length"]
-        self._limit = EpisodeLimit(self.max_length, tuple(hello.get("whole_fields", ())))
-        self.schema = Schema.from_json(hello["schema"])
+        limit = EpisodeLimit(hello["max_length"], tuple(hello.get("whole_fields", ())))
+        super().__init__(str(hello["table"]), Schema.from_json(hello["schema"]), limit)
         self._max_bytes = int(hello["max_message_bytes"])
         self._media = MediaSpec.of_json(self.schema, hello["media"])
         self._open, self._num_raised = True, 0
@@ -385,44 +382,9 @@ class RemoteWriter(ProcessBound):
         """Number of calls that were lost with their connection, and repeated."""
         return self._sender.num_lost
 
-    @overload
-    def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
-    @overload
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        *,
-        split_by_flags: Literal[True],
-        final: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        *,
-        split_by_flags: bool = False,
-        final: Mapping[str, Any] | None = None,
-    ) -> int | list[int]:
-        """Send a whole trajectory, which is copied; waits while the buffer is full.
-
-        Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
-                in `Replay.add`. Late columns too: nothing can be filled from here later.
-            split_by_flags: As `Replay.add`.
-            final: As `Replay.add`.
-        Returns:
-            Its number; with `split_by_flags` those of the parts.
-        Raises:
-            DataError: It does not fit the schema, or an earlier one was refused: see `refused`.
-            StoreFullError: An earlier one found no free rows, and the table evicts nothing.
-            NotReadyError: The gateway has blocked for too long; this trajectory is not added.
-            StoreError, LostNodeError: The gateway has ended, was restarted or does not answer.
-        """
-        self._check()
+    def _add(self, trajectory: Mapping[str, Any]) -> int:
         name = f"table {self.table}"
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
-        if split_by_flags:
-            parts = split_episodes(name, self.schema, trajectory, final, self.max_length)
-            return [self.add(part) for part in parts]
         items = dict[int, MediaItem]()
         if self._media is not None:
             trajectory = self._media.take(name, self.schema, trajectory, items)
@@ -441,18 +403,6 @@ class RemoteWriter(ProcessBound):
         self.num_added += 1
         self.num_steps_added += num_steps
         return number
-
-    def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
-        """Begin a trajectory that is added at the end of a `with` block; an exception in it adds nothing.
-
-        Args:
-            **per_trajectory: Columns of one value per trajectory.
-        """
-        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory)
-
-    def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
-        """Return a VectorWriter of many environments; as `TrajectoryWriter.vector_writer`."""
-        return VectorWriter(self.schema, self.add, *resolve(num_envs, autoreset), self._limit)
 
     def flush(self) -> None:
         """Wait until everything is stored.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import StoreError
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.sampling.mass_rules import check_weights
@@ -30,7 +33,113 @@ from deepspeed_gear.writer.vector_writer import VectorWriter
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
 
-class TrajectoryWriter(ProcessBound, PublicNames):
+class WriterBase(ProcessBound, PublicNames, ABC):
+    """What writers of a node of the table (TrajectoryWriter) and of other machines (RemoteWriter) share.
+
+    Attributes:
+        table: Name of the table.
+        schema: Columns of the table.
+    """
+
+    _internal = frozenset({"limit", "publisher"})
+
+    def __init__(
+        self,
+        table: str,
+        schema: Schema,
+        limit: EpisodeLimit,
+        publisher: Publisher | None = None,
+        native: ModuleType | None = None,
+    ) -> None:
+        self.table, self.schema, self._native = table, schema, native
+        #: The longest trajectory, and what a longer episode does.
+        self.limit = limit
+        #: The publisher of this writer's open trajectories; None: they cannot be published.
+        self.publisher = publisher
+
+    @property
+    def max_length(self) -> int | None:
+        """Steps of the longest trajectory; None: as many as fit."""
+        return self.limit.max_length
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Raise unless the writer is open, and what it writes to goes on."""
+
+    @abstractmethod
+    def _add(self, trajectory: Mapping[str, Any]) -> int:
+        """Add one trajectory, as `add`."""
+
+    @overload
+    def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
+    @overload
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        split_by_flags: Literal[True],
+        final: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        split_by_flags: bool = False,
+        final: Mapping[str, Any] | None = None,
+    ) -> int | list[int]:
+        """Add a whole trajectory; batches from the next selection on may hold it.
+
+        A RemoteWriter sends a copy of it and returns before it is stored: errors that the gateway finds are
+        raised by a later call. It waits while its buffer is full.
+
+        Args:
+            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
+                in `Replay.add`. A RemoteWriter must be given late columns too: it cannot fill them later.
+            split_by_flags: As `Replay.add`.
+            final: As `Replay.add`.
+        Returns:
+            Its id, of a RemoteWriter its number; with `split_by_flags` those of the parts.
+        Raises:
+            DataError: It does not fit the schema, or has an end flag before its last step; nothing has
+                changed.
+            StoreFullError: Too few rows are free, and the table evicts nothing.
+            NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
+            StoreError, LostNodeError: The run or the gateway has ended, or does not answer.
+        """
+        self._check()
+        if split_by_flags:
+            name = f"table {self.table}"
+            parts = split_episodes(name, self.schema, trajectory, final, self.max_length)
+            return [self.add(part) for part in parts]
+        return self._add(trajectory)
+
+    def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
+        """Begin a trajectory that is added at the end of a `with` block.
+
+        After an exception nothing is added; published steps stay, marked as truncated.
+
+        Args:
+            **per_trajectory: Columns of one value per trajectory.
+        """
+        publisher, native = self.publisher, self._native
+        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory, publisher, native)
+
+    def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
+        """Return a writer of the steps of many environments at once.
+
+        Args:
+            num_envs: N; or the environment, whose number and mode are read. A single environment has N = 1
+                and is reset by the program: "disabled".
+            autoreset: What the environments do after the last step of an episode, as gymnasium's
+                AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be given.
+        Raises:
+            DataError: No mode is given, or it is not the environment's.
+        """
+        count, mode, native = *resolve(num_envs, autoreset), self._native
+        return VectorWriter(self.schema, self.add, count, mode, self.limit, native, publisher=self.publisher)
+
+
+class TrajectoryWriter(WriterBase):
     """Adds trajectories to a table of this node's store.
 
     In an actor: `TrajectoryWriter.attach(...)`; it needs no DeepSpeed, CUDA or process group. In a rank:
@@ -48,19 +157,20 @@ class TrajectoryWriter(ProcessBound, PublicNames):
         "waiting_checks".split()
     )
 
+    publisher: Publisher
+
     def __init__(
         self, table: Table, inserter: Inserter, waiting_checks: list[Callable[[], None]] | None = None
     ) -> None:
+        limit = EpisodeLimit(inserter.max_length, table.spec.whole_fields)
+        publisher = Publisher(inserter, self.check_goes_on)
+        super().__init__(table.spec.name, table.spec.schema, limit, publisher, table.ops.native)
         self._table, self._inserter, self._open = table, inserter, True
         self._is_attached, self._looked = waiting_checks is not None, 0.0  # when it looked for the ranks
         self._finalizer = weakref.finalize(self, table.close) if self._is_attached else None
         #: What writes through this writer, and is closed with it.
         self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
         self.waiting_checks = [] if waiting_checks is None else waiting_checks
-        #: The publisher of this writer's open trajectories.
-        self.publisher = Publisher(inserter, self.check_goes_on)
-        #: The longest trajectory, and what a longer episode does.
-        self.limit = EpisodeLimit(inserter.max_length, table.spec.whole_fields)
         self._num_whole = 0
 
     @classmethod
@@ -112,24 +222,9 @@ class TrajectoryWriter(ProcessBound, PublicNames):
         return f"TrajectoryWriter({self.table}: {self.num_added:,} trajectories added{end})"
 
     @property
-    def schema(self) -> Schema:
-        """Columns of the table."""
-        return self._table.spec.schema
-
-    @property
-    def table(self) -> str:
-        """Name of the table."""
-        return self._table.spec.name
-
-    @property
     def run(self) -> str:
         """Id of the run."""
         return self._table.run.id
-
-    @property
-    def max_length(self) -> int | None:
-        """Steps of the longest trajectory; None: as many as fit."""
-        return self._inserter.max_length
 
     @property
     def parts(self) -> tuple[Table, Inserter]:
@@ -141,42 +236,7 @@ class TrajectoryWriter(ProcessBound, PublicNames):
         """Total seconds that this writer has waited for ranks."""
         return self._inserter.evictor.waited_s
 
-    @overload
-    def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
-    @overload
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        *,
-        split_by_flags: Literal[True],
-        final: Mapping[str, Any] | None = None,
-    ) -> list[int]: ...
-    def add(
-        self,
-        trajectory: Mapping[str, Any],
-        *,
-        split_by_flags: bool = False,
-        final: Mapping[str, Any] | None = None,
-    ) -> int | list[int]:
-        """Add a whole trajectory; batches from the next selection on may hold it.
-
-        Args:
-            trajectory: Column -> [T, *shape], [T+1, *shape] or [*shape], as the schema defines; or nested, as
-                in `Replay.add`.
-            split_by_flags: As `Replay.add`.
-            final: As `Replay.add`.
-        Returns:
-            Its id; with `split_by_flags` those of the parts.
-        Raises:
-            DataError: It does not fit the schema, or has an end flag before its last step; nothing has
-                changed.
-            StoreFullError: Too few rows are free, and the table evicts nothing.
-            NotReadyError: The ranks have not sampled in time, as the table's rate limiter requires.
-            StoreError: The run has ended.
-        """
-        self.check_goes_on()
-        if split_by_flags:
-            return [self.add(part) for part in self._inserter.split(trajectory, final)]
+    def _add(self, trajectory: Mapping[str, Any]) -> int:
         number = self._inserter.add(trajectory)
         self._num_whole += 1
         return number
@@ -195,32 +255,6 @@ class TrajectoryWriter(ProcessBound, PublicNames):
         self.check_goes_on()
         fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
-    def trajectory(self, **per_trajectory: Any) -> OpenTrajectory:
-        """Begin a trajectory that is added at the end of a `with` block.
-
-        After an exception nothing is added; published steps stay, marked as truncated.
-
-        Args:
-            **per_trajectory: Columns of one value per trajectory.
-        """
-        native = self._table.ops.native
-        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory, self.publisher, native)
-
-    def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
-        """Return a writer of the steps of many environments at once.
-
-        Args:
-            num_envs: N; or the environment, whose number and mode are read. A single environment has N = 1
-                and is reset by the program: "disabled".
-            autoreset: What the environments do after the last step of an episode, as gymnasium's
-                AutoresetMode: "next_step", "same_step" or "disabled". With a number it must be given.
-        Raises:
-            DataError: No mode is given, or it is not the environment's.
-        """
-        count, mode = resolve(num_envs, autoreset)
-        native = self._table.ops.native
-        return VectorWriter(self.schema, self.add, count, mode, self.limit, native, publisher=self.publisher)
-
     @property
     def store_name(self) -> str:
         """Name of the table's store in /dev/shm."""
@@ -233,7 +267,7 @@ class TrajectoryWriter(ProcessBound, PublicNames):
         """
         if self._open and not self._is_attached:
             return  # before every step, so it costs no more than a call
-        name, now = f"table {self._table.spec.name}", time.monotonic()
+        name, now = f"table {self.table}", time.monotonic()
         if not self._open:
             remedy = "the writer was closed, by itself or with its Replay"
             raise StoreError(name, "must be open", None, remedy)
@@ -241,6 +275,8 @@ class TrajectoryWriter(ProcessBound, PublicNames):
             self._looked = now
             if not self._table.has_living_rank and not is_kept(self._table.memory.fd):
                 raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
+
+    _check = check_goes_on
 
     @property
     def run_goes_on(self) -> bool:
