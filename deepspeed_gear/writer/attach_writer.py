@@ -47,18 +47,66 @@ def attach(
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    search = _Search(config, table, run)
+    section = None if config is None else _object("gear", ds_config.read(config)[0])
+    memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
+    prefix = memory.get("prefix", DEFAULT_PREFIX)
+    if not isinstance(prefix, str):
+        raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
+    if section is not None:
+        tables = _object("gear.tables", section.get("tables", {}))
+        known = [str(n) for n, one in tables.items() if _object(f"gear.tables.{n}", one).get("writers")]
+        if table is None and len(known) == 1:
+            table = known[0]
+        elif table not in known:
+            rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
+            raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
+    runs = run_names(memory.get("run"), run)  # names and ids that the run must have
     if name is not None:
         if run is not None:
             raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
         store = named_store(name)
-        options = [] if search.section is None else store.differences(search.section)
+        options = [] if section is None else store.differences(section)
         if options:
             raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
         return _open(store)
-    attached = wait_until(search.look, wait_s, _POLL_S)
+    others: list[str] = []  # stores that do not match, and why
+
+    def look() -> tuple[Table, Mapping[str, Any]] | None:
+        """Attach to the one store that matches; None: there is none now."""
+        found, foreign = named_stores(prefix)
+        fitting = []
+        others.clear()
+        for store in found:
+            missing = [name for name in runs if name not in (store.run.id, store.run.name)]
+            if table not in (None, store.table):
+                reasons = [f"its table is not {table}"]
+            elif missing:
+                reasons = [f"its run is not {missing[0]}"]
+            else:
+                reasons = [] if section is None else store.differences(section)
+            if reasons:
+                others.append(f"{store}: {', '.join(reasons)}")
+            else:
+                fitting.append(store)
+        others.extend(foreign)
+        if len(fitting) > 1:
+            remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
+            several = "; ".join(map(str, fitting))
+            raise StoreError("the store", "must be named where there are several", several, remedy)
+        with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
+            return _open(fitting[0]) if fitting else None
+        return None
+
+    attached = wait_until(look, wait_s, _POLL_S)
     if attached is None:
-        raise search.not_found(wait_s)
+        of = [] if section is None else ["of this config"]
+        of += [f"of run {name}" for name in runs]
+        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
+        remedy = "start the ranks; set gear.tables.<name>.writers"
+        if others:
+            remedy = f"{_OWN_CONFIG}, or start its ranks"
+        what = f"{SHM}/{prefix}-*-{table or '*'}"
+        raise StoreError(what, rule, "; ".join(others) or None, remedy)
     return attached
 
 
@@ -81,65 +129,6 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
                 attached.ledger.release(memory.peer)
         attached.claim_peer(memory.peer)
         return attached, meaning["writing"]
-
-
-class _Search:
-    """A search for the store of a writer, among candidates in /dev/shm."""
-
-    def __init__(
-        self, config: str | Path | Mapping[str, Any] | None, table: str | None, run: str | None
-    ) -> None:
-        section = None if config is None else _object("gear", ds_config.read(config)[0])
-        memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
-        self.section, self.prefix = section, memory.get("prefix", DEFAULT_PREFIX)
-        if not isinstance(self.prefix, str):
-            raise ConfigError("gear.shared_memory.prefix", "must be a string", self.prefix)
-        self.table = table  # None: any
-        if section is not None:
-            tables = _object("gear.tables", section.get("tables", {}))
-            known = [n for n, given in tables.items() if _object(f"gear.tables.{n}", given).get("writers")]
-            if table is None and len(known) == 1:
-                self.table = str(known[0])
-            elif table not in known:
-                rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
-                raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
-        self.runs = run_names(memory.get("run"), run)  # names and ids that the run must have
-        self.others: list[str] = []  # stores that do not match, and why
-
-    def look(self) -> tuple[Table, Mapping[str, Any]] | None:
-        """Attach to the one store that matches; None: there is none now."""
-        found, foreign = named_stores(self.prefix)
-        fitting, others = [], []
-        for store in found:
-            missing = [name for name in self.runs if name not in (store.run.id, store.run.name)]
-            if self.table not in (None, store.table):
-                reasons = [f"its table is not {self.table}"]
-            elif missing:
-                reasons = [f"its run is not {missing[0]}"]
-            else:
-                reasons = [] if self.section is None else store.differences(self.section)
-            if reasons:
-                others.append(f"{store}: {', '.join(reasons)}")
-            else:
-                fitting.append(store)
-        self.others = others + foreign
-        if len(fitting) > 1:
-            remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
-            several = "; ".join(map(str, fitting))
-            raise StoreError("the store", "must be named where there are several", several, remedy)
-        with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
-            return _open(fitting[0]) if fitting else None
-        return None
-
-    def not_found(self, wait_s: float) -> StoreError:
-        what = f"{SHM}/{self.prefix}-*-{self.table or '*'}"
-        of = [] if self.section is None else ["of this config"]
-        of += [f"of run {name}" for name in self.runs]
-        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
-        remedy = "start the ranks; set gear.tables.<name>.writers"
-        if self.others:
-            remedy = f"{_OWN_CONFIG}, or start its ranks"
-        return StoreError(what, rule, "; ".join(self.others) or None, remedy)
 
 
 def _object(name: str, value: object) -> Mapping[str, Any]:
