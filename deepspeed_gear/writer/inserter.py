@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -62,7 +63,8 @@ class Inserter:
         self.version_column = (retention.version_column or "") if retention.waits else ""
         self._open: dict[int, int] = {}  # oldest policy version of each of this process's writers
         self.growing: set[Any] = set()  # each `GrowingTrajectory` that may have published steps
-        self.has_orphans = False  # whether the owner of some was dropped
+        #: Whether the owner of some was dropped: the latest weak reference to one.
+        self.dropped = deque[object](maxlen=1)
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
         # Set up the native store for this process; it adds whole trajectories where it evicts by itself.
@@ -92,18 +94,6 @@ class Inserter:
             "begins": not (self._checks or self._committed or self.table.ledger or self.table.media),
             "timeout": self.timeout_s,
         }
-
-    def note_orphan(self, owner: object = None) -> None:
-        """Note that the owner of trajectories in `growing` was dropped: the callback of a weak reference."""
-        del owner
-        self.has_orphans = True
-
-    def take_orphans(self) -> list[Any]:
-        """Remove and return the trajectories in `growing` whose owner was dropped."""
-        self.has_orphans = False
-        orphans = [growing for growing in self.growing if growing.owner() is None]
-        self.growing.difference_update(orphans)
-        return orphans
 
     def add(self, trajectory: Mapping[str, Any]) -> int:
         """Store a trajectory, waiting for free rows and for the rate limiter. Returns its id.

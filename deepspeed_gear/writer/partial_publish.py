@@ -37,7 +37,7 @@ class GrowingTrajectory:
     """
 
     def __init__(self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None) -> None:
-        dropped = None if publisher is None else publisher.inserter.note_orphan
+        dropped = None if publisher is None else publisher.inserter.dropped.append
         self.owner, self.publisher = weakref.ref(owner, dropped), publisher
         self.is_used_again = words is not None
         self.words = np.array(UNPUBLISHED, np.int64) if words is None else words
@@ -135,8 +135,11 @@ class Publisher:
     def look(self) -> None:
         """Raise if writing has ended; end the trajectories of writers that were dropped."""
         self._check()
-        if self.inserter.has_orphans:
-            for growing in self.inserter.take_orphans():
+        if self.inserter.dropped:
+            self.inserter.dropped.clear()
+            orphans = [growing for growing in self.inserter.growing if growing.owner() is None]
+            self.inserter.growing.difference_update(orphans)
+            for growing in orphans:
                 if growing.is_published:
                     self.end(growing, truncated=True)
 
