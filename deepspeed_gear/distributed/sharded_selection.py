@@ -36,8 +36,9 @@ from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
-from deepspeed_gear.store.prompt_ledger import PROGRESS_WORDS
+from deepspeed_gear.store.prompt_ledger import Progress
 from deepspeed_gear.store.records import Head
+from deepspeed_gear.store.retention import UNLIMITED
 from deepspeed_gear.store.table import Table
 
 PACKED_REPORT_WORDS = 3
@@ -245,7 +246,7 @@ class ShardedSelector(SelectionAgreement):
 
         self._received = self._exchange_status(prepare)
         if joint is not None:
-            num_words = NodeRate.NUM_WORDS if ledger is None else PROGRESS_WORDS
+            num_words = NodeRate.NUM_WORDS if ledger is None else Progress.NUM_WORDS
             rates = np.stack([words[:num_words] for words in self._received])
             self._received = [words[num_words:] for words in self._received]
             if ledger is not None:  # what can be drawn depends on the first open number of all stores
@@ -431,11 +432,17 @@ class ShardedSelector(SelectionAgreement):
         return torch.from_numpy(before[shards[chosen]] + every[chosen, 2])
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
+        ledger = self._table.ledger
+        is_joint = ledger is not None and ledger.spec.is_joint  # any complete group may have to come now
         with self._table.lock:
-            own = np.stack(self.state.with_ages.ends(count, newest), axis=1)
+            own = np.stack(self.state.with_ages.ends(UNLIMITED if is_joint else count, newest), axis=1)
+            if ledger is not None and is_joint:
+                own = np.concatenate([own, ledger.marks(own[:, 0])], axis=1)
         every, shards = self.channel.gather_ragged(own)
         every[:, 2] += (np.cumsum(self._totals) - self._totals)[shards]
         order = np.argsort(every[:, 0], kind="stable")
+        if ledger is not None and is_joint:
+            order = ledger.merged(every[:, 0], every[:, 3:])
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
 
@@ -507,7 +514,7 @@ def may_select(
 
 
 def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -> None:
-    """Agree on the first open number of the stores of a ledger, if there is one. As `may_select`."""
+    """Agree on the progress of the stores of a ledger, if there is one. As `may_select`."""
     ledger, lock = stream.table.ledger, stream.table.lock
     if ledger is None:
         return

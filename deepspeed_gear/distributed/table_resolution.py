@@ -338,9 +338,6 @@ def prompt_spec_of(
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
         raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
-    if count > 1 and prompts.order == "completion":
-        rule, remedy = "must be lease on several nodes", "their groups are compared by number"
-        raise ConfigError(f"{at}.prompts.order", rule, prompts.order, remedy)
     if config.shared_memory.keep and (count > 1 or prompts.order == "completion" or group.late):
         rule = "must be false on several nodes, with the order of completion and with late columns of groups"
         raise ConfigError("gear.shared_memory.keep", rule, True, "save more often")

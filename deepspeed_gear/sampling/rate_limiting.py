@@ -102,7 +102,7 @@ class SelectionLimiter:
     """Decides whether a global batch may be drawn of a table with a capacity. Every method requires the lock.
 
     Over several nodes, one process of each exchanges its `record`; `records` are those of all nodes, in the
-    order of shards. [S, NodeRate.NUM_WORDS], int64.
+    order of shards. [S, NodeRate.NUM_WORDS], int64; with prompts `PromptLedger.due` follows.
     """
 
     def __init__(
@@ -246,7 +246,10 @@ class SelectionLimiter:
         """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed` nothing
         changes, as a thread may be in a selection, and no process may `apply`. `exact` as `left`.
         """
-        words, control = np.zeros(NodeRate.NUM_WORDS, np.int64), self._table.control
+        control, ledger = self._table.control, self._table.ledger
+        words = np.zeros(NodeRate.NUM_WORDS, np.int64)
+        if ledger is not None and ledger.spec.is_joint:
+            words = np.concatenate([words, ledger.due(self._drawable())])
         self._turn += 1
         words[NodeRate.TURN], words[NodeRate.IS_FIXED] = self._turn, fixed
         words[NodeRate.SAMPLED] = self._sampled
@@ -259,8 +262,8 @@ class SelectionLimiter:
             words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         if self._table.groups is not None:
             words[NodeRate.COMES] = self._table.groups.waits_for_time
-        if self._table.ledger is not None:
-            words[NodeRate.HELD] = self._table.ledger.num_held
+        if ledger is not None:
+            words[NodeRate.HELD] = ledger.num_held
         if not self.is_plain or not words[NodeRate.LEFT]:
             words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         if self._rate is None:
@@ -284,7 +287,9 @@ class SelectionLimiter:
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         sampled = int(records[0, NodeRate.SAMPLED])
         rate_admits = self._rate is None or self._rate.may_sample(size, inserted, sampled, count)
-        return bool(rate_admits and left >= count)
+        ledger = self._table.ledger
+        may_draw = ledger is None or ledger.admits(records[:, NodeRate.NUM_WORDS :])
+        return bool(rate_admits and left >= count and may_draw)
 
     def apply(self, records: np.ndarray, count: int) -> bool:
         """Take what the others hold: add this node's part of the pool to its quota. Return `are_open`."""

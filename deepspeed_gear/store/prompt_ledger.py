@@ -11,6 +11,7 @@ and likewise for each of the latest epochs, and for all earlier ones together.
 
 Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the order of all
 numbers; what a store needs of the others comes with their selections (`progress`, `agree`, `note_others`).
+Or they are in one order of completion, by stamps that follow from these exchanges (`due`, `merged`).
 
 Order of writes, so that a process may die at any instruction: an entry's words before its state, the state
 before the number of issued ones. An entry that leaves is marked with its counter; new counters are written
@@ -36,7 +37,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
 REASON_BYTES = 32
-PROGRESS_WORDS = 2  # of `PromptLedger.progress`
+FIRST_STAMP = -(1 << 62)
 EPOCHS = 4  # that have counters of their own: epoch e those of row e % EPOCHS, until a later one needs them
 
 
@@ -47,6 +48,7 @@ class Entry:
     NUMBER: Final = 1
     OWNER: Final = 2  # index of the process that holds the lease
     DEADLINE: Final = 3  # monotonic nanoseconds at which the lease returns
+    STAMP: Final = DEADLINE  # once its group is complete: its place among those of all stores, below 0
     VERSION: Final = 4  # rollout batches that were trained when it was leased
     ATTEMPT: Final = 5  # leases of the number, with this one
     TOKEN: Final = 6  # number of the lease among all leases
@@ -74,6 +76,18 @@ class PromptCount:
     TRAINED: Final = 7  # of several stores: batches that all ranks have trained; -1: not known after a load
     OTHERS: Final = 8  # of several stores: what the other ones add to `_before`
     NUM_WORDS: Final = 9
+
+
+class Progress:
+    """Words that stores exchange before each selection."""
+
+    FIRST_OPEN: Final = 0  # the first number of the store that is open
+    BATCHES: Final = 1  # that the ranks of its node have trained
+    STORE: Final = 2
+    TRAINED: Final = 3  # batches that all ranks of all nodes have trained, as far as it is known here
+    DROPPED: Final = 4  # numbers ever that have left and were not drawn; by store no count after a load
+    STAMP: Final = 5  # the largest stamp known here
+    NUM_WORDS: Final = 6
 
 
 class Left:
@@ -107,6 +121,11 @@ class PromptSpec:
     needs: bool = False  # whether a committed group waits for late columns
     num_stores: int = 1
     store: int = 0  # index of this one
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the groups of several stores are in one order of completion."""
+        return self.num_stores > 1 and self.order == "completion"
 
     def issued_below(self, number: int) -> int:
         """Return how many numbers of this store are below a number."""
@@ -175,13 +194,17 @@ class PromptLedger:
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
-        self._first = 0  # of several stores: the first open number of all, as this process has agreed on it
+        # Of several stores, as this process has agreed on it: the first open number, the largest stamp, and
+        # how many entries are due by each batch from the next one on.
+        self._first, self._stamp, self._num_due = 0, FIRST_STAMP, np.zeros(spec.max_lag + 1, np.int64)
 
     def in_order(self, slots: np.ndarray) -> np.ndarray:
         """Return the leaders of groups that the next batch may have, in order. [n] -> [m], int64.
 
         In the order of leases those that no open number precedes, by number.
         """
+        if self.spec.is_joint:
+            return self._by_stamp(slots)
         if self.spec.order == "completion":
             return self._by_completion(slots)
         first = self._first_open if self.spec.num_stores == 1 else self._first
@@ -208,34 +231,82 @@ class PromptLedger:
         """
         spec, key = self.spec, int(self._position[Head.KEY])
         slots = slots[np.argsort(self._completed[slots])]
-        due, is_first = self._versions(slots) + spec.max_lag, np.zeros(len(slots), bool)
+        due = self._versions(slots) + spec.max_lag
         is_open = self._has_version() & ~np.isin(self._of_entries, self.numbers[slots])
-        open_due = self.entries[is_open, Entry.VERSION] + spec.max_lag
-        for batch in range(key, key + spec.max_lag + 1):
-            is_due = due <= batch
-            num_due = np.count_nonzero(is_due) + np.count_nonzero(open_due <= batch)
-            missing = num_due - (batch - key) * spec.groups - np.count_nonzero(is_first)
+        every = np.concatenate([due, self.entries[is_open, Entry.VERSION] + spec.max_lag])
+        batches = np.arange(key, key + spec.max_lag + 1)
+        num_due = np.searchsorted(np.sort(every), batches, side="right")
+        return np.asarray(slots[self._due_first(due, num_due)])
+
+    def _due_first(self, due: np.ndarray, num_due: np.ndarray) -> np.ndarray:
+        """Return the order of groups: those that must come now, and the others; none if the batch waits.
+
+        `due` of complete groups, as they were completed, [n]; `num_due` of the entries of all stores by each
+        batch from the next one on, [max_lag + 1], int64.
+        """
+        spec, is_first = self.spec, np.zeros(len(due), bool)
+        for after, num in enumerate(num_due.tolist()):
+            missing = num - after * spec.groups - np.count_nonzero(is_first)
+            is_due = due <= int(self._position[Head.KEY]) + after
             chosen = np.nonzero(is_due & ~is_first)[0][: max(missing, 0)]
             if len(chosen) < missing and spec.late == "wait":
-                return slots[:0]
+                return np.empty(0, np.int64)
             is_first[chosen] = True
-        return np.concatenate([slots[is_first], slots[~is_first]])
+        return np.asarray(np.argsort(~is_first, kind="stable"))
+
+    def _by_stamp(self, slots: np.ndarray) -> np.ndarray:
+        """Return the leaders that the next batch of all stores may have, in the order of completion."""
+        at = self._held(self.numbers[slots])
+        stamps = self.entries[at, Entry.STAMP]
+        may = (at >= 0) & (stamps < 0)
+        return np.asarray(slots[may][np.argsort(stamps[may])])
+
+    def due(self, slots: np.ndarray) -> np.ndarray:
+        """Return by when this store's entries, and the groups of `in_order`, are due, for `admits`.
+
+        How many by each batch from the next one on, one after the other: [2 * (max_lag + 1)], int64.
+        """
+        versions = self.entries[self._has_version(), Entry.VERSION], self._versions(slots)
+        first, most = int(self._position[Head.KEY]) - self.spec.max_lag, self.spec.max_lag + 1
+        return np.concatenate([np.bincount(v[v >= first] - first, minlength=most).cumsum() for v in versions])
+
+    def admits(self, due: np.ndarray) -> bool:
+        """Take `due` of all stores, [S, words]; return whether no group that must come now is missing."""
+        if not self.spec.is_joint:
+            return True
+        self._num_due, num_complete = np.split(due.sum(0), 2)
+        must = self._num_due - np.arange(self.spec.max_lag + 1) * self.spec.groups
+        return self.spec.late == "drop" or bool((num_complete >= must).all())
+
+    def marks(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the stamp of each held number, and the batch by which it is due. [n] -> [n, 2], int64."""
+        words = self.entries[self._held(numbers)]
+        return np.stack([words[:, Entry.STAMP], words[:, Entry.VERSION] + self.spec.max_lag], axis=1)
+
+    def merged(self, numbers: np.ndarray, marks: np.ndarray) -> np.ndarray:
+        """Return the order of the complete groups of all stores, as of `admits`. [n], [n, 2] -> [n]."""
+        order = np.lexsort((numbers, marks[:, 0]))
+        return np.asarray(order[self._due_first(marks[order, 1], self._num_due)])
 
     def _has_version(self) -> np.ndarray:
         """Return which entries have been generated for: leased, held, or returned with what was kept."""
         is_kept = (self._states == EntryState.RETURNED) & (self.entries[:, Entry.KEPT] > 1)
         return np.asarray(is_kept | np.isin(self._states, (EntryState.LEASED, EntryState.HELD)))
 
+    def _held(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the entry of each number that is held; -1: it is not. [n] -> [n]."""
+        held = np.nonzero(self._states == EntryState.HELD)[0]
+        if not len(held):
+            return np.full(len(numbers), -1)
+        held = held[np.argsort(self._of_entries[held])]
+        at = np.searchsorted(self._of_entries[held], numbers)
+        at[at == len(held)] = 0
+        return np.where(self._of_entries[held[at]] == numbers, held[at], -1)
+
     def _versions(self, slots: np.ndarray) -> np.ndarray:
         """Return the version at the lease of each slot's group; -1: its number was dropped. [n] -> [n]."""
-        held = np.nonzero(self._states == EntryState.HELD)[0]
-        held = held[np.argsort(self._of_entries[held])]
-        numbers, of_held = self.numbers[slots], self._of_entries[held]
-        at = np.searchsorted(of_held, numbers)
-        at[at == len(held)] = 0
-        if not len(held):
-            return np.full(len(slots), -1)
-        return np.where(of_held[at] == numbers, self.entries[held[at], Entry.VERSION], -1)
+        at = self._held(self.numbers[slots])
+        return np.where(at < 0, -1, self.entries[at, Entry.VERSION])
 
     def too_old(self, slots: np.ndarray, key: int) -> np.ndarray:
         """Return which slots are of groups that rollout batch `key` must not have, and count them as dropped.
@@ -374,16 +445,32 @@ class PromptLedger:
             self._sweep()
 
     def progress(self) -> np.ndarray:
-        """Return what stores agree on: the first open number, and the batches trained here. [2], int64."""
-        return np.array([self._first_open, trained_batches(self._views)])
+        """Return what stores agree on, once complete groups have stamps. [Progress.NUM_WORDS], int64."""
+        if self.spec.is_joint:
+            slots = leaders(self._views)
+            at = self._held(self.numbers[slots[np.argsort(self._completed[slots], kind="stable")]])
+            new = at[(at >= 0) & (self.entries[at, Entry.STAMP] >= 0)]
+            stamps = self.entries[at[at >= 0], Entry.STAMP]
+            self._stamp = int(stamps[stamps < 0].max(initial=self._stamp)) + len(new)
+            self.entries[new, Entry.STAMP] = self._stamp - len(new) + 1 + np.arange(len(new))
+        known, busy = self.counts[PromptCount.TRAINED], np.count_nonzero(self._states)
+        dropped = self.counts[PromptCount.ISSUED] - self._left[0, Left.DRAWN] - busy
+        batches, store = trained_batches(self._views), self.spec.store
+        return np.array([self._first_open, batches, store, known, dropped, self._stamp])
 
     def agree(self, stores: np.ndarray) -> None:
-        """Take the first open number of all stores, and the batches trained everywhere. [S, 2], int64.
+        """Take `progress` of all stores. [S, Progress.NUM_WORDS], int64.
 
-        Every number before it is held and complete, or has left, in each store, and stays so.
+        Every number before the first open one is held and complete, or has left, in each store, and stays
+        so. Of an order of completion, drops of the others count from here on.
         """
-        self._first = int(stores[:, 0].min())
-        self.note_trained(int(stores[:, 1].min()))
+        self._first = int(stores[:, Progress.FIRST_OPEN].min())
+        self._stamp = int(stores[:, Progress.STAMP].max())
+        known = stores[:, Progress.BATCHES].min(), stores[:, Progress.TRAINED].max()
+        self.note_trained(int(max(known)))
+        if self.spec.is_joint:
+            others = stores[stores[:, Progress.STORE] != self.spec.store]
+            self.counts[PromptCount.OTHERS] = -others[:, Progress.DROPPED].sum()
 
     def note_trained(self, batches: int) -> None:
         """Note how many batches all ranks of all nodes have trained, at least."""
@@ -397,6 +484,8 @@ class PromptLedger:
     def note_others(self, num_held: int) -> None:
         """Take the `num_held` of the other stores, since which no batch was selected."""
         selected, spec = int(self._position[Head.KEY]) * self.spec.groups, self.spec
+        if spec.is_joint:  # `agree` has taken what counts
+            return
         before = self._first - spec.issued_below(self._first)
         drawn = int(self._left[0, Left.DRAWN])
         self.counts[PromptCount.OTHERS] = selected + num_held - before - drawn
@@ -475,6 +564,8 @@ class PromptLedger:
         leased = self._states == EntryState.LEASED
         self.entries[leased, Entry.ATTEMPT] -= 1  # a load is no attempt
         self._states[leased] = EntryState.RETURNED
+        stamps = every[every[:, Entry.STAMP] < 0, Entry.STAMP]
+        self._stamp = int(stamps.max(initial=FIRST_STAMP))
         self.counts[:] = saved["prompt_counts"] * (spec.store == 0)
         self.counts[PromptCount.ISSUED] = spec.issued_below(int(saved["prompt_counts"][PromptCount.ISSUED]))
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
@@ -550,13 +641,18 @@ def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
 
 def incomplete(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> np.ndarray:
     """Return which entries hold a group that has no leader yet: it lacks late columns. [entries], bool."""
-    words, slots = views["prompt_entries"], views["slots"]
+    words = views["prompt_entries"]
     is_held: np.ndarray = words[:, Entry.STATE] == EntryState.HELD
     if not (spec.needs and is_held.any()):
         return np.zeros(len(words), bool)
+    return is_held & ~np.isin(words[:, Entry.NUMBER], numbers[leaders(views)])
+
+
+def leaders(views: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the leaders of a store's complete groups. [n], int64."""
+    slots = views["slots"]
     is_led = views["groups"][:, SlotGroup.LEADER] == np.arange(1, len(slots) + 1)
-    leaders = np.nonzero(is_led & (slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
-    return is_held & ~np.isin(words[:, Entry.NUMBER], numbers[leaders])
+    return np.nonzero(is_led & (slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
 
 
 def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> dict[str, Any]:
