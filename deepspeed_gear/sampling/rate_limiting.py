@@ -232,8 +232,7 @@ class SelectionLimiter:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
             found += now.format(**self._table.ledger.books())
-            remedy = "check the rollout workers, of every node: batches are in the order of leases, and wait "
-            remedy += "for the first"
+            remedy = "check the rollout workers, of every node: batches wait for what was leased first"
         if not remedy and not waited_s:
             remedy = "call can_sample() first, and add trajectories"
         elif not remedy:

@@ -8,19 +8,20 @@ import re
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch.distributed as dist
 from cluster_support import Cluster
 from gear_support import ROOT, prefix
 from ledger_support import SIZE, ledger_section, responses, write_prompts
 from process_support import exit_status, in_child, kill, run_ranks
 
-from deepspeed_gear import FillWorker, LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
+from deepspeed_gear import FillWorker, Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 
-GROUPS, BATCHES, SAVED, RANKS = 6, 8, 3, 2
+GROUPS, BATCHES, SAVED, RANKS, LAG = 6, 8, 3, 2, 2
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
@@ -93,11 +94,74 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(cluster: Cluster, tmp_path: Path) -> None:
-    data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
+def train_beside_slow(sections: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """Train by completion beside workers, and a lease of each node that lasts until a batch waits for it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
+    results = []
+    for config in sections:
+        waits = config["tables"]["main"]["prompts"]["late"] == "wait"
+        found: dict[str, Any] = {"numbers": [], "slow": [], "expired": 0, "early": []}
+        workers, slow = list[int](), list[Lease]()
+        with Replay(config, info=info, place=place) as replay, contextlib.ExitStack() as ends:
+            if rank % RANKS == 0:
+                slow = ends.enter_context(contextlib.closing(replay.rollout_worker())).lease(1)
+                workers = [in_child(partial(generate, config, own)) for own in range(2)]
+            for batch in range(LAG + 3):
+                if waits and batch == LAG:
+                    found["early"] = [replay.can_sample() for _ in range(20)]
+                    for lease in slow:
+                        lease.commit(responses(lease))
+                while not replay.can_sample():
+                    time.sleep(0.01)
+                rollout = replay.rollout()
+                if waits and batch == 1:
+                    replay.save(folder)
+                found["numbers"].append(trained(rollout))
+            for lease in slow:
+                found["slow"].append(lease.number)
+                try:
+                    lease.heartbeat()
+                except LeaseExpiredError:
+                    found["expired"] += 1
+            found["books"] = replay.statistics()["prompts"]["main"]
+            dist.barrier()
+        assert [exit_status(worker) for worker in workers] == [0] * len(workers)
+        results.append(found)
+    return results
+
+
+class Trained(NamedTuple):
+    """What two nodes have trained, in one start of their ranks."""
+
+    folder: Path
+    config: dict[str, Any]
+    by_lease: list[dict[str, Any]]  # of each rank
+    sections: list[dict[str, Any]]
+    by_completion: list[list[dict[str, Any]]]  # of each rank, by section
+
+
+def train_both(config: dict[str, Any], sections: list[dict[str, Any]], folder: Path) -> tuple[Any, Any]:
+    """Train in the order of leases, and then by completion."""
+    return train(config, folder / "by_lease"), train_beside_slow(sections, folder / "by_completion")
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two nodes of two ranks that have trained with each order."""
+    folder = tmp_path_factory.mktemp("nodes")
+    data, where = write_prompts(folder / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
     config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=6, timeout_s=60.0)
     config["pack"]["plan_width"] = 4
-    ranks = cluster.call_ranks(train, config, tmp_path / "saved", nodes=2, ranks=RANKS, timeout_s=200.0)
+    rules = [{"max_lag": LAG, "order": "completion", "late": late} for late in ("wait", "drop")]
+    sections = [ledger_section(data, rule, GROUPS, writers=6, timeout_s=60.0) for rule in rules]
+    call = train_both, config, sections, folder
+    ranks = cluster.call_ranks(*call, nodes=2, ranks=RANKS, timeout_s=200.0)
+    return Trained(folder, config, [one for one, _ in ranks], sections, [other for _, other in ranks])
+
+
+def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(nodes: Trained) -> None:
+    config, ranks = nodes.config, nodes.by_lease
     kept = [number for number in range(200) if not is_dropped(number)]
     wanted = [kept[GROUPS * batch : GROUPS * (batch + 1)] for batch in range(BATCHES)]
     assert all((rank["numbers"], rank["again"]) == (wanted, wanted[SAVED:]) for rank in ranks)
@@ -111,13 +175,47 @@ def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(cluster: Clu
     assert sum(one["leases_returned"] for one in books) > 0
 
     with Replay(config) as replay:  # on one node
-        replay.load(tmp_path / "saved")
+        replay.load(nodes.folder / "by_lease")
         children = [in_child(partial(work, config, 2)) for work in (generate, score)]
         assert [trained(replay.rollout()) for _ in range(SAVED, BATCHES)] == wanted[SAVED:]
         books_after = replay.statistics()["prompts"]["main"]
         assert books_after["trained"] == GROUPS * BATCHES
         assert books_after["largest_lag"] <= 1
     assert [exit_status(child) for child in children] == [0, 0]
+
+
+def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: Trained) -> None:
+    ranks, section = nodes.by_completion, nodes.sections[0]
+    for found in zip(*ranks, strict=True):
+        assert all(rank["numbers"] == found[0]["numbers"] for rank in found)
+        numbers = [number for batch in found[0]["numbers"] for number in batch]
+        assert len({*numbers}) == len(numbers) == GROUPS * (LAG + 3)
+        assert sorted(number for rank in found for number in rank["slow"]) == [0, 1]
+        books = [rank["books"] for rank in found[::RANKS]]
+        parts = sum(one[part] for one in books for part in PARTS)
+        assert sum(one["issued"] for one in books) == parts + sum(
+            sum(one["dropped"].values()) for one in books
+        )
+        assert max(one["largest_lag"] for one in books) <= LAG
+    waited, dropping = ranks[0]
+    assert waited["early"] == [False] * 20
+    assert {0, 1} <= {*waited["numbers"][LAG]}
+    assert not {0, 1} & {number for batch in dropping["numbers"] for number in batch}
+    for rank in ranks[::RANKS]:
+        assert rank[1]["expired"] == 1
+        assert rank[1]["books"]["dropped"]["too old"] >= 1
+
+    with Replay(section) as replay:  # on one node: what was slow is leased again
+        replay.load(nodes.folder / "by_completion")
+        child = in_child(partial(generate, section, 2))
+        again = [trained(replay.rollout()) for _ in range(1, LAG + 2)]
+        after = replay.statistics()["prompts"]["main"]
+    assert exit_status(child) == 0
+    assert after["largest_lag"] <= LAG
+    assert {*after["dropped"]} == {"too long"}
+    assert again[0] == waited["numbers"][1]
+    numbers = [number for batch in [waited["numbers"][0], *again] for number in batch]
+    assert len({*numbers}) == len(numbers)
 
 
 def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path: Path) -> None:

@@ -231,9 +231,8 @@ class Run:
         for store in self.words.sample(self.stores, len(self.stores)):
             found[store.spec.store] = call(store)
             for _ in range(races * self.words.randint(0, 3)):
-                has_room = all(
-                    len(one.slots_in(SlotState.FREE)) for one in self.stores
-                )  # none is evicted now
+                # None is evicted in a selection.
+                has_room = all(len(one.slots_in(SlotState.FREE)) for one in self.stores)
                 works = [self.work, self.work] if has_room else []
                 self.words.choice([self.lease, self.lease, *works, self.fill, self.train])()
         return [found[index] for index in range(len(found))]
@@ -253,7 +252,7 @@ class Run:
             every = [int(n) for store, at in zip(self.stores, slots, strict=True) for n in store.numbers[at]]
             return sorted(every) if self.by_lease else every
         due = np.stack(self.each(lambda one: one.ledger.due(one.ledger.in_order(one.complete)), races))
-        if not all([store.ledger.admits(due) for store in self.stores]):
+        if not all(store.ledger.admits(due) for store in self.stores):
             return []
         own = self.each(lambda one: one.numbers[one.ledger.in_order(one.complete)], races)
         marks = [store.ledger.marks(part) for store, part in zip(self.stores, own, strict=True)]
@@ -342,9 +341,7 @@ class Run:
         assert sums["trained"] + sums["training"] == len(self.trained)
         assert max(one["largest_lag"] for one in books) <= self.max_lag
         check_epochs(books)
-        if not (
-            self.by_lease or self.drops
-        ):  # a batch can be found that keeps the lag, and so can those after
+        if not (self.by_lease or self.drops):  # all that is due by a batch fits into those up to it
             entries = np.concatenate([store.ledger.export()["prompt_entries"] for store in self.stores])
             states, is_kept = entries[:, Entry.STATE], entries[:, Entry.KEPT] > 1
             counts = np.isin(states, (EntryState.LEASED, EntryState.HELD)) | is_kept
@@ -476,3 +473,38 @@ def test_stores_share_an_order_a_lag_and_an_account(
     assert sums["waits"] > 0 or groups == 1 or late == "drop"
     assert sums["first"] > 0 or order == "lease"
     assert (sums["too old"] > 0) == (late == "drop")
+
+
+def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> None:
+    """What one store knows to be trained, the others know before that store's groups are drawn."""
+    how = {"groups": 2, "max_lag": 1, "order": "completion", "late": "wait", "needs": False}
+    one, other = stores = [Store(index, 2, **how) for index in range(2)]
+
+    def commit(store: Store, leases: list[LeasedPrompt]) -> list[int]:
+        for lease in leases:
+            slot = store.put(lease.number)
+            store.ledger.commit(lease, lambda: None, 1)
+            store.fill(slot)
+        return [lease.number for lease in leases]
+
+    known = np.stack([store.ledger.progress() for store in stores])
+    for store in stores:
+        store.ledger.agree(known)
+    slow = one.ledger.lease(2)
+    assert (commit(one, slow[:1]), commit(other, other.ledger.lease(1))) == ([0], [1])
+    for number, store in enumerate(stores):
+        store.position[Head.KEY] = 1
+        store.leave(number, Left.DRAWN)
+    of_other = other.ledger.progress()  # and then the batch ends
+    for store in stores:
+        store.train()
+    one.ledger.note_trained(1)
+    assert commit(one, slow[1:] + one.ledger.lease(1)) == [2, 4]
+    known = np.stack([one.ledger.progress(), of_other])
+    for store in stores:
+        store.ledger.agree(known)
+    slots = [store.ledger.in_order(store.complete) for store in stores]
+    due = np.stack([store.ledger.due(at) for store, at in zip(stores, slots, strict=True)])
+    assert one.ledger.admits(due)
+    assert one.numbers[slots[0]].tolist() == [2, 4]  # batch 1
+    assert [(lease.number, lease.version) for lease in other.ledger.lease(1)] == [(3, 1)]
