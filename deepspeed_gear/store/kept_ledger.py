@@ -1,8 +1,9 @@
 """Ledger of a store that outlives its job: numbers whose groups it still has are held, not generated again.
 
 A group that was drawn, and one that a load does not know, is retired: its rows stay until writers need them.
-Where its number is to be leased, the group is committed again instead. So a new job and a load only retire
-what the store has (`begin`), and may die at any instruction: whole groups are found again by their numbers.
+Where its number is to be leased, the group is committed again instead, with the late columns that it has. So
+a new job and a load only retire what the store has (`begin`), and may die at any instruction: whole groups
+are found again by their numbers.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ class KeptLedger(PromptLedger):
     def _revive(self, slots: np.ndarray) -> None:
         """Commit retired trajectories again, as new ones; the caller rebuilds what follows from slots."""
         control = self._extents.control
+        slots = slots[np.argsort(self._slots[slots, Slot.ID])]  # members stay in their order
         self._slots[slots, Slot.ID] = control[Control.NEXT_ID] + np.arange(len(slots))
         control[Control.NEXT_ID] += len(slots)
         self._views["groups"][slots], self._views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0, 0
@@ -147,6 +149,7 @@ class KeptLedger(PromptLedger):
         counts[PromptCount.LEASES] = leases
         for name in (*cleared, "groups", "group_counts"):
             self._views[name][:] = 0
+        self._views["fill_claims"][:, :-1] = 0  # ids may be given again, and a fill worker lives on
         self._views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
         self._extents.rebuild()
 

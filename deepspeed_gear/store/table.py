@@ -318,8 +318,8 @@ class Table:
 
     def restored(self, next_id: int) -> None:
         """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the lock."""
+        self.control[Control.LOADS] += 1  # before an id is given again: see `lineage`
         self.control[Control.NEXT_ID] = next_id
-        self.control[Control.LOADS] += 1
         if self.spec.dataset is None:
             self.extents.rebuild()
             self.views["fill_claims"][:, :-1] = 0

@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gear_support import prefix
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 from process_support import exit_status, in_child
 
-from deepspeed_gear import LeaseExpiredError, Replay, RolloutWorker
+from deepspeed_gear import FillWorker, LeaseExpiredError, Replay, RolloutWorker
 from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -51,6 +52,15 @@ def generate(folder: Path, config: dict[str, Any], seed: int) -> None:
                     write(folder / "commits", lease.number)
 
 
+def fill(folder: Path, config: dict[str, Any]) -> None:
+    """Fill rewards, one at a time, over the lives of jobs."""
+    with FillWorker.attach(config, "reward") as worker:
+        while not (folder / "end").exists():
+            for lease in worker.lease(1, timeout_s=0.1):
+                lease.fill(1.0)
+                write(folder / "fills", [int(lease.columns[name]) for name in ("prompt", "sample")])
+
+
 def train(folder: Path, rank: int, config: dict[str, Any], life: int, loads: bool) -> None:
     """Train to batch `LAST`, saving now and then; log each batch once it is trained."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/{life}", rank=rank, world_size=2)
@@ -77,10 +87,12 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, loads: boo
 @pytest.mark.parametrize("loads", [True, False], ids=["from a checkpoint", "from the start"])
 def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> None:
     data, words = write_prompts(tmp_path / "prompts", 11), random.Random(loads)
-    config = ledger_section(data, {"max_lag": LAG}, GROUPS, writers=2, timeout_s=30.0)
+    group = {"group": {"needs": [] if loads else ["reward"]}}
+    config = ledger_section(data, {"max_lag": LAG}, GROUPS, writers=3, timeout_s=30.0, **group)
     config["shared_memory"] = {"prefix": f"{prefix()}k{int(loads)}", "keep": True}
     config["pack"]["pad"]["multiple"] = 4
     workers = [in_child(lambda seed=seed: generate(tmp_path, config, seed)) for seed in range(2)]
+    workers += [] if loads else [in_child(lambda: fill(tmp_path, config))]
     try:
         for life in itertools.count():
             ranks = [
@@ -98,9 +110,12 @@ def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> N
                 break
         assert statuses == [0, 0]
         (tmp_path / "end").touch()
-        assert [exit_status(worker) for worker in workers] == [0, 0]
+        assert [exit_status(worker) for worker in workers] == [0] * len(workers)
         commits, lives = read(tmp_path / "commits"), [read(tmp_path / f"log{n}") for n in range(life + 1)]
         assert len(set(commits)) == len(commits)
+        fills = Counter(map(tuple, read(tmp_path / "fills")))
+        assert bool(fills) != loads
+        assert fills.total() - len(fills) < LIVES  # again: that was under way when a job began
         for line, numbers, lags in itertools.chain(*lives):
             assert numbers == list(range(GROUPS * line, GROUPS * (line + 1)))
             assert max(lags) <= LAG

@@ -178,9 +178,8 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
     """
     words, seeds, kills = random.Random(7), itertools.count(), Counter[str]()
     data, port = write_prompts(tmp_path / "prompts", PROMPTS), free_port()
-    group = {} if keeps else {"group": {"needs": ["reward"]}}
-    prompts = {"max_lag": 1, "attempts": 10**6}
-    config = with_media(ledger_section(data, prompts, GROUPS, writers=16, timeout_s=30.0, **group))
+    prompts, group = {"max_lag": 1, "attempts": 10**6}, {"needs": ["reward"]}
+    config = with_media(ledger_section(data, prompts, GROUPS, writers=16, timeout_s=30.0, group=group))
     config["pack"]["pad"]["multiple"] = 4
     config["shared_memory"]["keep"] = keeps
     kept, url = list[dict[str, Any]](), f"grpc://127.0.0.1:{port}"
@@ -190,7 +189,7 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
         "gateway": lambda: serve(config, port),
         "fill worker": lambda: give_rewards(config, next(seeds)),
     }
-    kinds = ["worker"] * 2 + ["remote worker"] * 2 + ["gateway"] + ["fill worker"] * (0 if keeps else 2)
+    kinds = ["worker"] * 2 + ["remote worker"] * 2 + ["gateway"] + ["fill worker"] * 2
 
     def kill(kind: str, *children: int) -> None:
         for child in children:

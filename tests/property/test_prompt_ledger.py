@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from gear_support import prefix
 from group_support import check_groups
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 
 from deepspeed_gear import FillWorker, Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.prompt_ledger import may_lease
+from deepspeed_gear.store.shared_memory import remove_garbage
 
 LEASE_S, PROMPTS = 6.0, 23
 
@@ -23,8 +26,9 @@ class Run:
     """A run of a model: what it has trained follows from the checkpoint that is loaded."""
 
     def __init__(
-        self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str, needs: bool
+        self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str, stages: str
     ) -> None:
+        needs, self.keeps = "needs" in stages, "keeps" in stages
         self.words, self.folder, self.groups, self.max_lag = random.Random(seed), folder, groups, max_lag
         data = folder / "prompts"
         options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3, "order": order, "late": late}
@@ -34,6 +38,7 @@ class Run:
         where = {"weight": {"mean": {"min": 0.0}}}
         group = {"where": where, "needs": ["reward"] if needs else []}
         self.config = ledger_section(data, options, groups, group=group, writers=4)
+        self.config["shared_memory"]["keep"] = self.keeps
         self.replay, self.now = Replay(self.config), 0.0
         self.workers: list[RolloutWorker] = []
         self.ends: list[tuple[float, Lease, RolloutWorker]] = []  # when each lease ends
@@ -41,7 +46,9 @@ class Run:
         self.rejected: set[int] = set()
         self.saved: Any = None
         self.lags: list[int] = []
-        self.counts = dict.fromkeys(("events", "expired", "deaths", "resumes"), 0)
+        self.made: set[float] = set()  # weights of groups, which tell them apart
+        self.filled: set[tuple[float, int]] = set()  # of a weight and a member
+        self.counts = dict.fromkeys(("events", "expired", "deaths", "resumes", "found"), 0)
         self.index: dict[int, int] = {}  # prompt of each number
         self.kept: dict[int, int] = {}  # of each number, by the lease before
 
@@ -57,14 +64,22 @@ class Run:
 
     def lease(self) -> None:
         worker = self.worker()
-        for lease in worker.lease(self.words.randint(1, 4), timeout_s=0):
+        issued = self.issued
+        leases = worker.lease(self.words.randint(1, 4), timeout_s=0)
+        self.counts["found"] += self.issued - issued > len(leases)
+        for lease in leases:
             assert self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
             assert lease.kept.get("turn") == self.kept.get(lease.number)
+            self.rejected.discard(lease.number)
             if self.words.random() < 0.3:
                 self.kept[lease.number] = self.words.randrange(1 << 30)
                 lease.keep(turn=np.int64(self.kept[lease.number]))
             length = min(self.words.lognormvariate(1.0, 1.2), 200.0)  # some are longer than a lease
             self.ends.append((self.now + length, lease, worker))
+
+    @property
+    def issued(self) -> int:
+        return int(check_books(self.replay)["issued"])
 
     def work(self) -> None:
         """Go on to the end of a lease."""
@@ -78,8 +93,9 @@ class Run:
             if chance < 0.05:
                 lease.fail("no answer", retry=chance < 0.04)
                 return
-            weight = -1.0 if self.words.random() < 0.1 else 1.0
+            weight = (-1.0 if self.words.random() < 0.1 else 1.0) * self.counts["events"]
             lease.commit(responses(lease, weight))
+            self.made.add(weight)
             if weight < 0:
                 self.rejected.add(lease.number)
         except LeaseExpiredError:
@@ -89,8 +105,11 @@ class Run:
         """Give a reward to some trajectories that wait for it, and lease others in vain."""
         with FillWorker.attach(self.config, "reward") as worker:
             for lease in worker.lease(self.words.randint(1, 6), timeout_s=0):
+                one = float(lease.columns["weight"]), int(lease.columns["sample"])
+                assert one not in self.filled, "a column was computed twice"
                 if self.words.random() < 0.9:
                     lease.fill(np.float32(lease.trajectory_id))
+                    self.filled.add(one)
 
     def die(self) -> None:
         """Detach a worker as the kernel does, without returning its leases."""
@@ -108,8 +127,9 @@ class Run:
         batch = len(self.trained) // self.groups
         rollout = self.replay.rollout()
         numbers = rollout.values("prompt")[::SIZE].tolist()
+        assert rollout.values("sample").tolist() == [*range(SIZE)] * self.groups
         lengths = rollout.lengths[::SIZE].tolist()  # their versions, plus 1
-        self.lags += [(batch - length + 1) % 20 for length in lengths]
+        self.lags += [(batch - length + 11) % 20 - 10 for length in lengths]  # a kept group may be newer
         self.trained += numbers
         self.check()
         if self.words.random() < 0.2:
@@ -122,19 +142,30 @@ class Run:
     def save(self, under_way: bool = False) -> None:
         self.replay.save(self.folder / "saved")
         self.saved = list(self.trained), set(self.rejected), under_way, dict(self.kept)
+        self.saved = *self.saved, set(self.made), set(self.filled)
 
     def resume(self, elsewhere: bool = False) -> None:
-        """Lose all that came after the checkpoint; load it into this run, or into another one."""
+        """Lose all that came after the checkpoint; load it into this run, or into another one.
+
+        In a store that is kept groups and late columns stay, except late columns of groups in the checkpoint.
+        """
         if self.saved is None:
             return
         if elsewhere:
-            for worker in self.workers:
-                worker._table.close()
-            self.workers, self.ends = [], []
+            if not self.keeps:
+                for worker in self.workers:
+                    worker._table.close()
+                self.workers, self.ends = [], []
             self.replay.close()
             self.replay = Replay(self.config)
+        if elsewhere and self.keeps and self.words.random() < 0.3:  # from the start
+            self.trained, self.rejected, self.kept = [], set(), {}
+            self.check()
+            return
         self.replay.load(self.folder / "saved")
         self.trained, self.rejected, self.kept = list(self.saved[0]), set(self.saved[1]), dict(self.saved[3])
+        made, filled = self.saved[4:]
+        self.filled = {one for one in self.filled if self.keeps and one[0] not in made} | filled
         check_groups(self.replay)
         self.check()
         self.counts["resumes"] += 1
@@ -149,6 +180,12 @@ class Run:
         self.replay.close()
 
 
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    yield
+    remove_garbage(prefix(), kept=True)
+
+
 def consume(rollout: Rollout) -> None:
     """Train a rollout batch."""
     for step in rollout:
@@ -157,14 +194,15 @@ def consume(rollout: Rollout) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "groups", "max_lag", "order", "late", "needs"),
+    ("seed", "groups", "max_lag", "order", "late", "stages"),
     [
-        (0, 3, 0, "lease", "wait", False),
-        (1, 4, 1, "lease", "wait", True),
-        (2, 3, 3, "lease", "wait", False),
-        (3, 3, 2, "completion", "wait", False),
-        (4, 2, 4, "completion", "wait", True),
-        (5, 3, 1, "completion", "drop", False),
+        (0, 3, 0, "lease", "wait", ""),
+        (1, 4, 1, "lease", "wait", "needs"),
+        (2, 3, 3, "lease", "wait", ""),
+        (3, 3, 2, "completion", "wait", ""),
+        (4, 2, 4, "completion", "wait", "needs"),
+        (5, 3, 1, "completion", "drop", ""),
+        (214, 4, 2, "lease", "wait", "needs keeps"),
     ],
 )
 def test_each_prompt_once_within_the_lag(
@@ -173,14 +211,14 @@ def test_each_prompt_once_within_the_lag(
     max_lag: int,
     order: str,
     late: str,
-    needs: bool,
+    stages: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = Run(seed, tmp_path, groups, max_lag, order, late, needs)
+    run = Run(seed, tmp_path, groups, max_lag, order, late, stages)
     clock = SimpleNamespace(monotonic_ns=lambda: int(run.now * 1e9))
     monkeypatch.setattr(prompt_ledger, "time", clock)
-    events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * needs
+    events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * ("needs" in stages)
     for turn in range(400):
         run.words.choice(events)()
         run.check()
@@ -202,6 +240,7 @@ def test_each_prompt_once_within_the_lag(
     assert run.counts["deaths"] > 0
     assert run.counts["resumes"] > 0
     assert run.counts["expired"] > 0 or max_lag == 0
+    assert (run.counts["found"] > 0) == run.keeps
     for epoch in range(last // PROMPTS):  # whole epochs: each prompt has one number
         numbers = range(epoch * PROMPTS, (epoch + 1) * PROMPTS)
         assert len({run.index[number] for number in numbers if number in run.index}) == PROMPTS
