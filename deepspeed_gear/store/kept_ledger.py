@@ -23,6 +23,7 @@ from deepspeed_gear.store.prompt_ledger import (
     PromptLedger,
     PromptSpec,
     may_lease,
+    version_of,
 )
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator
@@ -51,13 +52,10 @@ class KeptLedger(PromptLedger):
             return []
         self._life[_IS_BEGUN] = 0
         found, held = list[LeasedPrompt](), list[int]()
-        selected = int(self._position[Head.KEY]) * self.spec.groups
         while (number := self._next) < self._life[_END]:
             slots = self.retired(number)
             version = int(self._views["retention"][slots, SlotRetention.POLICY_VERSION].min(initial=1 << 62))
-            busy = int(((self._states != EntryState.FREE) & (self._of_entries < number)).sum())
-            in_time = may_lease(selected + busy, version, self.spec.groups, self.spec.max_lag)
-            is_kept = in_time and len(slots) == self.spec.members
+            is_kept = len(slots) == self.spec.members and self._is_in_time(number, version)
             taken = self._take(1) if is_kept or len(found) < count else []
             if not taken:
                 break
@@ -75,6 +73,19 @@ class KeptLedger(PromptLedger):
         for slot in held:
             self._extents.note(slot)
         return found
+
+    def _is_in_time(self, number: int, version: int) -> bool:
+        """Return whether a group of a version may hold a number, so that no group becomes too old."""
+        spec, selected = self.spec, int(self._position[Head.KEY])
+        others = (self._states != EntryState.FREE) & (self._of_entries != number)
+        if spec.order == "lease":
+            busy = int((others & (self._of_entries < number)).sum())
+            return may_lease(selected * spec.groups + busy, version, spec.groups, spec.max_lag)
+        newest = version_of(spec, self._views)  # that of entries without a group, at least
+        versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
+        due = np.arange(version, newest + 1)
+        num_due = (versions <= due[:, None]).sum(1) + 1  # with this one, by each batch max_lag after `due`
+        return bool((num_due <= (due + spec.max_lag - selected + 1) * spec.groups).all())
 
     @property
     def has_groups(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,9 @@ from ledger_support import SIZE, check_books, ledger_section, responses, write_p
 
 from deepspeed_gear import FillWorker, Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker
 from deepspeed_gear.store import prompt_ledger
-from deepspeed_gear.store.prompt_ledger import may_lease
+from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.prompt_ledger import Entry, EntryState, PromptSpec, may_lease
+from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 LEASE_S, PROMPTS = 6.0, 23
@@ -68,7 +71,7 @@ class Run:
         leases = worker.lease(self.words.randint(1, 4), timeout_s=0)
         self.counts["found"] += self.issued - issued > len(leases)
         for lease in leases:
-            assert self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
+            self.note(lease)
             assert lease.kept.get("turn") == self.kept.get(lease.number)
             self.rejected.discard(lease.number)
             if self.words.random() < 0.3:
@@ -76,6 +79,9 @@ class Run:
                 lease.keep(turn=np.int64(self.kept[lease.number]))
             length = min(self.words.lognormvariate(1.0, 1.2), 200.0)  # some are longer than a lease
             self.ends.append((self.now + length, lease, worker))
+
+    def note(self, lease: Lease) -> None:
+        assert self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
 
     @property
     def issued(self) -> int:
@@ -93,21 +99,24 @@ class Run:
             if chance < 0.05:
                 lease.fail("no answer", retry=chance < 0.04)
                 return
-            weight = (-1.0 if self.words.random() < 0.1 else 1.0) * self.counts["events"]
-            lease.commit(responses(lease, weight))
-            self.made.add(weight)
-            if weight < 0:
-                self.rejected.add(lease.number)
+            self.commit(lease, is_good=self.words.random() >= 0.1)
         except LeaseExpiredError:
             self.counts["expired"] += 1
 
-    def fill(self) -> None:
+    def commit(self, lease: Lease, is_good: bool = True) -> None:
+        weight = (1.0 if is_good else -1.0) * (len(self.made) + 1)
+        lease.commit(responses(lease, weight))
+        self.made.add(weight)
+        if not is_good:
+            self.rejected.add(lease.number)
+
+    def fill(self, count: int = 0, part: float = 0.9) -> None:
         """Give a reward to some trajectories that wait for it, and lease others in vain."""
         with FillWorker.attach(self.config, "reward") as worker:
-            for lease in worker.lease(self.words.randint(1, 6), timeout_s=0):
+            for lease in worker.lease(count or self.words.randint(1, 6), timeout_s=0):
                 one = float(lease.columns["weight"]), int(lease.columns["sample"])
                 assert one not in self.filled, "a column was computed twice"
-                if self.words.random() < 0.9:
+                if self.words.random() < part:
                     lease.fill(np.float32(lease.trajectory_id))
                     self.filled.add(one)
 
@@ -130,6 +139,7 @@ class Run:
         assert rollout.values("sample").tolist() == [*range(SIZE)] * self.groups
         lengths = rollout.lengths[::SIZE].tolist()  # their versions, plus 1
         self.lags += [(batch - length + 11) % 20 - 10 for length in lengths]  # a kept group may be newer
+        assert max(self.lags) <= self.max_lag
         self.trained += numbers
         self.check()
         if self.words.random() < 0.2:
@@ -138,6 +148,20 @@ class Run:
             self.lease()
             self.check()
         consume(rollout)
+
+    def finish(self) -> None:
+        """Train three more batches without a failure: the learner is never stuck."""
+        for _ in range(3):
+            trained = len(self.trained)
+            for _ in range(6):
+                self.now += 1000.0
+                for lease in self.worker().lease(99, timeout_s=0):
+                    self.note(lease)
+                    self.commit(lease)
+                self.fill(999, 1.0)
+                self.train()
+                self.check()
+            assert len(self.trained) > trained
 
     def save(self, under_way: bool = False) -> None:
         self.replay.save(self.folder / "saved")
@@ -203,6 +227,8 @@ def consume(rollout: Rollout) -> None:
         (4, 2, 4, "completion", "wait", "needs"),
         (5, 3, 1, "completion", "drop", ""),
         (214, 4, 2, "lease", "wait", "needs keeps"),
+        (344, 3, 2, "completion", "wait", "needs keeps"),
+        (345, 3, 2, "completion", "drop", "keeps"),
     ],
 )
 def test_each_prompt_once_within_the_lag(
@@ -226,6 +252,7 @@ def test_each_prompt_once_within_the_lag(
             rare = [run.die, run.die, run.save, run.resume, lambda: run.resume(elsewhere=True)]
             run.words.choice(rare)()
             run.check()
+    run.finish()
     books = check_books(run.replay)
     assert len(run.trained) == len(set(run.trained)), "a prompt was trained twice"
     assert (run.trained == sorted(run.trained)) == (order == "lease")
@@ -259,3 +286,43 @@ def test_admission_is_exact() -> None:
                     batches = selected + (np.arange(busy + 1)) // groups  # of each number, if none is dropped
                     assert (batches[:-1] - trained).max(initial=0) <= max_lag
                     assert batches[-1] - trained > max_lag
+
+
+def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> None:
+    """In the order of completion, beside entries of any versions, by the earliest of their last batches."""
+    words, answers = random.Random(0), Counter[bool]()
+    for _ in range(2000):
+        groups, max_lag, trained = words.randint(1, 3), words.randint(0, 3), words.randint(0, 3)
+        key = trained + words.randint(0, min(1, max_lag))  # one batch is in training, or none
+        given = (groups, 1, 1.0, 1, max_lag, 0, 0, "completion")
+        spec = PromptSpec("", "", 99, *given, members=1)
+        views = {one.name: np.zeros(one.shape, one.dtype) for one in spec.regions()}
+        views |= {"stream/train/position": np.full(Head.NUM_WORDS, key)}
+        views |= {"stream/train/consumed": np.array([trained])}
+        views |= {name: np.zeros((1, 16), np.int64) for name in ("slots", "groups")}
+        ledger = KeptLedger(spec, views, np.zeros(1, np.int64), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+        most = min((trained + max_lag - key + 1) * groups, spec.num_entries)
+        entries = ledger.entries[: words.randint(1, most)]
+        entries[:, Entry.NUMBER] = (
+            words.sample(range(9), len(entries)) if len(entries) < 9 else range(len(entries))
+        )
+        for entry in entries:
+            entry[Entry.STATE] = words.choice([EntryState.LEASED, EntryState.RETURNED, EntryState.HELD])
+            entry[Entry.VERSION] = words.randint(max(trained - max_lag, 0), trained)
+        last = (
+            np.where(entries[:, Entry.STATE] == EntryState.RETURNED, trained, entries[:, Entry.VERSION])
+            + max_lag
+        )
+
+        batches = key + np.arange(len(last)) // groups
+        entries[0, Entry.STATE], last[0], version = (
+            EntryState.RETURNED,
+            trained + max_lag,
+            words.randint(0, trained + 1),
+        )
+        if (batches <= np.sort(last)).all():
+            last[0] = version + max_lag
+            is_in_time = bool((batches <= np.sort(last)).all())
+            assert ledger._is_in_time(int(entries[0, Entry.NUMBER]), version) == is_in_time
+            answers[is_in_time] += 1
+    assert min(answers[True], answers[False]) > 100
