@@ -30,8 +30,6 @@ _LAST = 100  # episodes whose mean return is reported
 
 @dataclass(frozen=True)
 class ActorJob:
-    """The arguments of an actor process."""
-
     index: int
     count: int  # of all actors
     env: Any
@@ -99,8 +97,6 @@ class ActorColumns:
 
 
 class EpisodeReturns:
-    """Returns of the episodes of many environments."""
-
     def __init__(self, num_envs: int) -> None:
         self._open = np.zeros(num_envs)
         self.count = 0
@@ -116,7 +112,6 @@ class EpisodeReturns:
 
 
 def gymnasium_module() -> Any:
-    """Import gymnasium."""
     remedy = "pip install 'deepspeed_gear[examples]'"
     with ConfigError.on("gymnasium", "must be installed to start actors", ImportError, remedy=remedy):
         import gymnasium

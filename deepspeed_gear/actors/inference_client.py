@@ -131,8 +131,7 @@ class InferenceClient(VectorWriter):
         self._check_open()
         mask = None if mask is None else np.asarray(mask, bool)
         which = self._places[slice(None) if mask is None else mask]
-        states = self._slots.states[which]
-        if (states < PlaceState.IDLE).any():
+        if (self._slots.states[which] < PlaceState.IDLE).any():
             raise StoreError("reset", "must not come while an answer is waited for", None, "call act again")
         completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0

@@ -57,7 +57,6 @@ class MailboxPlaces:
     library: str  # file of the native module
 
     def layout(self) -> Layout:
-        """Return the layout of the file."""
         regions = [
             Region("control", "int64", (16,)),
             Region("bells", "uint32", (1 + self.count, BELL_WORDS)),

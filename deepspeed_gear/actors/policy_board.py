@@ -174,8 +174,7 @@ class PolicyBoard(ProcessBound):
 
     def _parts(self, values: np.ndarray) -> list[Tensor]:
         """Return the tensors whose elements lie one after the other in `values`."""
-        sizes = [int(np.prod(shape)) for _, shape in self._shapes]
-        parts = torch.split(torch.from_numpy(values), sizes)
+        parts = torch.split(torch.from_numpy(values), [int(np.prod(shape)) for _, shape in self._shapes])
         return [part.view(shape) for part, (_, shape) in zip(parts, self._shapes, strict=True)]
 
     def _check(self, module: nn.Module) -> list[Tensor]:

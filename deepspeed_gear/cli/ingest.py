@@ -86,7 +86,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pairs(args: argparse.Namespace, option: str) -> dict[str, str]:
-    """Return the values of a repeated option, by name."""
     form, example, _ = _PAIRS[option]
     pairs: dict[str, str] = {}
     for pair in getattr(args, option):

@@ -61,8 +61,6 @@ class Pace:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for a rule."""
-
     order: str
     late: str
     tokens_per_s: float  # trained
@@ -75,8 +73,7 @@ class Prediction:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = parse(ds_config.read(args.config)[0])
-    spec, size = read_spec(config)
+    spec, size = read_spec(parse(ds_config.read(args.config)[0]))
     pace = Pace(args.latency, args.train / 1000, args.workers, args.concurrency)
     for name, value in (("--batches", args.batches), *((f"--{k}", v) for k, v in asdict(pace).items())):
         if value <= 0:

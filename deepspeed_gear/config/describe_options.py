@@ -63,8 +63,7 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     notes = (*inner, *metadata)
     words = _words(notes)
     if not words:
-        members = alternatives(bare)
-        words = [text for member in members for text in _describe_one(*parts(member), notes)]
+        words = [text for member in alternatives(bare) for text in _describe_one(*parts(member), notes)]
         words = list(dict.fromkeys(words))
     if type(None) in get_args(bare):
         words.append("null")

@@ -195,8 +195,7 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
     """Reject names in `gear.pipeline` that no batch has."""
     if config.pipeline is None:
         return
-    more = N_STEP_NAMES if config.n_step is not None else ()
-    known = [*fields, *more, *SAMPLE_NAMES]
+    known = [*fields, *(N_STEP_NAMES if config.n_step is not None else ()), *SAMPLE_NAMES]
     for end in ("inputs", "labels"):
         names: list[str] = getattr(config.pipeline, end)
         for index, name in enumerate(names):
@@ -417,7 +416,6 @@ def _check_column(part: Part, column: Column, statistics: Collection[str]) -> No
 
 
 def _check_derived(part: Part, derived: str) -> None:
-    """Reject options that do not suit a derived field."""
     part.leave_out("normalize", "for a derived field", "use scale")
     if derived in ("timestep", "position"):
         when = f"for {'time steps' if derived == 'timestep' else 'positions'}"

@@ -240,8 +240,7 @@ class ExternalSampler(DrawingOptions):
     @property
     def made_options(self) -> Any:
         """The instance of the class's `Options` made from `options`; ConfigError where there is none."""
-        found = imported(self.kind, "gear.sampler.kind")
-        model = getattr(found, "Options", None)
+        model = getattr(imported(self.kind, "gear.sampler.kind"), "Options", None)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             rule = "must name a class with a pydantic model `Options`"
             raise ConfigError("gear.sampler.kind", rule, self.kind, "derive it from GearModel")

@@ -237,7 +237,6 @@ class SchemaConfig(GearModel):
         return self
 
     def build(self) -> Schema:
-        """Make the schema."""
         return Schema.from_json(self.model_dump(exclude_none=True))
 
 

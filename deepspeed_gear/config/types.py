@@ -47,8 +47,7 @@ class GearModel(BaseModel):
 
 def defaults_of(model: type[GearModel]) -> dict[str, Any]:
     """Return the defaults of a model's options by the names that a config gives them, JSON-able."""
-    fields = model.model_fields.items()
-    known = {f.alias or name: f.default for name, f in fields if not f.is_required()}
+    known = {f.alias or name: f.default for name, f in model.model_fields.items() if not f.is_required()}
     return {name: v.model_dump(mode="json") if isinstance(v, BaseModel) else v for name, v in known.items()}
 
 

@@ -37,6 +37,5 @@ def decompressed_bytes(message: Any) -> int | None:
     for index in range(number("<I", first - 4)):
         offset, length = struct.unpack_from("<qq", view, first + 16 * index)
         if length >= _PREFIX.size and 0 <= offset <= len(body) - _PREFIX.size:
-            stated = _PREFIX.unpack_from(body, offset)[0]
-            total += max(stated, length)
+            total += max(_PREFIX.unpack_from(body, offset)[0], length)
     return total

@@ -113,8 +113,7 @@ def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
         f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {(rows, *shape[1:])!r}, }}".encode("latin1")
         for rows in (10**19, shape[0])
     )
-    unpadded = len(_MAGIC) + 2 + len(room) + 1
-    total = -(-unpadded // _HEADER_STEP) * _HEADER_STEP
+    total = -(-(len(_MAGIC) + 2 + len(room) + 1) // _HEADER_STEP) * _HEADER_STEP
     length = total - len(_MAGIC) - 2
     return _MAGIC + length.to_bytes(2, "little") + text + b" " * (length - len(text) - 1) + b"\n"
 
@@ -176,8 +175,7 @@ class ArrayFile:
         self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
         self._file.close()
         sync(self.path)
-        digest = self._digest.hexdigest()
-        return FileRecord(self.path.stat().st_size, digest, probe_digest(self.path))
+        return FileRecord(self.path.stat().st_size, self._digest.hexdigest(), probe_digest(self.path))
 
     def discard(self) -> None:
         """Close without completing; safe to call twice."""

@@ -115,8 +115,7 @@ def _quantiles(sample: NDArray[Any], column: Column) -> dict[str, Float64]:
             result[:, first : first + group] = np.quantile(part, levels, axis=0)
             continue
         for element in np.flatnonzero(finite.any(axis=0)):
-            kept = part[finite[:, element], element]
-            result[:, first + element] = np.quantile(kept, levels)
+            result[:, first + element] = np.quantile(part[finite[:, element], element], levels)
     return dict(zip(QUANTILES, result, strict=True))
 
 

@@ -89,8 +89,7 @@ class GearRollout(RolloutEngine):
             batch = self.generator.generate(self._request(prompts, count), sampling)
             groups = list(self._groups(batch, sampling))  # its forward pass is one of every rank
             for lease, group in zip(leases, groups, strict=False):
-                responses = [one[self._tokens][mask] for one, mask in group]
-                others = self._rewards(lease.prompt, responses)
+                others = self._rewards(lease.prompt, [one[self._tokens][mask] for one, mask in group])
                 with contextlib.suppress(LeaseExpiredError):
                     lease.commit([{**one, **more} for (one, _), more in zip(group, others, strict=True)])
                 num_committed += 1

@@ -101,8 +101,7 @@ def load_backend(name: str = "auto") -> Ops:
     """
     if name in ("auto", "cpu"):
         # Where there is a GPU, "auto" loads the kernels too, once it is known that batches go there.
-        with_kernels = name == "auto" and torch.cuda.is_available()
-        return _native_ops("cpu", load_native(with_kernels=with_kernels))
+        return _native_ops("cpu", load_native(with_kernels=name == "auto" and torch.cuda.is_available()))
     if name == "cuda":
         if native_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
             load_native_cuda()

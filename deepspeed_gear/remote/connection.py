@@ -132,7 +132,6 @@ def read_token(path: str | Path) -> str:
 
 
 def check_token(name: str, token: str) -> str:
-    """Return the token if it is valid."""
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
         rule = f"must hold a token of at least {LEAST_TOKEN} printable ASCII characters"
         raise ConfigError(name, rule, None, _MAKE)

@@ -80,7 +80,6 @@ class RetryPolicy:
         self._until: float | None = None
 
     def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
-        """Wait before the next attempt."""
         now = time.monotonic()
         self._until = now + self._timeout_s if self._until is None else self._until
         if now > self._until:

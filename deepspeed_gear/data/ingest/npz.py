@@ -142,8 +142,7 @@ class PickleReader(NpzReader):
             raise DataError(where, "must be a dict of arrays", type(found).__name__)
         arrays = {}
         for key, value in values.items():
-            parts = value.items() if isinstance(value, dict) else (("", value),)
-            for part, rows in parts:
+            for part, rows in value.items() if isinstance(value, dict) else (("", value),):
                 name = f"{key}/{part}" if part else str(key)
                 arrays[name] = self._as_array(f"{where}: {name}", rows, self.path.stat().st_size)
         return arrays

@@ -213,7 +213,6 @@ def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
-    """Read rows [low, high) of an HDF5 array."""
     with DataError.on(where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED):
         return np.asarray(dataset[low:high])
 

@@ -253,8 +253,7 @@ def _is_numeric(value: Any) -> bool:
     """Return whether all leaves are numbers: NumPy would make texts of a list that holds one."""
     if not isinstance(value, (list, tuple)):
         return isinstance(value, (bool, int, float, np.generic, np.ndarray))
-    kinds = set(map(type, value))
-    return kinds <= {bool, int, float} or all(map(_is_numeric, value))
+    return set(map(type, value)) <= {bool, int, float} or all(map(_is_numeric, value))
 
 
 def plain(where: str, value: Any) -> Any:

@@ -64,8 +64,7 @@ class TableReader(Reader):
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
         if (schema := self.options.get("schema")) is not None:
-            derived = ("return", "length")
-            self.columns = tuple(column for column in schema if column.role not in derived)
+            self.columns = tuple(column for column in schema if column.role not in ("return", "length"))
             return
         if "rows" not in self.options and not table_files(self.path):
             rule = "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of such files"
@@ -256,8 +255,7 @@ class _Facts:
         """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
         is_partial = self._dtype is not None and self._count < num_trajectories
         if is_partial and (self._role != "other" or (self._is_token and self.name in COLUMNS)):
-            found = f"{self._count} of {num_trajectories}"
-            raise DataError(self._where, "must be in every row", found)
+            raise DataError(self._where, "must be in every row", f"{self._count} of {num_trajectories}")
         return is_partial
 
     def column(self, num_trajectories: int) -> Column:
@@ -285,8 +283,7 @@ def _num_steps(where: str, arrays: dict[str, Any]) -> int:
     """Return the steps of a trajectory: the rows of its actions, rewards or flags, or of any other list."""
     heads = [(name.split(".")[0], name) for name in arrays]
     measures = [name for measure in _MEASURES for head, name in heads if head == measure]
-    others = [name for head, name in heads if head != "observation"]
-    for name in chain(measures, others, arrays):
+    for name in chain(measures, [name for head, name in heads if head != "observation"], arrays):
         if isinstance(arrays[name], np.ndarray) and arrays[name].ndim:
             return len(arrays[name])
     remedy = "name a text to make tokens of with --tokenize COLUMN=module:function"

@@ -110,8 +110,7 @@ def decode_rows_(
     sizes.copy_(torch.tensor(plan.sizes, dtype=torch.int64))
     needed.copy_(torch.tensor([len(place), len(plan.known)]))
     for at, number, (low, high) in zip(which.tolist(), plan.trajectory, plan.spans, strict=True):
-        shift = place[number, low] - low if low < high else first_row
-        ring[at, Resolution.FIRST_ROW] = base_row + shift
+        ring[at, Resolution.FIRST_ROW] = base_row + (place[number, low] - low if low < high else first_row)
         ring[at, Resolution.SLOT] = base_slot + first_slot + number
     if len(place) > num_rows or len(plan.known) > num_slots:
         return

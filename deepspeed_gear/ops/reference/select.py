@@ -48,8 +48,7 @@ def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
     """Return floor(word * total / 2^128): uniform over [0, total) up to 2^-64 relative. [...], int64."""
     total = total if isinstance(total, Tensor) else torch.tensor(signed(total))
     middle = high * total
-    carry = less(middle + multiply_high(low, total), middle)
-    return multiply_high(high, total) + carry
+    return multiply_high(high, total) + less(middle + multiply_high(low, total), middle)
 
 
 def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -> None:
@@ -98,8 +97,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def tree_build_(sums: Tensor, num_items: int) -> None:
     """Set every inner node to the sum of its children; the leaves are set already."""
-    levels = tree_levels(num_items)
-    for (below, width), (offset, parents) in pairwise(levels):
+    for (below, width), (offset, parents) in pairwise(tree_levels(num_items)):
         sums[offset : offset + parents] = 0
         children = sums[below : below + width].view(-1, FAN_OUT)
         sums[offset : offset + len(children)] = children.sum(dim=1)
@@ -188,8 +186,7 @@ def check_coordinates(sums: Tensor, num_items: int, coordinates: Tensor) -> None
 def num_anchors(rule: Sequence[int], num_steps: Tensor) -> Tensor:
     """Count the anchors of trajectories. Rule: as `AnchorRule` of common/slot.h. [B], int64."""
     first, trim, stride, most, _ = rule
-    room = num_steps - first - trim
-    return ((room + stride - 1) // stride).clamp(min=0, max=most)
+    return ((num_steps - first - trim + stride - 1) // stride).clamp(min=0, max=most)
 
 
 def masses_by_rule(rule: Sequence[int], unit: int, num_steps: Tensor) -> Tensor:
