@@ -93,24 +93,11 @@ class ResolutionExchange:
             if most > len(self._which):
                 self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
                 self._which = torch.empty(most, dtype=torch.int64)
-            self._ops.decode_draws_(
-                ring,
-                self._state.origins[selection.entry],
-                self._samples,
-                self._which,
-                self._found,
-                [torch.from_numpy(words[1:]) for words in received],
-                records,
-                sample,
-                steps,
-                torch.from_numpy(selection.owner),
-                torch.from_numpy(selection.asked),
-                self._needs[1],
-                selection.first,
-                selection.offset,
-                self._index,
-                int(self._rows.takes_own),
-            )
+            outs = ring, self._state.origins[selection.entry], self._samples, self._which, self._found
+            words = [torch.from_numpy(part[1:]) for part in received]
+            asked = torch.from_numpy(selection.owner), torch.from_numpy(selection.asked), self._needs[1]
+            route = selection.first, selection.offset, self._index, int(self._rows.takes_own)
+            self._ops.decode_draws_(*outs, words, records, sample, steps, *asked, *route)
             found = self._found_words[0]
             samples, which = self._samples[:found], self._which[:found]
             goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
