@@ -33,8 +33,7 @@ from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.replay.table_forward import forward
+from deepspeed_gear.replay.rollout_loader import RolloutLoader, forward
 from deepspeed_gear.replay.table_warnings import warnings_of
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
