@@ -276,9 +276,6 @@ class Decay:
         """Global batches of an era, over which exp falls by less than 2^8."""
         return int(5.5 * self.batches)
 
-    def era(self, key: int) -> int:
-        return key // self.era_batches
-
     def decayed(self, priorities: np.ndarray, born: np.ndarray, era: int) -> np.ndarray:
         """Return priorities as they count in an era; a positive one stays so. [n]; [n], batches; float32.
 

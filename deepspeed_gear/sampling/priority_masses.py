@@ -123,7 +123,7 @@ class PriorityMasses(ItemMasses):
         """Write queued changes of slots to the tree, then priority updates in any order. [n, 6] each."""
         self.words[TreeChanges.BATCH] = key
         super().apply(key)
-        era = 0 if self.rule.decay is None else self.rule.decay.era(key)
+        era = 0 if self.rule.decay is None else key // self.rule.decay.era_batches
         for word, value in ((TreeChanges.ALPHA, self.alpha_at(key)), (TreeChanges.ERA, era)):
             if value != self.words[word]:
                 self.words[word] = value
