@@ -37,7 +37,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
 REASON_BYTES = 32
-FIRST_STAMP = -(1 << 62)
+FIRST_STAMP = -(1 << 62)  # of `Entry.STAMP`, which has one while it is below 0
 EPOCHS = 4  # that have counters of their own: epoch e those of row e % EPOCHS, until a later one needs them
 
 
@@ -85,8 +85,8 @@ class Progress:
     BATCHES: Final = 1  # that the ranks of its node have trained
     STORE: Final = 2
     TRAINED: Final = 3  # batches that all ranks of all nodes have trained, as far as it is known here
-    DROPPED: Final = 4  # numbers ever that have left and were not drawn; by store no count after a load
-    STAMP: Final = 5  # the largest stamp known here
+    DROPPED: Final = 4  # numbers ever that have left and were not drawn; after a load their sum counts
+    STAMP: Final = 5  # the largest `Entry.STAMP` known here
     NUM_WORDS: Final = 6
 
 

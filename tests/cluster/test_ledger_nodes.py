@@ -200,6 +200,7 @@ def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: T
     waited, dropping = ranks[0]
     assert waited["early"] == [False] * 20
     assert {0, 1} <= {*waited["numbers"][LAG]}
+    assert any(batch != sorted(batch) for batch in waited["numbers"])  # workers end the newest leases first
     assert not {0, 1} & {number for batch in dropping["numbers"] for number in batch}
     for rank in ranks[::RANKS]:
         assert rank[1]["expired"] == 1
