@@ -10,49 +10,35 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, MinLen
 from pydantic import BaseModel, Discriminator, Field, Tag, ValidationError, model_validator
 
+from deepspeed_gear.config import types as t
 from deepspeed_gear.config.schedules import Schedule, imported
-from deepspeed_gear.config.types import (
-    Count,
-    Flag,
-    Gamma,
-    GearModel,
-    Name,
-    Number,
-    Positive,
-    RangeConfig,
-    Scalar,
-    Steps,
-    Text,
-    Words,
-    conflict,
-)
 from deepspeed_gear.errors import ConfigError
 
 _NAMES = Field(description="Names the sampler.")
 SHARES_TOLERANCE = 1e-6  # of the sum of the shares of a mixture
 
 
-class EveryConfig(GearModel):
+class EveryConfig(t.GearModel):
     """Anchors at the steps 0, k, 2k, ... of a trajectory."""
 
-    every: Steps
+    every: t.Steps
     """Distance of two anchors in steps."""
 
 
-class WhereConfig(RangeConfig):
+class WhereConfig(t.RangeConfig):
     """Which values of a per-trajectory column are admitted; all given conditions must hold."""
 
-    in_: Annotated[list[Scalar], MinLen(1)] | None = Field(default=None, alias="in")
+    in_: Annotated[list[t.Scalar], MinLen(1)] | None = Field(default=None, alias="in")
     """The admitted values, compared exactly."""
 
     @model_validator(mode="after")
     def _range_or_list(self) -> Any:
         if self.in_ is not None and (self.min is not None or self.max is not None):
-            raise conflict("must have min and max, or in, not both", "drop one")
+            raise t.conflict("must have min and max, or in, not both", "drop one")
         return self
 
 
-class SamplerOptions(GearModel):
+class SamplerOptions(t.GearModel):
     """Options of all samplers."""
 
     has_priorities: ClassVar[bool] = False
@@ -61,16 +47,16 @@ class SamplerOptions(GearModel):
     unit: Literal["trajectory", "step", "group"] = "trajectory"
     """What an item is. A "group" is all trajectories of one group (`tables.<name>.group`); weights,
     priorities and the conditions of `where` are those of its newest trajectory."""
-    table: Name | None = None
+    table: t.Name | None = None
     """The table to sample. null: the only one."""
     anchors: Annotated[
         Literal["all", "fits", "start", "end"] | EveryConfig,
-        Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
+        t.Words('"all"', '"fits"', '"start"', '"end"', '{"every": k}'),
     ] = "all"
     """Steps at which windows may stand: "all"; "fits", where every window lies inside the trajectory;
     "start", the first step; "end", the last one; or every k-th step. A trajectory without one is never
     drawn."""
-    where: dict[Name, WhereConfig] = Field(default={})
+    where: dict[t.Name, WhereConfig] = Field(default={})
     """Conditions on per-trajectory columns. Trajectories that fail one are never drawn."""
 
     @property
@@ -82,7 +68,7 @@ class SamplerOptions(GearModel):
 class DrawingOptions(SamplerOptions):
     """Options of samplers with random draws."""
 
-    stratified: Flag = False
+    stratified: t.Flag = False
     """Draw sample j of a global batch of B from the j-th of B equal parts of the total mass: the same
     probabilities with less variance, no longer independent."""
 
@@ -105,7 +91,7 @@ class LengthSampler(DrawingOptions):
         if self.unit == "step":
             remedy = 'uniform steps have the same effect: "kind": "uniform", "unit": "step"'
             rule = 'must be "trajectory" or "group" where {at}.kind is "length"'
-            raise conflict(rule, remedy, "unit", self.unit)
+            raise t.conflict(rule, remedy, "unit", self.unit)
         return self
 
 
@@ -113,7 +99,7 @@ class WeightedSampler(DrawingOptions):
     """Trajectories, or their steps, in proportion to a given weight of the trajectory."""
 
     kind: Annotated[Literal["weighted"], _NAMES]
-    weight: Name
+    weight: t.Name
     """The per-trajectory column of weights: finite, at least 0; 0 is never drawn. Where the unit is a step,
     every step of a trajectory has the trajectory's weight."""
 
@@ -126,7 +112,7 @@ class CustomSampler(DrawingOptions):
     """A user's class that gives each trajectory an integer mass; samples are drawn from these masses."""
 
     kind: Annotated[Literal["custom"], _NAMES]
-    masses: Annotated[Text, Words('"module:Class"')]
+    masses: Annotated[t.Text, t.Words('"module:Class"')]
     """"module:Class", importable on every rank. Its instances are called with ids [n], numbers of steps [n]
     and a function that gives the values of a per-trajectory column [n], as NumPy arrays; they return masses
     [n], integers in [0, 2^40], a pure function of these. Where the unit is a step, every step of a trajectory
@@ -135,15 +121,15 @@ class CustomSampler(DrawingOptions):
     """Keyword arguments of the class."""
 
 
-class PriorityOptions(GearModel):
+class PriorityOptions(t.GearModel):
     """Options of samplers by priority."""
 
-    initial: Positive | None = None
+    initial: t.Positive | None = None
     """Priority of new items. null: the highest reported, as of the latest batch; 1 at first."""
     reduce: Literal["max", "mean", "mix"] = "mix"
     """How priorities of shape [B, T] become [B], over the steps of the mask: the highest, the mean, or "mix":
     eta * max + (1 - eta) * mean (Kapturowski et al. 2019, R2D2)."""
-    eta: Gamma = 0.9
+    eta: t.Gamma = 0.9
     """Part of the maximum where `reduce` is "mix"."""
 
 
@@ -155,13 +141,13 @@ class PrioritizedSampler(DrawingOptions, PriorityOptions):
     kind: Annotated[Literal["prioritized"], _NAMES]
     alpha: Schedule = 0.6
     """Exponent of the priorities: 0 is uniform. A number or a schedule."""
-    alpha_every: Count = 1000
+    alpha_every: t.Count = 1000
     """Global batches between updates of a scheduled alpha; each computes all masses again from the stored
     priorities."""
     beta: Schedule = 0.4
     """Exponent of the importance weights (N * probability) ** -beta. A number or a schedule; of a table on
     devices a function takes and returns a tensor [], float64."""
-    decay: Annotated[Number, Ge(1)] | None = None
+    decay: Annotated[t.Number, Ge(1)] | None = None
     """Global batches in which a priority falls by the factor e: a new item's is `initial` times
     exp(-age / decay), a reported one likewise, where age is counted in global batches since the item could
     first be drawn. null: priorities do not decay."""
@@ -199,12 +185,12 @@ class LifoSampler(SamplerOptions):
     kind: Annotated[Literal["lifo"], _NAMES]
 
 
-class WithinConfig(GearModel):
+class WithinConfig(t.GearModel):
     """A per-trajectory column that grows with time, and how far a value may lie below the largest one."""
 
-    column: Name
+    column: t.Name
     """The column: a policy version, or a time of collection."""
-    distance: Annotated[Number, Words("a finite number")]
+    distance: Annotated[t.Number, t.Words("a finite number")]
     """Admitted are values of at least the largest one minus this."""
 
 
@@ -212,7 +198,7 @@ class RecentSampler(DrawingOptions):
     """Every item of a window of the newest ones with the same probability."""
 
     kind: Annotated[Literal["recent"], _NAMES]
-    newest: Count | None = None
+    newest: t.Count | None = None
     """Items in the window: trajectories, or steps, of which those of the trajectory in which the window
     begins are all admitted."""
     within: WithinConfig | None = None
@@ -225,14 +211,15 @@ class RecentSampler(DrawingOptions):
     @model_validator(mode="after")
     def _has_a_window(self) -> Any:
         if self.newest is None and self.within is None:
-            raise conflict("or {at}.within must be given", 'without a window use "kind": "uniform"', "newest")
+            remedy = 'without a window use "kind": "uniform"'
+            raise t.conflict("or {at}.within must be given", remedy, "newest")
         return self
 
 
 class ExternalSampler(DrawingOptions):
     """A user's sampler: a subclass of `Sampler` with its own config model."""
 
-    kind: Annotated[Text, Words('"module:Class"')]
+    kind: Annotated[t.Text, t.Words('"module:Class"')]
     """"module:Class", importable on every rank and named by its module."""
     options: dict[str, Any] = Field(default={})
     """Options of the class, as its `Options` admits."""
@@ -277,35 +264,35 @@ ItemSampler = (
 )
 
 
-class MixtureSampler(GearModel):
+class MixtureSampler(t.GearModel):
     """Samples of several tables in given shares, in every global batch."""
 
     kind: Annotated[Literal["mixture"], _NAMES]
-    shares: Annotated[dict[Name, Schedule], MinLen(1)]
+    shares: Annotated[dict[t.Name, Schedule], MinLen(1)]
     """Part of a global batch by table, numbers or schedules; at any time they sum to 1. What rounding to
     whole samples leaves is carried to the next batches, so each table has its share within one."""
     of: Annotated[ItemSampler, Discriminator(_kind_of)] = UniformSampler()
     """How the samples of each table are selected."""
-    by_table: dict[Name, Annotated[ItemSampler, Discriminator(_kind_of)]] = Field(default={})
+    by_table: dict[t.Name, Annotated[ItemSampler, Discriminator(_kind_of)]] = Field(default={})
     """Tables whose samples are selected otherwise, with the `unit` and `anchors` of `of`."""
 
     @model_validator(mode="after")
     def _whole(self) -> Any:
         numbers = [share for share in self.shares.values() if isinstance(share, (int, float))]
         if len(numbers) == len(self.shares) and abs(sum(numbers) - 1) > SHARES_TOLERANCE:
-            raise conflict("must sum to 1", option="shares", value=self.shares)
+            raise t.conflict("must sum to 1", option="shares", value=self.shares)
         every = [self.by_table.get(name, self.of) for name in self.shares]
         given = [(one.reduce, one.eta) for one in every if isinstance(one, PriorityOptions)]
         if any(one != given[0] for one in given):  # a batch's priorities are reduced in one way
-            raise conflict("must have one reduce and eta in all samplers", option="by_table", value=given)
+            raise t.conflict("must have one reduce and eta in all samplers", option="by_table", value=given)
         for name, sampler in self.by_table.items():
             if name not in self.shares:
-                raise conflict("must name tables of {at}.shares", option="by_table", value=name)
+                raise t.conflict("must name tables of {at}.shares", option="by_table", value=name)
             for option in ("unit", "anchors", "table"):
                 own, common = getattr(sampler, option), getattr(self.of, option)
                 if own != common:
                     rule = f"must have in table {name} the {option} of {{at}}.of ({common})"
-                    raise conflict(rule, option="by_table", value=own)
+                    raise t.conflict(rule, option="by_table", value=own)
         return self
 
 
