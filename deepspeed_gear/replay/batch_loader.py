@@ -49,7 +49,6 @@ class BatchLoader:
         self._data_rank, self._leads = plan.topology.place.data_rank, plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
         self._every_micro, self._check = turns != "global", parts.context.check
-        self._late_updates = parts.late_updates
         self._transfer = parts.assembler.transfer
         self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.prefetchers
         self._lent = LentTensors(max(2, plan.info.accumulation))
@@ -115,7 +114,7 @@ class BatchLoader:
     def _load(self, key: int) -> PreparedBatch:
         self._request(key)
         try:
-            self._late_updates.check()
+            self._parts.late_updates.check()
             if not self._prefetch:
                 return self._make(self._used)
             if not self._prefetchers:

@@ -148,16 +148,14 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
                 if table.ledger is not None:
                     table.ledger.reclaim()
                     prompts[table.spec.name] = table.ledger.books()
+    sections = {"late": late, "groups": groups, "prompts": prompts, "media": media}
     return {
         "trajectories": sum(table.num_trajectories for table in tables),
         "steps": sum(table.num_steps for table in tables),
         "store_bytes": sum(table.memory.num_bytes for table in tables),
         "huge_bytes": sum(table.memory.huge_bytes for table in tables),
         "stale": {table.spec.name: dropped(table) for table in tables},
-        **({"late": late} if late else {}),
-        **({"groups": groups} if groups else {}),
-        **({"prompts": prompts} if prompts else {}),
-        **({"media": media} if media else {}),
+        **{name: of_tables for name, of_tables in sections.items() if of_tables},
         "payload_bytes": sum(table.num_steps * table.spec.schema.row_bytes for table in tables),
     }
 

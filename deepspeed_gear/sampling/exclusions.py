@@ -137,7 +137,6 @@ def rule_of_json(described: Mapping[str, Any]) -> MassRule:
         Condition(column, low, high, None if among is None else tuple(among))
         for column, low, high, among in described["where"]
     )
-    weight = described["weight"]
     return MassRule(
         described["unit"],
         False,
@@ -145,7 +144,7 @@ def rule_of_json(described: Mapping[str, Any]) -> MassRule:
         where,
         described["split"],
         described["split_index"],
-        None if weight is None else (weight[0], weight[1]),
+        described["weight"] and tuple(described["weight"]),
         window=AgeWindow() if described["has_window"] else None,
         late=tuple(described["late"]),
     )
