@@ -148,7 +148,6 @@ class DeviceLoader:
             self._apply()
 
     def _apply(self) -> None:
-        """Apply the pending updates, in the order of sample numbers."""
         parts = sorted(self._waiting)
         waiting = [self._waiting[micro] for micro in parts]
         self._waiting.clear()

@@ -204,7 +204,6 @@ class BatchBarrier:
             self._detector.take(self._count)
 
     def _lagging(self) -> list[int]:
-        """Return the peers that this rank still waits for."""
         progress = self._progress.tolist()
         return [peer for peer in self._awaited if progress[peer] < self._count]
 

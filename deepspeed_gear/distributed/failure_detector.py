@@ -243,7 +243,6 @@ class FailureDetector:
 
     def _lost_rank(self) -> str:
         """Describe a rank of this node that is lost; "" if there is none."""
-        now = time.monotonic_ns()
         for peer, rank in enumerate(self._ranks):
             if peer == self._peer:
                 continue
@@ -253,7 +252,7 @@ class FailureDetector:
                 if 0 < passed < most:
                     return f"{self._describe(rank)}, {_ended_early(passed - 1, most - 1)}"
                 continue
-            silent_s = (now - int(self._words[peer, RankWord.HEARTBEAT])) / 1e9
+            silent_s = (time.monotonic_ns() - int(self._words[peer, RankWord.HEARTBEAT])) / 1e9
             if not self._memory.is_alive(peer):
                 if not self._words[peer, RankWord.ENDED]:  # it may have ended meanwhile
                     return f"{self._describe(rank)}, which has died,"
@@ -284,7 +283,6 @@ class FailureDetector:
         return ""
 
     def _describe(self, rank: int, node: int | None = None) -> str:
-        """Name a rank in errors, with its node: this one unless given."""
         return f"rank {rank} ({self._topology.describe(self._topology.node if node is None else node)})"
 
     def _known_problem(self) -> str:
@@ -305,7 +303,6 @@ class FailureDetector:
                 row[0] = encoded[0]  # last: a reader that sees it sees the whole text
 
     def _set_failure(self, found: str) -> None:
-        """Report a problem to all ranks, and raise it in every later `check`."""
         self._report(found)
         self._failure = LostNodeError(found, "must live and answer as long as the others train")
 

@@ -208,7 +208,6 @@ class RolloutLoader:
         return count, bool(is_full)
 
     def _select(self) -> SelectedItems:
-        """Make or read the next selection of every table."""
         key, longest = self.next_key, self.settings.pack.room
 
         def select() -> list[Selection]:

@@ -303,7 +303,6 @@ class PriorityMasses(ItemMasses):
         return np.array(self._initial_bits, np.int32).view(np.float32)
 
     def _build(self) -> None:
-        """Derive masses, trees and counts from the priorities."""
         leaves, values = self.sums[: self.num_items], torch.from_numpy(self._decayed(slice(None)))
         self.ops.mass_(leaves, values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)

@@ -134,7 +134,6 @@ class SelectionLimiter:
         return rate_admits and self.left(count, exact) >= count
 
     def _counted(self) -> tuple[int, int]:
-        """Return the items held and those ever added, where there is a rate limiter."""
         return (0, 0) if self._rate is None else self._table.counted(self._rate)[:2]
 
     @property

@@ -53,7 +53,6 @@ class SelectionReaders:
         self._reached: memoryview = reached.data
 
     def late(self, old_key: int) -> list[int]:
-        """Return the living peers that still need a selection."""
         return [] if old_key == NOTHING else self.lagging(old_key + 1)
 
     def lagging(self, key: int) -> list[int]:
