@@ -569,7 +569,8 @@ class PromptLedger:
         self.counts[:] = saved["prompt_counts"] * (spec.store == 0)
         self.counts[PromptCount.ISSUED] = spec.issued_below(int(saved["prompt_counts"][PromptCount.ISSUED]))
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
-        self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 0  # until the stores agree again
+        # Nothing is leased until the stores agree again, nor between `agree` and `note_others`.
+        self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 1 << 40
         self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
         self._left[0], self._reasons[:] = saved["prompt_left"] * (spec.store == 0), saved["prompt_reasons"]
         self._left[0, Left.DRAWN] += in_training[spec.store] - (spec.store == 0) * in_training.sum()
