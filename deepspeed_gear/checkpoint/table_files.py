@@ -448,6 +448,7 @@ class TableLoader:
         self._media: dict[str, media_files.SavedMedia] = {}
         # Of a table in one store all into its one shard.
         self._divisions: dict[str, reshard.ShardDivision] = {}
+        self._placed: dict[str, np.ndarray] = {}  # slots of the loaded trajectories
         #: Slots and rows of each node's stores, by table.
         self._room: list[dict[str, tuple[int, int]]] = []
         if self._spread:
@@ -543,6 +544,7 @@ class TableLoader:
                     slots = load_rows(table, found, division)
                     if name in self._media:
                         self._media[name].restore()
+                self._placed[name] = slots
                 for stream in self._streams.get(name, {}).values():
                     stream.state.restore(slots, self._content(name, stream))
                 if found.whole.slots is not None:
@@ -584,6 +586,7 @@ class TableLoader:
             key, count, after = part["heads"][at, [Head.KEY, Head.COUNT, Head.SAMPLES]].tolist()
             own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
             records = part["ring"][at, own]
+            records[:, Resolution.SLOT] = self._placed[name][records[:, Resolution.SLOT]]
             records[:, Resolution.FIRST_ROW] = stream.table.slots[records[:, Resolution.SLOT], Slot.FIRST_ROW]
             entry, records_of = key % stream.spec.depth, torch.from_numpy(records)
             selector.deliver(key, entry, after - count, owners[at, :count], own, records_of)
@@ -595,8 +598,7 @@ class TableLoader:
         placement, mine = self._plan.placement, {}
         for name, table in self._tables.items():
             if name in self._spread and table.spec.dataset is None:
-                num_loaded = len(self._divisions[name].chosen(table.spec.own_shard.index))
-                ids = table.slots[:num_loaded, Slot.ID].copy()
+                ids = table.slots[self._placed[name], Slot.ID]
                 mine[name] = ids, self._found[name].whole.next_id
         found = self._of_nodes(mine)
         for name, (_, next_id) in found[0].items():

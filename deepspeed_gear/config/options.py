@@ -271,7 +271,7 @@ class SharedMemoryConfig(t.GearModel):
     environment's GEAR_RUN on rank 0, else none; the run's id is a name as well."""
     keep: t.Flag = False
     """Whether the store of a table with `prompts` stays when the job ends, however it ends. The next job of
-    this config and `run` holds the groups that are in it, and `gear clean --kept` removes it. One node."""
+    this config and `run`, on as many nodes, holds the groups in it; `gear clean --kept` removes it."""
 
 
 class TransferConfig(t.GearModel):

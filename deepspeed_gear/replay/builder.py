@@ -19,7 +19,7 @@ from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
-from deepspeed_gear.errors import ConfigError, LostNodeError, PeerError, StoreError, show_bytes, undo_on_error
+from deepspeed_gear.errors import LostNodeError, PeerError, StoreError, show_bytes, undo_on_error
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
@@ -91,7 +91,10 @@ class ReplayParts:
                 "the fields",
                 lambda: BatchAssembler(plan, self.train, relabelling, engine_dtype, device, self.releases),
             )
-            agree_on_quotas(plan.exchange, plan.leads_shard, self.all_streams)
+            # Numbers of a kept store are leased once a rank asks: it may load before.
+            every, keeps = self.all_streams, config.shared_memory.keep
+            streams = [one for one in every if not (keeps and one.table.ledger)]
+            agree_on_quotas(plan.exchange, plan.leads_shard, streams)
         self.leave_inner_stage()
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
@@ -159,10 +162,14 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
     that outlives its job keeps its name.
     """
     config, topology, ops = plan.config, plan.topology, plan.ops
-    memory, timeout_s = config.shared_memory, config.timeout_s
+    memory, timeout_s, new = config.shared_memory, config.timeout_s, secrets.token_hex(16)
     named = plan.exchange.agree("naming the run", lambda: new_run_name(memory.run))
-    kept, new = plan.exchange.agree("the kept store", lambda: _kept(plan, named)), secrets.token_hex(16)
-    run_id, new, named = plan.exchange.broadcast((kept.id if kept else new, new, named))
+    of_ranks = plan.exchange.collect("the kept store", lambda: _kept(plan, named))
+    kept, known = of_ranks[plan.exchange.rank], sorted({run.id for run in of_ranks if run is not None})
+    if len(known) > 1:
+        rule, remedy = "must be of one run on all nodes", "use `gear clean --kept` on each"
+        raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
+    run_id, new, named = plan.exchange.broadcast(((known or [new])[0], new, named))
     if topology.leads_node:
         remove_garbage(memory.prefix)
     tables: dict[str, Table] = {}
@@ -204,12 +211,16 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
                 table.memory.link(file, reaped=spec.num_writers > 0 and not keeps, kept=keeps)
             elif kept and topology.leads_node:
                 layout = table_layout(spec, regions, meaning)
-                table = Table.attach(spec, file, layout, run_id, 0, ops, timeout_s)
+                tables[spec.name] = Table.attach(spec, file, layout, run_id, 0, ops, timeout_s)
+
+        def begin() -> None:
+            if topology.leads_node and keeps and known:
+                table = tables[spec.name]
                 with table.lock:
                     assert isinstance(table.ledger, KeptLedger)
                     table.ledger.begin([region.name for region in regions])
                     table.peers[1 : topology.num_peers] = 0  # they attach after this
-                    for state in keep(table):
+                    for state in states.get(spec.name, {}).values() or keep(table):
                         state.initialise()
 
         def attach() -> None:
@@ -218,6 +229,8 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
                 keep(Table.attach(spec, file, layout, run_id, topology.peer, ops, timeout_s))
 
         plan.exchange.agree(f"creating the store of table {spec.name}", create)
+        if keeps:  # no node's store is refused
+            plan.exchange.agree(f"retiring the groups of table {spec.name}", begin)
         plan.exchange.agree(f"attaching to the store of table {spec.name}", attach)
         if topology.leads_node and not spec.num_writers and not keeps:
             tables[spec.name].memory.unlink()
@@ -239,9 +252,6 @@ def _kept(plan: Resolved, name: str) -> RunIdentity | None:
     memory, topology = plan.config.shared_memory, plan.topology
     if not memory.keep or not topology.leads_node:
         return None
-    if topology.num_nodes > 1:
-        rule, remedy = "must not be true on several nodes", "train on one, or leave it out"
-        raise ConfigError("gear.shared_memory.keep", rule, f"{topology.num_nodes} nodes", remedy)
     for path, fd in opened(memory.prefix):
         run = read_header(fd, str(path))[1] if is_kept(fd) else None
         if run is not None and run.name == name:

@@ -131,7 +131,8 @@ class ReplayCheckpoint:
                 with table.lock:
                     stream.state.seek(*(at[table.spec.name].values() if name == TRAIN else start))
         exchange.barrier()
-        agree_on_quotas(exchange, plan.leads_shard, parts.train)
+        if loading is None:  # else after the tables: by their old content no prompt may be leased
+            agree_on_quotas(exchange, plan.leads_shard, parts.train)
         parts.leave_inner_stage()
         loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
         if loading is not None:

@@ -75,7 +75,7 @@ class Evictor:
             if self.policy.evicts:
                 control, freed = self.table.control, self.table.slots[waiting, Slot.NUM_ROWS].sum()
                 has_rows = len(waiting) > 0 and control[Control.FREE_ROWS] + freed >= num_rows
-                if control[Control.SELECTING] or (has_rows and not self._is_over(num_steps)):
+                if self.table.is_selecting or (has_rows and not self._is_over(num_steps)):
                     return Refusal.PINNED
                 victim = self.policy.victim(self.table, self.readers)
                 if victim >= 0:
@@ -161,7 +161,7 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
         with table.lock:
             if word == Control.PENDING and table.spec.dataset is None:
                 table.extents.end_abandoned()
-            if not table.control[word]:
+            if not (table.is_selecting if word == Control.SELECTING else table.control[word]):
                 yield
                 return
         if time.monotonic() > until:

@@ -52,7 +52,7 @@ class KeptLedger(PromptLedger):
             return []
         self._life[_IS_BEGUN] = 0
         found, held = list[LeasedPrompt](), list[int]()
-        while (number := self._next) < self._life[_END]:
+        while (number := self._following) < self._life[_END]:
             slots = self.retired(number)
             version = int(self._views["retention"][slots, SlotRetention.POLICY_VERSION].min(initial=1 << 62))
             is_kept = len(slots) == self.spec.members and self._is_in_time(number, version)
@@ -79,31 +79,35 @@ class KeptLedger(PromptLedger):
         spec, selected = self.spec, int(self._position[Head.KEY])
         others = (self._states != EntryState.FREE) & (self._of_entries != number)
         if spec.order == "lease":
-            busy = int((others & (self._of_entries < number)).sum())
-            return may_lease(selected * spec.groups + busy, version, spec.groups, spec.max_lag)
+            before = self._before(int((others & (self._of_entries < number)).sum()))
+            before -= self._of_others(self._next) - self._of_others(number)
+            return may_lease(before, version, spec.groups, spec.max_lag)
         newest = version_of(spec, self._views)  # that of entries without a group, at least
         versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
         due = np.arange(version, newest + 1)
         num_due = (versions <= due[:, None]).sum(1) + 1  # with this one, by each batch max_lag after `due`
         return bool((num_due <= (due + spec.max_lag - selected + 1) * spec.groups).all())
 
+    def _of_others(self, number: int) -> int:
+        """Return how many numbers below one are of other stores."""
+        return number - self.spec.issued_below(number)
+
     @property
     def has_groups(self) -> bool:
         """Whether a number that was not issued yet may have a retired group."""
-        return bool(self.counts[PromptCount.ISSUED] < self._life[_END] or self._life[_IS_BEGUN])
+        return bool(self._next < self._life[_END] or self._life[_IS_BEGUN])
 
     @property
-    def _next(self) -> int:
-        """The number that is leased next."""
-        returned = self._of_entries[self._states == EntryState.RETURNED]
-        return int(returned.min(initial=self.counts[PromptCount.ISSUED]))
+    def _following(self) -> int:
+        """The number that is leased next: one that came back, else the one that is issued next."""
+        return int(self._of_entries[self._states == EntryState.RETURNED].min(initial=self._next))
 
     def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
         """Publish a group; of a lease from before, whose number is open, as a retired one."""
         number, is_open = lease.number, False
         if lease.token <= self._life[_TOKEN] and not len(self.retired(number)):
             is_returned = self._of_entries[self._states == EntryState.RETURNED] == number
-            is_open = bool(number >= self.counts[PromptCount.ISSUED] or is_returned.any())
+            is_open = bool(number >= self._next or is_returned.any())
         if not is_open:
             super().commit(lease, publish, members)
             return
@@ -126,7 +130,8 @@ class KeptLedger(PromptLedger):
         """Commit retired trajectories again, as new ones; the caller rebuilds what follows from slots."""
         control = self._extents.control
         slots = slots[np.argsort(self._slots[slots, Slot.ID])]  # members stay in their order
-        self._slots[slots, Slot.ID] = control[Control.NEXT_ID] + np.arange(len(slots))
+        ids = control[Control.NEXT_ID] + np.arange(len(slots))
+        self._slots[slots, Slot.ID] = ids * self.spec.num_stores + self.spec.store
         control[Control.NEXT_ID] += len(slots)
         self._views["groups"][slots], self._views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0, 0
         self._slots[slots, Slot.STATE] = SlotState.COMMITTED
@@ -157,7 +162,8 @@ class KeptLedger(PromptLedger):
         life[_END] = numbers.max(initial=-1) + 1
         self._states[:], self._left[:], self._reasons[:], counts[:] = EntryState.FREE, 0, b"", 0
         self._epochs[:] = 0
-        counts[PromptCount.LEASES] = leases
+        counts[[PromptCount.LEASES, PromptCount.TRAINED]] = leases, -1  # until the stores agree
+        self._extents.control[Control.SELECTING] = 0
         for name in (*cleared, "groups", "group_counts"):
             self._views[name][:] = 0
         self._views["fill_claims"][:, :-1] = 0  # ids may be given again, and a fill worker lives on

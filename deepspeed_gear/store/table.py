@@ -175,6 +175,11 @@ class Table:
         return (own < count and self.memory.is_alive(own)) or is_held(self.memory.fd, 0, count)
 
     @property
+    def is_selecting(self) -> bool:
+        """Whether a selection over several nodes is under way; one of a job that was killed is not."""
+        return bool(self.control[Control.SELECTING]) and self.has_living_rank
+
+    @property
     def run(self) -> RunIdentity:
         return read_header(self.memory.fd, str(self.memory.path))[1]
 

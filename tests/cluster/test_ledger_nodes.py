@@ -12,12 +12,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
-from cluster_support import Cluster
-from gear_support import ROOT, prefix
+from cluster_support import Cluster, NodeRanks
+from gear_support import ROOT, prefix, wait_until
 from ledger_support import SIZE, ledger_section, responses, write_prompts
-from process_support import exit_status, in_child, kill, run_ranks
+from process_support import CALL, exit_status, in_child, kill, run_ranks, write_call
 
-from deepspeed_gear import FillWorker, Lease, LeaseExpiredError, Replay, Rollout, RolloutWorker, StoreError
+from deepspeed_gear import (
+    ConfigError,
+    FillWorker,
+    Lease,
+    LeaseExpiredError,
+    PeerError,
+    Replay,
+    Rollout,
+    RolloutWorker,
+    StoreError,
+)
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 
@@ -29,7 +39,17 @@ def is_dropped(number: int) -> bool:
     return number % 5 == 0 or number % 7 == 3
 
 
-def generate(config: dict[str, Any], number: int) -> None:
+def write(path: Path | None, line: Any) -> None:
+    if path is not None:
+        with path.open("a") as log:
+            log.write(json.dumps(line) + "\n")
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def generate(config: dict[str, Any], number: int, log: Path | None = None) -> None:
     """Lease and commit, the newest first, until the ranks end; some prompts are rejected, and some fail."""
     with RolloutWorker.attach(config) as worker:
         try:
@@ -41,17 +61,19 @@ def generate(config: dict[str, Any], number: int) -> None:
                             lease.fail("too long", retry=False)
                         else:
                             lease.commit(responses(lease))
+                            write(log, lease.number)
         except StoreError:
             pass
 
 
-def score(config: dict[str, Any], number: int) -> None:
+def score(config: dict[str, Any], number: int, log: Path | None = None) -> None:
     """Fill the rewards of what the workers of this node commit, until the ranks end; some are too small."""
     with FillWorker.attach(config, "reward") as worker:
         try:
             while True:
                 for lease in worker.lease(2 + number, timeout_s=10.0)[::-1]:
                     lease.fill(-1.0 if lease.columns["prompt"] % 5 == 0 else 1.0)
+                    write(log, [int(lease.columns[name]) for name in ("prompt", "sample")])
         except StoreError:
             pass
 
@@ -217,6 +239,74 @@ def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: T
     assert again[0] == waited["numbers"][1]
     numbers = [number for batch in [waited["numbers"][0], *again] for number in batch]
     assert len({*numbers}) == len(numbers)
+
+
+def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> str:
+    """Train so many batches beside workers of this node, from the save or the start on; return an error."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
+    try:
+        replay = Replay(config, info=info, place=place)
+    except (ConfigError, PeerError) as error:
+        return str(error)
+    with replay:
+        logs = [(generate, folder / "commits"), (score, folder / "fills")]
+        workers = [in_child(partial(work, config, own, to)) for own in range(2) for work, to in logs]
+        if loads:
+            replay.load(folder / "saved")
+        for _ in range(batches):
+            rollout = replay.rollout()
+            lags = [rollout.number + 1 - length for length in rollout.lengths[::SIZE].tolist()]
+            if rollout.number == 2 and not (folder / "saved").exists():
+                dist.barrier()
+                replay.save(folder / "saved")
+            line = rollout.number, trained(rollout), max(lags), replay.statistics()["prompts"]["main"]
+            write(folder / "log" if rank == 0 else None, line)
+        dist.barrier()
+        for worker in workers:
+            kill(worker)
+    return ""
+
+
+def test_each_node_goes_on_in_the_store_that_it_has_kept(cluster: Cluster, tmp_path: Path) -> None:
+    """All processes of two nodes are killed; later a node has lost its store; other numbers are refused."""
+    data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
+    config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=6, timeout_s=60.0)
+    config["pack"]["plan_width"], config["shared_memory"]["keep"] = 4, True
+    numbers = [number for number in range(200) if not is_dropped(number)]
+    names = ("log", "commits", "fills")
+
+    def lines() -> list[list[Any]]:
+        found = [read(tmp_path / name) for name in names]
+        for name in names:
+            (tmp_path / name).unlink(missing_ok=True)
+        for number, own, lag, _ in found[0]:
+            assert own == numbers[GROUPS * number : GROUPS * (number + 1)]
+            assert lag <= 1
+        return found
+
+    (tmp_path / "call").mkdir()
+    ranks = NodeRanks(cluster, CALL, write_call(tmp_path / "call", go_on, config, tmp_path, False, 99))
+    wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches", 60.0)
+    ranks.kill()
+    _, commits, fills = lines()
+    assert cluster.call_ranks(go_on, config, tmp_path, True, 4) == ["", ""]
+    log, more, filled = lines()
+    assert [line[0] for line in log] == [2, 3, 4, 5]
+    assert len({*commits} & {*more}) < 4  # that are later than before, as prompts that had failed did not
+    assert len({*map(tuple, fills)} & {*map(tuple, filled)}) < 4 * SIZE
+    for path in cluster.shm(1).glob(f"{prefix()}-*"):
+        path.unlink()
+    assert cluster.call_ranks(go_on, config, tmp_path, True, 2) == ["", ""]
+    _, again, _ = lines()
+    known = {*commits, *more}
+    assert sum(number in known and number % 2 == 0 for number in again) < 4
+    assert sum(number in known and number % 2 == 1 for number in again) >= GROUPS // 2
+    (refused,) = cluster.call_ranks(go_on, config, tmp_path, False, 3, nodes=1)
+    assert "num_stores: 1 here, 2 there" in refused
+    for node in range(2):
+        for path in cluster.shm(node).glob(f"{prefix()}-*"):
+            path.unlink()
 
 
 def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import pytest
 from gear_support import prefix, run_command, shared_files
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 
-from deepspeed_gear import ConfigError, LeaseExpiredError, Replay, RolloutWorker, StoreError
+from deepspeed_gear import ConfigError, FillWorker, LeaseExpiredError, Replay, RolloutWorker, StoreError
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.replay import builder
 from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.memory_layout import RunIdentity
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 
@@ -88,9 +90,13 @@ def test_commits_of_leases_from_before(data: Path, tmp_path: Path) -> None:
         replay.save(tmp_path / "saved")
         first = worker.lease(3)
         commit(first[1:2])
+        filler = FillWorker.attach(config, "reward")
+        replay.tables["main"].control[Control.SELECTING] = 1  # as where all ranks of a node are killed
+    filler.lease(1)[0].fill(1.0)
     assert worker.lease(timeout_s=0.01) == []  # waits for the next job
     commit(first[2:])  # while none lives
     with Replay(config) as replay:
+        assert replay.tables["main"].control[Control.SELECTING] == 0
         first[0].heartbeat()
         commit(first[:1])  # before its number is leased
         with pytest.raises(LeaseExpiredError):
@@ -113,6 +119,7 @@ def test_commits_of_leases_from_before(data: Path, tmp_path: Path) -> None:
         assert [lease.number for lease in worker.lease(9, timeout_s=0)] == []
         assert check_books(replay)["waiting"] == 2
         worker.close()
+        filler.close()
 
 
 def test_groups_that_would_be_too_old_are_generated_again(data: Path) -> None:
@@ -179,11 +186,14 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
         ConfigError, match=r"shared_memory\.keep must not be true without a table with prompts"
     ):
         Replay(plain)
-    memory = SimpleNamespace(keep=True)
-    topology: Any = SimpleNamespace(leads_node=True, num_nodes=2)
-    plan: Any = SimpleNamespace(config=SimpleNamespace(shared_memory=memory), topology=topology)
-    with pytest.raises(ConfigError, match="keep must not be true on several nodes, got '2 nodes'"):
-        builder._kept(plan, "")
+    runs = [RunIdentity(one, "", "") for one in ("b", "a")]
+    exchange = SimpleNamespace(agree=lambda what, action: "", collect=lambda what, action: runs, rank=0)
+    config: Any = SimpleNamespace(shared_memory=SimpleNamespace(prefix="g", run=None), timeout_s=1.0)
+    plan: Any = SimpleNamespace(config=config, exchange=exchange, topology=None, ops=None)
+    with pytest.raises(
+        StoreError, match=r"kept stores of g must be of one run on all nodes, got \['a', 'b'\]"
+    ):
+        builder._open_stores(plan)
 
 
 def test_a_kept_store_is_listed_and_removed(
