@@ -7,7 +7,7 @@ bytes of the saved ones. A load adds the items that its trajectories name, from 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,20 @@ from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.media_pages import MediaPages, chain, inside
 from deepspeed_gear.store.records import MediaPage, PageState
 
 WORDS, KIND = "media_pages.npy", "media"
 _SEGMENTS, _LEAST_BYTES = 256, 4 << 20
-Files = dict[str, tuple[Column, list[np.ndarray]]]  # parts, by name
+_MOST_BYTES = 64 << 20  # of items that are added at once
 
 
-def saved(media: MediaPages) -> tuple[np.ndarray, dict[str, Any], Files]:
-    """Return the words of the pages of a store, their description for the manifest, and the files of their
-    bytes. Requires the lock.
+def saved(media: MediaPages) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
+    """Return the words of a store's pages, their description for the manifest, and a function that returns
+    the bytes of a segment, in runs of pages. Requires the lock.
     """
-    heads = media.find(media.needed())
+    heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
     owner, order = np.full(len(media.words), -1), np.zeros(len(media.words), np.int64)
     for head in heads.tolist():
@@ -43,15 +43,21 @@ def saved(media: MediaPages) -> tuple[np.ndarray, dict[str, Any], Files]:
     words[:, [MediaPage.OWNER, MediaPage.AGE]] = 0
     # What the bytes of a page follow from: its item, and its place in it.
     keys = np.column_stack([used, words[owner[used], MediaPage.DIGEST :], order[used]])
-    page = Column("page", "uint8", (media.spec.page_bytes,))
     size = max(-(-len(words) // _SEGMENTS), _LEAST_BYTES // media.spec.page_bytes, 1)
     numbers, begins = np.unique(used // size, return_index=True)
-    segments, files = dict[str, str](), Files()
+    segments, of_segment = dict[str, str](), dict[str, np.ndarray]()
     for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(used)], strict=False):
-        segments[f"{number:06d}"] = hashlib.sha256(keys[first:end].astype("<i8").tobytes()).hexdigest()
-        files[file_of(f"{number:06d}")] = page, [media.bytes[used[first:end]]]
+        key = keys[first:end].astype("<i8").tobytes() + str(media.spec.page_bytes).encode()
+        segments[f"{number:06d}"] = hashlib.sha256(key).hexdigest()
+        of_segment[f"{number:06d}"] = used[first:end]
+
+    def parts(segment: str) -> list[np.ndarray]:
+        pages = of_segment[segment]
+        runs = np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1)
+        return [media.bytes[run[0] : run[-1] + 1] for run in runs]
+
     columns = Schema(media.spec.columns).to_json()["columns"]
-    return words, {"columns": columns, "pages": size, "segments": segments}, files
+    return words, {"columns": columns, "pages": size, "segments": segments}, parts
 
 
 def file_of(segment: str) -> str:
@@ -104,8 +110,12 @@ class SavedMedia:
             self._opened[shard, segment] = pages[pages // size == segment], data
         return self._opened[shard, segment]
 
-    def restore(self) -> None:
-        """Add the items; their trajectories are in the store. Requires the lock."""
+    def restore(self, release: Callable[[], bool]) -> None:
+        """Add the items, before the slots of their trajectories are committed; `release` frees slots that are
+        in their way. Requires the lock.
+        """
+        self._media.arrivals[:] = 0
+        items, num_bytes = dict[int, MediaItem](), 0
         for number in self._named.tolist():
             shard, head = self._found[number]
             words, parts = self._words[shard], list[np.ndarray]()
@@ -113,8 +123,11 @@ class SavedMedia:
                 pages, data = self._open(shard, page)
                 parts.append(data[np.searchsorted(pages, page)])
             content = np.concatenate(parts)[: int(words[head, MediaPage.NUM_BYTES])]
-            item = MediaItem(number, words[head, MediaPage.DIGEST :], content)
-            self._media.add({number: item}, np.array([number]), nullcontext(), lambda: False)
+            items[number] = MediaItem(number, words[head, MediaPage.DIGEST :], content)
+            num_bytes += len(content)
+            if num_bytes > _MOST_BYTES or number == self._named[-1]:
+                self._media.add(items, np.array(list(items)), nullcontext(), release, keep=self._named)
+                items, num_bytes = {}, 0
 
 
 def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.checkpoint import media_files, reshard, save_folders
+from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
@@ -38,7 +40,7 @@ from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema
-from deepspeed_gear.store.eviction import quiet
+from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.prompt_ledger import PromptSpec
@@ -147,6 +149,7 @@ def _save_rows(
                 files.append((name, column, [table.columns[column.name][start:stop] for start, stop in runs]))
     media: dict[str, Any] = {}
     if table.media is not None:
+        page = Column("page", "uint8", (table.media.spec.page_bytes,))
         pages, described, parts = media_files.saved(table.media)
         np.save(folder / media_files.WORDS, pages)
         old = known.get(media_files.KIND, {})
@@ -155,7 +158,7 @@ def _save_rows(
             if before is not None and old.get("segments", {}).get(segment) == key:
                 digests.update(_link(before, folder, [name], known["files"]))
             if name not in digests:
-                files.append((name, *parts[name]))
+                files.append((name, page, parts(segment)))
         media[media_files.KIND] = described
     with ThreadPoolExecutor(_WRITERS) as pool:  # hashing, copying and the disk at once
         written = pool.map(lambda file: _write_array(folder / file[0], *file[1:]), files)
@@ -344,8 +347,13 @@ def _mapped(path: Path, digest: str) -> np.ndarray:
         return np.asanyarray(np.load(save_folders.link_of(file), mmap_mode="r"))
 
 
-def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) -> np.ndarray:
-    """Replace slots and rows of a table with room for them, after `open_rows`; requires the lock.
+def load_rows(
+    table: Table,
+    found: SavedTable,
+    division: reshard.ShardDivision,
+    media: media_files.SavedMedia | None = None,
+) -> np.ndarray:
+    """Replace slots, rows and media of a table with room for them, after `open_rows`; requires the lock.
 
     Returns the slots of the trajectories, besides retired groups of a kept store.
     """
@@ -370,6 +378,8 @@ def load_rows(table: Table, found: SavedTable, division: reshard.ShardDivision) 
             data[slots] = np.concatenate(files)[chosen]
         else:
             _copy_rows(data, files, extents)
+    if media is not None:
+        media.restore(partial(Evictor(table, Context()).release, may_evict=False))
     table.views["retention"][table.slots[:, Slot.STATE] != SlotState.EVICTED] = 0
     if whole.retention is not None:
         table.views["retention"][slots] = whole.retention[chosen]
@@ -541,9 +551,7 @@ class TableLoader:
             slots = np.arange(len(division.chosen(table.spec.own_shard.index)))
             with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
-                    slots = load_rows(table, found, division)
-                    if name in self._media:
-                        self._media[name].restore()
+                    slots = load_rows(table, found, division, self._media.get(name))
                 self._placed[name] = slots
                 for stream in self._streams.get(name, {}).values():
                     stream.state.restore(slots, self._content(name, stream))

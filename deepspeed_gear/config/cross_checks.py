@@ -100,9 +100,12 @@ def check_options(config: GearOptions) -> None:
     if config.shared_memory.keep and all(one.prompts is None for one in config.resolved_tables.values()):
         rule, remedy = "must not be true without a table with prompts", "give tables.<name>.prompts"
         Part("gear.shared_memory", config.shared_memory).refuse("keep", rule, remedy)
-    media = {str(config.resolved_tables[name].media) for name in config.sampled_tables}
-    if len(media) > 1 and config.pack is not None:
-        part.refuse("tables", "must have the same media in all tables of a mixture with gear.pack")
+    media = [one for name in config.sampled_tables if (one := config.resolved_tables[name].media) is not None]
+    if any(one.columns != media[0].columns for one in media):
+        rule = "must have equal media.columns in all tables of a mixture"
+        part.refuse(
+            "tables", rule, "an item may have no rows of a column: give all tables the columns of all"
+        )
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError
@@ -29,7 +30,7 @@ class Media:
 
     `{"image": {17: Media(pixel_values=patches, image_grid_thw=[[1, 14, 14]])}}` in place of a column of the
     role media: the token at step 17 stands for the image. A store keeps equal content once. One object may be
-    in many trajectories, and is encoded once.
+    in many trajectories; it is encoded once, so its arrays must not change after that.
 
     Args:
         **columns: Column -> [rows, *shape], any number of rows; those that are left out have none.
@@ -40,14 +41,14 @@ class Media:
         self._encoded: dict[tuple[Column, ...], MediaItem] = {}
 
     def __repr__(self) -> str:
-        return f"Media({', '.join(f'{name}: {len(rows)} rows' for name, rows in self.columns.items())})"
+        return f"Media({', '.join(f'{name}: {list(np.shape(rows))}' for name, rows in self.columns.items())})"
 
     def __eq__(self, other: object) -> bool:
         """Whether both have equal columns, rows and values."""
         if not isinstance(other, Media) or self.columns.keys() != other.columns.keys():
             return False
-        pairs = ((np.asarray(self.columns[name]), np.asarray(other.columns[name])) for name in self.columns)
-        return all(np.array_equal(own, rows) for own, rows in pairs)
+        pairs = ((_numbers(self.columns[name]), _numbers(other.columns[name])) for name in self.columns)
+        return all(torch.equal(own, rows) for own, rows in pairs)
 
     def item(self, name: str, columns: tuple[Column, ...]) -> MediaItem:
         """Return its content as the media columns of a table store it; DataError: it does not fit them."""
@@ -91,15 +92,22 @@ class MediaSpec:
         taken = dict(trajectory)
         if SENT in taken:
             items.update((item.number, item) for item in self.received(name, taken.pop(SENT)))
-        given = taken.get(self.column, {})
+        given, at = taken.get(self.column, {}), f"{name}: column {self.column}"
         if not isinstance(given, Mapping):
+            if np.asarray(given).dtype.kind not in "iu":
+                raise DataError(
+                    at, "must be {step: Media}, or numbers of what is stored", type(given).__name__
+                )
             return taken
-        measured = next(c for c in schema.step_columns if c.name != self.column)
-        rows: Any = taken.get(measured.name)
-        steps = max(0, len(rows) - int(measured.rows == "T+1")) if hasattr(rows, "__len__") else 0
-        numbers, at = np.zeros(steps, np.int64), f"{name}: column {self.column}"
+        sized = (
+            c for c in schema.step_columns if c.name != self.column and hasattr(taken.get(c.name), "__len__")
+        )
+        measured = next(sized, None)
+        steps = 0 if measured is None else max(0, len(taken[measured.name]) - int(measured.rows == "T+1"))
+        numbers = np.zeros(steps, np.int64)
         for step, media in given.items():
-            if not isinstance(step, (int, np.integer)) or not 0 <= step < steps:
+            is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+            if not is_step or not 0 <= step < steps:
                 raise DataError(at, f"must have steps in [0, {steps}) as keys", step)
             if not isinstance(media, Media):
                 raise DataError(f"{at}: step {step}", "must be a Media", type(media).__name__)
@@ -125,6 +133,7 @@ class MediaSpec:
             sizes = [int(n) * c.row_bytes for n, c in zip(counts, self.columns, strict=False)]
             if counts.min() < 0 or counts.max() == 0 or words + sum(map(_padded, sizes)) != length:
                 raise DataError(f"{name}: media", "must be the rows of its columns", f"{length} bytes")
+            check_finite(f"{name}: media", self.columns, self.rows(content), "row {}".format)
             yield _of_content(content)
 
     def rows(self, content: np.ndarray) -> dict[str, np.ndarray]:
@@ -138,20 +147,21 @@ class MediaSpec:
         return found
 
 
+def _numbers(rows: Any) -> torch.Tensor:
+    given = torch.as_tensor(rows)
+    return given.double() if given.is_floating_point() else given.long()
+
+
 def _padded(size: int) -> int:
     return -(-size // _WORD) * _WORD
 
 
 def _item(rows: list[Any]) -> MediaItem:
     """Return the item of the stored rows of each column."""
-    content = np.zeros(_WORD * len(rows) + sum(_padded(np.asarray(part).nbytes) for part in rows), np.uint8)
-    content[: _WORD * len(rows)] = np.array([len(part) for part in rows], np.int64).view(np.uint8)
-    at = _WORD * len(rows)
-    for part in rows:
-        flat = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        content[at : at + len(flat)] = flat
-        at += _padded(len(flat))
-    return _of_content(content)
+    flat = [np.ascontiguousarray(part).reshape(-1).view(np.uint8) for part in rows]
+    padded = (np.pad(part, (0, _padded(len(part)) - len(part))) for part in flat)
+    counts = np.array([len(part) for part in rows], np.int64)
+    return _of_content(np.concatenate([counts.view(np.uint8), *padded]))
 
 
 def _of_content(content: np.ndarray) -> MediaItem:

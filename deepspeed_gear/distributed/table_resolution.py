@@ -35,7 +35,7 @@ from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import policy_class
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
 from deepspeed_gear.store.prompt_ledger import PromptSpec
@@ -366,21 +366,19 @@ def prompt_spec_of(
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
     """Return the media of a table; ConfigError: it has no column of the role media, or no media for it."""
     media, column, at = config.resolved_tables[name].media, schema.role("media"), f"gear.tables.{name}"
-    if media is None and column is not None:
-        raise ConfigError(f"{at}.media", f"must be given for the column {column.name} of the role media")
     if media is None or column is None:
-        if media is not None:
-            rule, remedy = (
-                "must have a column of the role media",
-                "it holds the number of an item at its step",
-            )
-            raise ConfigError(f"{at}.schema", rule, None, remedy)
+        if (media is None) != (column is None):
+            rule = "must be given with a column of the role media, and only then"
+            remedy = "the column has the number of an item at each step, media what an item consists of"
+            raise ConfigError(f"{at}.media", rule, None if column is None else column.name, remedy)
         return None
     size = -(-media.page_bytes // 8) * 8
-    columns = [
-        Column(one, of.dtype, tuple(of.shape), allow_nan=of.allow_nan) for one, of in media.columns.items()
-    ]
-    return MediaSpec(column.name, tuple(columns), max(1, media.capacity_bytes // size), size)
+    if media.capacity_bytes < size:
+        rule = f"must be at least one page of {size} bytes"
+        raise ConfigError(f"{at}.media.capacity_bytes", rule, media.capacity_bytes, "lower media.page_bytes")
+    columns = {one: of.model_dump() for one, of in media.columns.items()}
+    known = Schema.from_json({"columns": columns}).columns
+    return MediaSpec(column.name, known, media.capacity_bytes // size, size)
 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:

@@ -413,9 +413,11 @@ class RolloutData:
             return
 
         def exchange() -> None:
-            for _, spread, moves in moving:
-                if spread.exchange is not None:
-                    spread.exchange.send(moves)
+            exchanges = [
+                (spread.exchange, moves) for _, spread, moves in moving if spread.exchange is not None
+            ]
+            for add_media in [exchange.send(moves) for exchange, moves in exchanges]:
+                add_media()
 
         self.session.agree(exchange)
         for part, spread, moves in moving:  # after an exchange that failed, the next one moves them all
@@ -479,12 +481,11 @@ class RolloutData:
         """Read the media that places name, from the stores of this node. [places], int64."""
         place = np.flatnonzero(numbers)
         every, item = np.unique(numbers[place], return_inverse=True)
-        rows = dict[int, dict[str, np.ndarray]]()
         stores = [part.table.media for part in self.parts if part.table.media is not None]
-        for part in self.parts:
-            left = every[[number not in rows for number in every.tolist()]]
-            if part.table.media is not None and len(left):
-                rows.update(part.table.media.rows_of(left, part.table.lock))
+        rows = dict[int, dict[str, np.ndarray]]()
+        for media, table in ((part.table.media, part.table) for part in self.parts):
+            found = {} if media is None else media.contents(every[~np.isin(every, list(rows))], table.lock)
+            rows.update((number, stores[0].spec.rows(content)) for number, content in found.items())
         if len(rows) < len(every):
             rule, remedy = "must be read while its rollout batch is trained", "read micro.media in the loop"
             raise StoreError("micro.media", rule, None, remedy)

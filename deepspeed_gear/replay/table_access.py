@@ -12,6 +12,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import Context
+from deepspeed_gear.data.media import Media
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
@@ -67,18 +68,21 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             absent = int(numbers[slots < 0][0])
             raise StoreError(f"table {table.spec.name}: id", "must be stored", absent, remedy)
         found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
-        return [values(table, rows, nullcontext()) for rows in found]
+        media = [_media(table, rows, nullcontext()) for rows in found]
+    return [values(table, *both) for both in zip(found, media, strict=True)]
 
 
-def values(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> dict[str, Any]:
-    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows.
+def _media(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> Mapping[int, Media]:
+    """Return the media of a trajectory by step; `lock` is the table's, unless it is held."""
+    return {} if table.media is None else table.media.named(rows[table.media.spec.column], lock)
 
-    Media by step, as `Media`; `lock` is the table's, unless it is held.
-    """
+
+def values(table: Table, rows: Mapping[str, np.ndarray], media: Mapping[int, Media]) -> dict[str, Any]:
+    """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows."""
 
     def value(column: Column, rows: np.ndarray) -> Any:
-        if table.media is not None and column.role == "media":
-            return table.media.named(rows, lock)
+        if column.role == "media":
+            return media
         if column.is_opaque:
             return decode(rows, column, f"table {table.spec.name}: column {column.name}")
         return as_tensor(np.ascontiguousarray(rows).reshape(rows.shape), column.dtype)
@@ -177,7 +181,7 @@ def copy_items(
         first += len(part.rows)
         for record in part.records.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
-            trajectory = values(table, table.rows(slot), table.lock)
+            trajectory = values(table, rows := table.rows(slot), _media(table, rows, table.lock))
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
     if report is not None and given is not None and ids:

@@ -114,7 +114,7 @@ class Evictor:
         return count == len(free)
 
     def release(self, may_evict: bool = True) -> bool:
-        """Free retired slots, or else evict one; return whether a slot is free by that. Needs the lock."""
+        """Free retired slots, or else evict one; return whether it has done either. Requires the lock."""
         waiting = len(self.being_read())
         self.free_retired()
         if len(self.being_read()) < waiting:
@@ -125,9 +125,16 @@ class Evictor:
             return False
         self.table.evict(np.array([victim]))
         self.free_retired()
-        return bool(self.table.slots[victim, Slot.STATE] == SlotState.FREE)
+        return True
 
-    def wait(self, refusal: int, num_steps: int, until: float) -> None:
+    def pinned(self) -> np.ndarray:
+        """Return which slots a selection pins. [slots], bool. Requires the lock."""
+        found = np.zeros(len(self.table.slots), bool)
+        used = np.nonzero(self.table.slots[:, Slot.STATE] >= SlotState.COMMITTED)[0]
+        found[used[self.readers.pinned(used)]] = True
+        return found
+
+    def wait(self, refusal: int, num_steps: int, until: float, what: str = "rows") -> None:
         """Wait once, briefly, for a refusal's cause to change. NotReadyError: not in time; StoreFullError:
         too few rows are free, and nothing may be evicted.
         """
@@ -140,7 +147,7 @@ class Evictor:
             waits_for_itself &= now > until - self.timeout_s + _AGREE_S
         if waits_for_itself or now > until:
             waited = "first" if waits_for_itself or self.timeout_s == 0 else f"within {self.timeout_s:g} s"
-            rule, remedy = f"must have rows that no selection reads {waited}", "raise the capacity"
+            rule, remedy = f"must have {what} that no selection reads {waited}", "raise the capacity"
             if refusal == Refusal.RATE_LIMITED:
                 rule = f"must be sampled from {waited}, as its rate limiter requires"
                 remedy = "raise rate_limiter.error_buffer"

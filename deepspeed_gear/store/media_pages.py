@@ -9,6 +9,7 @@ then its media, and commits last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,7 @@ _PARTS = 8  # so many parts of the pages are made free at once, at least one
 
 
 class MediaPages:
-    """The media of a store. Methods require the lock unless stated. `release` frees slots, or evicts a
-    trajectory; it returns whether it has.
-    """
+    """The media of a store. Methods require the lock unless stated."""
 
     def __init__(
         self,
@@ -41,13 +40,17 @@ class MediaPages:
     ) -> None:
         self.spec, self.name, self._memory = spec, f"table {name}: media", memory
         self.words, self.bytes, self._slots = views["media_pages"], views["media"], views["slots"]
-        self._rows, self._arrivals = rows, arrivals
+        self._rows, self.arrivals = rows, arrivals  # numbers; rows from other nodes are 0 while not in use
 
-    def needed(self) -> np.ndarray:
-        """Return the numbers of what trajectories name. [n], int64. Cost: a pass over the rows."""
-        used, named = self._slots[self._slots[:, Slot.STATE] != SlotState.FREE], np.flatnonzero(self._rows)
-        own = self._rows[named[inside(named, used[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]]
-        arrived = self._arrivals[np.flatnonzero(self._arrivals)]
+    def needed(self, pinned: np.ndarray | None = None, with_arrivals: bool = True) -> np.ndarray:
+        """Return the numbers that trajectories name, or only those in reserved and `pinned` slots, [slots];
+        and rows from other nodes. [n], int64. Cost: a pass over the rows.
+        """
+        states, named = self._slots[:, Slot.STATE], np.flatnonzero(self._rows)
+        used = (states if pinned is None else states * pinned) != SlotState.FREE
+        used |= states == SlotState.RESERVED
+        own = self._rows[named[inside(named, self._slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]]
+        arrived = self.arrivals[np.flatnonzero(self.arrivals)] if with_arrivals else own[:0]
         return distinct(np.concatenate([own, arrived]))
 
     def find(self, numbers: np.ndarray) -> np.ndarray:
@@ -56,33 +59,24 @@ class MediaPages:
         heads = heads[np.argsort(self.words[heads, MediaPage.NUMBER])]
         return look_up(self.words[heads, MediaPage.NUMBER], numbers, heads)
 
-    def read(self, head: int) -> np.ndarray:
-        """Return a copy of an item's content. Without the lock: its trajectory must be pinned. [bytes]."""
-        length = int(self.words[head, MediaPage.NUM_BYTES])
-        return np.asarray(self.bytes[chain(self.words, head)].reshape(-1)[:length])
-
-    def rows_of(self, numbers: np.ndarray, lock: Any) -> dict[int, dict[str, np.ndarray]]:
-        """Return the rows of those items that the store holds, by number and column. Takes the lock itself;
-        the trajectories must be pinned. [n], int64.
+    def contents(self, numbers: np.ndarray, lock: Any) -> dict[int, np.ndarray]:
+        """Return copies of those items that the store holds, by number: [n] -> [bytes] each. Takes the lock
+        itself; the trajectories must be pinned.
         """
         with lock:
             heads = self.find(numbers)
-        held = zip(numbers[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True)
-        return {number: self.spec.rows(self.read(head)) for number, head in held}
-
-    def sent(self, numbers: np.ndarray, lock: Any) -> np.ndarray:
-        """Return items of pinned trajectories as `MediaSpec.send`. Takes the lock itself. [n] -> [bytes]."""
-        with lock:
-            heads = self.find(numbers)
-        return self.spec.send([self.read(head) for head in heads.tolist()])
+        found = {}
+        for number, head in zip(numbers[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True):
+            whole = self.bytes[chain(self.words, head)].reshape(-1)
+            found[number] = whole[: int(self.words[head, MediaPage.NUM_BYTES])]
+        return found
 
     def named(self, numbers: np.ndarray, lock: Any) -> dict[int, Media]:
         """Return the media of a pinned trajectory by step, from the numbers of its steps. [T], int64."""
-        steps, known = np.flatnonzero(numbers), {column.name: column for column in self.spec.columns}
-        found = {
-            number: Media(**{name: _value(known[name], part) for name, part in rows.items() if len(part)})
-            for number, rows in self.rows_of(distinct(numbers[steps]), lock).items()
-        }
+        steps, found = np.flatnonzero(numbers), dict[int, Media]()
+        for number, content in self.contents(distinct(numbers[steps]), lock).items():
+            rows = zip(self.spec.columns, self.spec.rows(content).values(), strict=True)
+            found[number] = Media(**{c.name: _value(c, part) for c, part in rows if len(part)})
         return {step: found[int(numbers[step])] for step in steps.tolist()}
 
     def add(
@@ -90,14 +84,19 @@ class MediaPages:
         items: Mapping[int, MediaItem],
         named: np.ndarray,
         lock: Any,
-        release: Callable[[], bool],
+        release: Callable[[], bool] = lambda: False,
+        pinned: Callable[[], np.ndarray] | None = None,
+        keep: np.ndarray | None = None,
     ) -> None:
         """Add what the store lacks; takes the lock itself. `named` are all numbers that the rows name, [n]:
         these rows are written, so nothing of them is evicted.
 
+        `release` frees slots or evicts a trajectory, and returns whether it has; `pinned` returns which slots
+        it cannot free, [slots], bool. `keep` are numbers that stay, beside what rows name. [n].
+
         Raises:
             DataError: An item is neither given nor held, or its number is that of another content.
-            StoreFullError: Trajectories name too much of what is held.
+            StoreFullError: What is named by slots that stay leaves too few pages; nothing was evicted.
         """
         named = distinct(named)
         with lock:
@@ -111,28 +110,69 @@ class MediaPages:
                     rule, remedy = "must be held by the store", "give the Media in place of its number"
                     raise DataError(self.name, rule, number, remedy)
             missing = [items[number] for number in named[heads < 0].tolist()]
-            places = self._reserve(missing, release) if missing else []
+            if missing:
+                stays = named if keep is None else keep
+                self._make_room(sum(map(self._size, missing)), stays, release, pinned)
+            places = self._reserve(missing)
         with undo_on_error(lambda: self._free(places, lock)):
             for item, pages in zip(missing, places, strict=True):
                 whole, rest = divmod(len(item.content), self.spec.page_bytes)
                 split = whole * self.spec.page_bytes
                 self.bytes[pages[:whole]] = item.content[:split].reshape(whole, self.spec.page_bytes)
                 self.bytes[pages[-1], :rest] = item.content[split:]
-        with lock:
-            for item, pages in zip(missing, places, strict=True):
-                # Another process may have added it meanwhile: then these pages are free again.
-                is_new = self.find(np.array([item.number]))[0] < 0
-                self._set(pages, PageState.WHOLE if is_new else PageState.FREE)
+            with lock:
+                held = self.find(named[heads < 0])
+                for pages, other in zip(places, held.tolist(), strict=True):
+                    # Another process may have added it meanwhile: then these pages are free again.
+                    self._set(pages, PageState.WHOLE if other < 0 else PageState.FREE)
 
-    def _evict(self, wanted: int) -> None:
-        """Evict items that nothing names, the oldest first, until so many pages are free."""
-        states, needed = self.words[:, MediaPage.STATE], self.needed()
-        heads = np.flatnonzero(states == PageState.WHOLE)
+    def _size(self, item: MediaItem) -> int:
+        return -(-len(item.content) // self.spec.page_bytes)
+
+    def _num_free(self) -> int:
+        return int(np.count_nonzero(self.words[:, MediaPage.STATE] == PageState.FREE))
+
+    def _make_room(
+        self,
+        wanted: int,
+        named: np.ndarray,
+        release: Callable[[], bool],
+        pinned: Callable[[], np.ndarray] | None,
+    ) -> None:
+        """Free so many pages: those of dead processes, then of what nothing names, then of trajectories."""
+        if self._num_free() >= wanted:
+            return
+        self.recover()
+        if pinned is not None:
+            stays = self.find(distinct(np.concatenate([self.needed(pinned()), named])))
+            held = sum(len(chain(self.words, head)) for head in stays[stays >= 0].tolist())
+            self._check_free(wanted, len(self.words) - held)
+        count, going_on = 1, True
+        while going_on:
+            self._evict(max(wanted, len(self.words) // _PARTS), named)
+            if self._num_free() >= wanted:
+                return
+            going_on = sum(release() for _ in range(count)) > 0
+            count *= 2  # fewer passes over the rows
+        self._check_free(wanted, self._num_free())
+
+    def _check_free(self, wanted: int, free: int) -> None:
+        if free < wanted:
+            rule = f"must have {wanted} free pages of {self.spec.page_bytes} bytes"
+            remedy = "raise media.capacity_bytes, or lower the number of trajectories that are held"
+            raise StoreFullError(self.name, rule, f"{free} of {len(self.words)}", remedy)
+
+    def _evict(self, wanted: int, named: np.ndarray) -> None:
+        """Evict items that nothing needs, beside those `named`, the oldest first, until so many are free."""
+        needed, free = distinct(np.concatenate([self.needed(), named])), self._num_free()
+        heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
         heads = heads[look_up(needed, self.words[heads, MediaPage.NUMBER], needed) < 0]
         for head in heads[np.argsort(self.words[heads, MediaPage.AGE])].tolist():
-            if np.count_nonzero(states == PageState.FREE) >= wanted:
+            if free >= wanted:
                 break
-            self._set(chain(self.words, head), PageState.FREE)
+            pages = chain(self.words, head)
+            self._set(pages, PageState.FREE)
+            free += len(pages)
 
     def _free(self, places: list[list[int]], lock: Any) -> None:
         with lock:
@@ -145,23 +185,13 @@ class MediaPages:
         if state == PageState.FREE:
             self.words[pages[1:], MediaPage.STATE] = state
 
-    def _reserve(self, items: list[MediaItem], release: Callable[[], bool]) -> list[list[int]]:
-        """Return pages for each item, marked as being written; evict what nothing names, then `release`."""
-        sizes = [-(-len(item.content) // self.spec.page_bytes) for item in items]
-        wanted, states = sum(sizes), self.words[:, MediaPage.STATE]
-        while np.count_nonzero(states == PageState.FREE) < wanted <= len(states):
-            self.recover()  # pages of dead processes
-            self._evict(max(wanted, len(states) // _PARTS))
-            if np.count_nonzero(states == PageState.FREE) < wanted and not release():
-                break
-        free = np.flatnonzero(states == PageState.FREE)
-        if len(free) < wanted:
-            rule = f"must have {wanted} free pages of {self.spec.page_bytes} bytes"
-            remedy = "raise media.capacity_bytes, or lower the number of trajectories that are held"
-            raise StoreFullError(self.name, rule, f"{len(free)} of {len(states)}", remedy)
-        places, age = list[list[int]](), int(self.words[:, MediaPage.AGE].max()) + 1
-        for item, end in zip(items, np.cumsum(sizes).tolist(), strict=True):
-            pages = free[end - sizes[len(places)] : end]
+    def _reserve(self, items: list[MediaItem]) -> list[list[int]]:
+        """Return free pages for each item, marked as being written."""
+        free = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.FREE)
+        places, age, first = list[list[int]](), int(self.words[:, MediaPage.AGE].max()) + 1, 0
+        for item in items:
+            pages = free[first : first + self._size(item)]
+            first += len(pages)
             self.words[pages, MediaPage.NEXT] = np.append(pages[1:] + 1, 0)
             self.words[pages[1:], MediaPage.STATE] = PageState.FOLLOWING
             head = self.words[pages[0]]
@@ -171,6 +201,12 @@ class MediaPages:
             head[MediaPage.STATE] = PageState.WRITING
             places.append(pages.tolist())
         return places
+
+    def abandon(self) -> None:
+        """Free what an earlier process with this one's index was writing."""
+        is_own = self.words[:, MediaPage.OWNER] == self._memory.peer
+        is_own &= self.words[:, MediaPage.STATE] == PageState.WRITING
+        self._free([chain(self.words, head) for head in np.flatnonzero(is_own).tolist()], nullcontext())
 
     def recover(self) -> None:
         """Free the pages that no item of the store or of a living process has."""
@@ -199,9 +235,9 @@ def chain(words: np.ndarray, head: int) -> list[int]:
 
 def inside(rows: np.ndarray, extents: np.ndarray) -> np.ndarray:
     """Return which rows lie in extents, by first row and number: [n], [m, 2] -> [n], bool."""
-    extents = np.concatenate([[[-1, 0]], extents[np.argsort(extents[:, 0], kind="stable")]])
-    at = np.searchsorted(extents[:, 0], rows, side="right") - 1
-    return np.asarray(rows < extents[at].sum(-1))
+    extents = extents[extents[:, 1] > 0]  # others may begin where one of these does
+    extents = np.concatenate([[[-1, 0]], extents[np.argsort(extents[:, 0])]])
+    return np.asarray(rows < extents[np.searchsorted(extents[:, 0], rows, side="right") - 1].sum(-1))
 
 
 def _value(column: Column, rows: np.ndarray) -> Any:

@@ -167,6 +167,8 @@ class Table:
         """Record this process's id at its index, for error texts."""
         self.peers[peer, [Peer.OLDEST_OPEN, Peer.WAITS, Peer.LOST]] = 0
         self.peers[peer, Peer.PID] = os.getpid()
+        if self.media is not None:
+            self.media.abandon()
 
     @property
     def has_living_rank(self) -> bool:

@@ -197,14 +197,14 @@ class Inserter:
             at = self._names.index(media.spec.column)
             named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
             try:
-                media.add(items, named, self.table.lock, self.evictor.release)
+                media.add(items, named, self.table.lock, self.evictor.release, self.evictor.pinned)
                 return
             except StoreFullError:
                 with self.table.lock:
-                    is_read = len(self.evictor.being_read()) > 0
+                    is_read = self.evictor.pinned().any()
                 if self._samples or not is_read:
                     raise
-            self.evictor.wait(Refusal.PINNED, 0, until)
+            self.evictor.wait(Refusal.PINNED, 0, until, "pages of media")
 
     def _add_plainly(
         self,
@@ -254,11 +254,7 @@ class Inserter:
     def publish(self, slot: int, num_steps: int) -> int:
         """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the lock."""
         if self.table.media is not None:
-            rule, remedy = (
-                "has media: its trajectories must be added whole",
-                "leave out flush() and publishing",
-            )
-            raise StoreError(self._name, rule, None, remedy)
+            raise StoreError(self._name, "has media: its trajectories must be added whole", None)
         self.table.extents.open(slot, num_steps)
         return self._commit(slot)
 

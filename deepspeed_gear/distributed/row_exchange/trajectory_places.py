@@ -4,6 +4,7 @@ Pure: every rank computes the same from records and packing plan, so no message 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +12,6 @@ import numpy as np
 import torch
 
 from deepspeed_gear.context import Context
-from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.distributed.node_channel import NO_WORDS, message_of
 from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.distributed.sharded_selection import StatusMessage
@@ -115,9 +115,10 @@ class TrajectoryExchange:
         if (media := rows.table.media) is not None and media.spec.column in rows.names:
             self._evictor = Evictor(rows.table, Context(timeout_s=rows.table.lock.timeout_s))
 
-    def send(self, moves: Moves) -> None:
-        """Exchange rows; collective over the leaders. PeerError: another one does not exchange in this step;
-        LostNodeError: none in time. After an error the channel is broken.
+    def send(self, moves: Moves) -> Callable[[], None]:
+        """Exchange rows, and the media that they name; return the function that adds these to the store,
+        whose errors are those of one node. Collective over the leaders. PeerError: another one does not
+        exchange in this step; LostNodeError: none in time. After an error the channel is broken.
         """
         channel = self._rows.channel
         with channel.abandoned_on_error():
@@ -135,22 +136,20 @@ class TrajectoryExchange:
             count = len(moves.incoming)
             places = torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64)  # as `moves` has them
             incoming, sizes = torch.from_numpy(moves.incoming), [len(status)] * channel.count
+            if moves.used == (0, 0) and self._rows.table.media is not None:  # of the rollout batch before
+                self._rows.table.media.arrivals[:] = 0
             self._rows.fill(0, places, torch.arange(count), incoming, received, sizes, moves.used)
-            items, named = ({}, []) if self._evictor is None else self._fetch_media(places, moves.incoming)
-        if self._evictor is not None and self._rows.table.media is not None:
-            release = partial(self._evictor.release, may_evict=False)
-            self._rows.table.media.add(items, np.array(named, np.int64), self._rows.table.lock, release)
+            return (lambda: None) if self._evictor is None else self._fetch_media(places, moves.incoming)
 
-    def _fetch_media(
-        self, places: torch.Tensor, incoming: np.ndarray
-    ) -> tuple[dict[int, MediaItem], list[int]]:
-        """Return what rows from other nodes name and this node lacks, by number, and all that they name.
+    def _fetch_media(self, places: torch.Tensor, incoming: np.ndarray) -> Callable[[], None]:
+        """Fetch what rows from other nodes name and this node lacks; return the function that adds it.
 
         Two exchanges: numbers, asked of the node that a trajectory comes from, then their contents.
         """
         table, channel, asked = self._rows.table, self._rows.channel, dict[int, int]()
         assert table.media is not None
-        rows, first = table.arrivals[table.media.spec.column], table.first_arrival[0]
+        assert self._evictor is not None
+        rows, first = table.media.arrivals, table.first_arrival[0]
         begins = places[:, Resolution.FIRST_ROW].numpy() - first
         for sender, begin, steps in zip(
             incoming[:, RowSample.PEER].tolist(), begins, incoming[:, RowSample.NUM_STEPS], strict=True
@@ -165,8 +164,11 @@ class TrajectoryExchange:
         messages = []
         for to in range(channel.count):
             numbers = every[(node == to) & (every[:, 0] == channel.index), 1]
-            messages.append(message_of(table.media.sent(numbers, table.lock).view(np.int64)))
+            contents = table.media.contents(numbers, table.lock).values()
+            messages.append(message_of(table.media.spec.send(contents).view(np.int64)))
         received = channel.begin(messages)()
         name = f"table {table.spec.name}"
-        found = (table.media.spec.received(name, words.view(np.uint8)) for words in received)
-        return {item.number: item for items in found for item in items}, named
+        found = [item for words in received for item in table.media.spec.received(name, words.view(np.uint8))]
+        items, evictor = {item.number: item for item in found}, self._evictor
+        given = items, np.array(named, np.int64), table.lock, evictor.release, evictor.pinned
+        return partial(table.media.add, *given)

@@ -31,7 +31,7 @@ def test_a_load_has_what_trajectories_name_and_no_more(tmp_path: Path) -> None:
         state = replay.save(tmp_path)
         first = [micro.media.columns["patches"].clone() for micro in micros(replay.rollout())]
     with Replay(config) as resumed:
-        add(resumed, range(50, 60))
+        add(resumed, range(50, 80))  # all pages are in use
         resumed.load(tmp_path, state)
         for one, other in zip(resumed.read(ids[8:]), read, strict=True):
             assert one["image"] == other["image"]
@@ -69,7 +69,7 @@ def test_a_save_links_the_segments_that_have_not_changed(tmp_path: Path) -> None
         replay.remove(range(40 * 4, 42 * 4))
         Evictor(replay.tables["main"], Context()).free_retired()
         with replay.tables["main"].lock:
-            pages_of(replay)._evict(1 << 20)
+            pages_of(replay)._evict(1 << 20, np.zeros(0, np.int64))
         add(replay, range(42, 44), 6000)  # into the pages of those that have left
         images = [one["image"] for one in replay.read([*range(0, 40 * 4, 4), 42 * 4, 43 * 4])]
         assert images[-1] != last

@@ -34,7 +34,7 @@ from deepspeed_gear import (
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
-from deepspeed_gear.store.media_pages import MediaPages, chain
+from deepspeed_gear.store.media_pages import MediaPages, chain, inside
 from deepspeed_gear.store.records import MediaPage, PageState
 
 
@@ -127,11 +127,39 @@ def test_what_is_added_is_not_evicted_before_its_commit(monkeypatch: pytest.Monk
         def add(self: MediaPages, *given: Any) -> None:  # other processes need all pages before and after
             added(self, *given)
             with replay.tables["main"].lock:
-                self._evict(len(self.words))
+                self._evict(len(self.words), np.zeros(0, np.int64))
 
         monkeypatch.setattr(MediaPages, "add", add)
         last = replay.add(group(1, {0: image(1), 3: image(2)})[0])
         assert replay.read([last])[0]["image"] == {0: image(1), 3: image(2)}
+
+
+def test_what_is_in_training_stays_and_what_cannot_fit_evicts_nothing() -> None:
+    with Replay(media_section({"capacity_bytes": 4 << 10}, rollout={"groups": 2})) as replay:  # 8 pages
+        for n in range(8):
+            for one in group(n, {0: image(n, 40)}):
+                replay.add(one)
+        rollout = replay.rollout()  # the two oldest
+        before = replay.tables["main"].num_trajectories
+        with pytest.raises(StoreFullError, match="must have 7 free pages of 512 bytes, got '6 of 8'"):
+            replay.add(group(8, {step: image(50 + step, 30) for step in range(7)})[0])
+        assert replay.tables["main"].num_trajectories == before
+        number = replay.add(group(9, {0: image(9, 40)})[0])
+        assert replay.read([number])[0]["image"] == {0: image(9, 40)}
+        assert sum(len(micro.media.item) for micro in micros(rollout)) == 2 * SIZE
+
+
+def test_extents_without_rows_hide_none() -> None:
+    extents = np.array([[0, 2], [0, 0], [5, 0], [5, 1], [9, 3]])
+    assert inside(np.arange(12), extents).tolist() == [n in (0, 1, 5, 9, 10, 11) for n in range(12)]
+
+
+def test_media_compare_by_what_they_hold() -> None:
+    half = torch.arange(3, dtype=torch.bfloat16)
+    assert Media(px=half) == Media(px=half.clone())
+    assert Media(px=half) != Media(px=half + 1)
+    assert Media(px=[1]) != Media(py=[1])
+    assert repr(Media(px=np.zeros((2, 3)))) == "Media(px: [2, 3])"
 
 
 @pytest.mark.parametrize("prefix", ["own", "share"])
@@ -252,8 +280,10 @@ def test_a_death_at_any_line_leaves_whole_items(where: str, monkeypatch: pytest.
                     writer.add(group(100 + line, {0: image(100 + line, 90), 3: image(5, 40)})[0])
 
             killed += exit_status(in_child(dies)) == -signal.SIGKILL
-            with replay.tables["main"].lock:
-                pass
+            with TrajectoryWriter.attach(config, wait_s=5) as writer, replay.tables["main"].lock:
+                pages_of(replay).recover()  # the place of the dead one has an owner again
+                states = writer.parts[0].views["media_pages"][:, MediaPage.STATE]
+                assert PageState.WRITING not in states.tolist()
             replay.add(group(200 + line, {1: image(200 + line, 90)})[0])
             with replay.tables["main"].lock:
                 pages_of(replay).recover()
@@ -264,6 +294,8 @@ def test_a_death_at_any_line_leaves_whole_items(where: str, monkeypatch: pytest.
 BAD = [
     ({"image": {9: image(0)}}, r"column image must have steps in \[0, 8\) as keys, .*9"),
     ({"image": {0: 5}}, "image: step 0 must be a Media"),
+    ({"image": image(0)}, r"column image must be \{step: Media\}, or numbers of what is stored"),
+    ({"image": {True: image(0)}}, r"must have steps in \[0, 8\) as keys"),
     ({"image": {0: Media(patch=[[1, 2, 3]])}}, "patch must be one of the media columns patches, grid"),
     ({"image": {0: Media(patches=[[1, 2]])}}, r"patches must have shape \['T', 3\]"),
     ({"image": {0: Media(patches=[[1, 2, np.nan]])}}, "patches must be finite"),
@@ -286,12 +318,17 @@ def test_configs_and_data_sets_that_cannot_have_media_are_refused(tmp_path: Path
     config = media_section()
     del config["tables"]["main"]["media"]
     with pytest.raises(
-        ConfigError, match=re.escape("gear.tables.main.media must be given for the column image")
+        ConfigError, match=re.escape("gear.tables.main.media must be given with a column of the role media")
     ):
         Replay(config)
     config = media_section()
+    columns = config["tables"]["main"]["schema"]["columns"]
+    config["tables"]["main"]["schema"]["columns"] = {"ref": {"dtype": "float32", "late": True}, **columns}
+    with Replay(config) as replay:  # steps are counted in a column that is there
+        assert replay.read([replay.add(group(0, {1: image(1)})[0])])[0]["image"] == {1: image(1)}
+    config = media_section()
     del config["tables"]["main"]["schema"]["columns"]["image"], config["fields"]["image"]
-    with pytest.raises(ConfigError, match="must have a column of the role media"):
+    with pytest.raises(ConfigError, match="media must be given with a column of the role media"):
         Replay({**config, "tables": config["tables"]})
     with pytest.raises(SchemaError, match="must not have the role media in a data set"):
         DatasetWriter(tmp_path / "data", Schema([Column("image", "int64", role="media")]))
@@ -314,6 +351,10 @@ def test_sent_items_are_the_same_and_broken_ones_are_refused() -> None:
         np.testing.assert_array_equal(again[number].content, item.content)
         np.testing.assert_array_equal(again[number].digest, item.digest)
     assert spec.rows(items[next(iter(items))].content)["grid"].tolist() == [[0, 1]]
+    nan = sent.copy()
+    nan[24:28].view(np.float32)[0] = np.nan
+    with pytest.raises(DataError, match=r"patches must be finite, got 'nan at row 0'"):
+        list(spec.received("", nan))
     for at, value in ((0, 7), (0, 1 << 40), (0, -8), (8, -1), (8, 1 << 60), (16, 0)):
         broken = sent.copy()
         broken[at : at + 8].view(np.int64)[0] = value
