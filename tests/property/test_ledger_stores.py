@@ -191,6 +191,8 @@ class Run:
 
     def commit(self, store: Store, lease: LeasedPrompt) -> None:
         store.ledger.own(lease)
+        while not len(store.slots_in(SlotState.FREE)) and not len(store.slots_in(SlotState.COMMITTED)):
+            self.train()  # all rows of the store are in training
         if not len(store.slots_in(SlotState.FREE)):  # of other stores: more than this one would issue
             assert self.counts["loads"]
             self.counts["evicted"] += 1
