@@ -169,6 +169,7 @@ class TrajectoryExchange:
         received = channel.begin(messages)()
         name = f"table {table.spec.name}"
         found = [item for words in received for item in table.media.spec.received(name, words.view(np.uint8))]
-        items, evictor = {item.number: item for item in found}, self._evictor
+        # Copies: the words are those of the channel until its next exchange.
+        items, evictor = {i.number: i._replace(content=i.content.copy()) for i in found}, self._evictor
         given = items, np.array(named, np.int64), table.lock, evictor.release, evictor.pinned
         return partial(table.media.add, *given)
