@@ -56,8 +56,7 @@ class InferenceClient(VectorWriter):
         slots, places = attach_places(writer.store_name, count, wait_s)
         with undo_on_error(lambda: slots.leave(places)):
             staging = Staging(schema.step_columns, slots.columns, places, slots.native)
-            add, limit, publisher = writer.add, writer.limit, writer.publisher
-            super().__init__(schema, add, count, mode, limit, slots.native, staging, publisher)
+            super().__init__(writer, count, mode, staging)
         self._slots, self._places = slots, places
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]

@@ -382,7 +382,7 @@ class Gateway:
             "table": self._writer.table,
             "schema": self._writer.schema.to_json(),
             "max_length": self._writer.max_length,
-            "whole_fields": self._writer.limit.whole_fields,
+            "whole_fields": self._writer.whole_fields,
             "max_message_bytes": self._max_message_bytes,
             "media": media and Schema(media.columns).to_json(),
         }

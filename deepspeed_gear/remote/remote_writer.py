@@ -43,7 +43,6 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import LeasedPrompt
 from deepspeed_gear.timeouts import check_timeout
-from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.rollout_worker import Lease
 from deepspeed_gear.writer.trajectory_writer import WriterBase
 
@@ -311,8 +310,8 @@ class RemoteWriter(WriterBase):
     """
 
     def __init__(self, line: Connection, hello: Any, sending: SendOptions, timeout_s: float) -> None:
-        limit = EpisodeLimit(hello["max_length"], tuple(hello.get("whole_fields", ())))
-        super().__init__(str(hello["table"]), Schema.from_json(hello["schema"]), limit)
+        schema, whole_fields = Schema.from_json(hello["schema"]), tuple(hello.get("whole_fields", ()))
+        super().__init__(str(hello["table"]), schema, hello["max_length"], whole_fields)
         self._max_bytes = int(hello["max_message_bytes"])
         self._media = MediaSpec.of_json(self.schema, hello["media"])
         self._open, self._num_raised = True, 0

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +21,6 @@ from deepspeed_gear.store.table import Table
 
 Check = Callable[[dict[str, np.ndarray]], None]
 Committed = Callable[[int], None]
-
-
-class EpisodeLimit(NamedTuple):
-    """The longest trajectory of a table, and whether a longer episode may be stored as several. Some fields
-    need whole episodes: a part's return-to-go lacks later rewards, and its time steps begin at 0 again.
-    """
-
-    max_length: int | None  # most steps of a trajectory; None: as many as fit
-    whole_fields: tuple[str, ...] = ()  # names of such fields
 
 
 class Inserter:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,35 +12,25 @@ import numpy as np
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import ENDS_LAST, as_stored, check_finite
 from deepspeed_gear.errors import DataError, known_names
-from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.native_rows import form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.partial_publish import (
     CompletedTrajectory,
     GrowingTrajectory,
+    OpenWriter,
     PublishedPart,
-    Publisher,
     checked,
 )
 
 
 class OpenTrajectory(ProcessBound):
-    """A trajectory that grows step by step in this process. Without a `publisher` no steps are published
-    before the end; on a machine without a store there is no native module, and no compiler is needed.
-    """
+    """A trajectory that grows step by step in this process."""
 
-    def __init__(
-        self,
-        table: str,
-        schema: Schema,
-        add: Callable[[Mapping[str, Any]], int],
-        per_trajectory: Mapping[str, Any],
-        publisher: Publisher | None = None,
-        native: ModuleType | None = None,
-    ) -> None:
-        self._name, self._schema, self._add = f"table {table}", schema, add
+    def __init__(self, writer: OpenWriter, per_trajectory: Mapping[str, Any]) -> None:
+        self._name, self._schema, self._add = f"table {writer.table}", writer.schema, writer.add
         self._once: dict[str, np.ndarray] = {}
-        self._publisher = publisher
+        self._publisher = publisher = writer.publisher
+        schema, native = writer.schema, writer.native
         self._growing = GrowingTrajectory(self, publisher)
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from deepspeed_gear.errors import DataError, undo_on_error
+from deepspeed_gear.public_names import PublicNames
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
 from deepspeed_gear.store.row_allocator import OpenHandle
 from deepspeed_gear.writer.inserter import Inserter
@@ -230,3 +235,24 @@ class Publisher:
         for growing in list(self.inserter.growing):
             if growing.publisher is self and growing.is_published:
                 self.end(growing, truncated=True)
+
+
+class OpenWriter(ProcessBound, PublicNames, ABC):
+    """What open trajectories need of their writer, whose `add` stores them when they end."""
+
+    _internal = frozenset({"native", "publisher", "whole_fields"})
+    #: Publisher of this writer's open trajectories; None: they cannot be published.
+    publisher: Publisher | None = None
+    native: ModuleType | None = None  # none on a machine without a store, which needs no compiler
+
+    def __init__(
+        self, table: str, schema: Schema, max_length: int | None, whole_fields: tuple[str, ...]
+    ) -> None:
+        self.table, self.schema, self.max_length = table, schema, max_length
+        #: Fields that need whole episodes, so that longer ones are not divided: a part's return-to-go lacks
+        #: later rewards, and its time steps begin at 0 again.
+        self.whole_fields = whole_fields
+
+    @abstractmethod
+    def add(self, trajectory: Mapping[str, Any]) -> int:
+        """Add a whole trajectory; return its id, or number."""

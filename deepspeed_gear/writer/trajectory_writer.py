@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -16,51 +15,28 @@ import numpy as np
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.sampling.mass_rules import check_weights
-from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.shared_memory import is_kept
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
-from deepspeed_gear.writer.inserter import EpisodeLimit, Inserter
+from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.open_trajectory import OpenTrajectory
-from deepspeed_gear.writer.partial_publish import Publisher
+from deepspeed_gear.writer.partial_publish import OpenWriter, Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
 
 
-class WriterBase(ProcessBound, PublicNames, ABC):
+class WriterBase(OpenWriter):
     """What writers of a node of the table (TrajectoryWriter) and of other machines (RemoteWriter) share.
 
     Attributes:
         table: Name of the table.
         schema: Columns of the table.
+        max_length: Steps of the longest trajectory; None: as many as fit.
     """
-
-    _internal = frozenset({"limit", "publisher"})
-
-    def __init__(
-        self,
-        table: str,
-        schema: Schema,
-        limit: EpisodeLimit,
-        publisher: Publisher | None = None,
-        native: ModuleType | None = None,
-    ) -> None:
-        self.table, self.schema, self._native = table, schema, native
-        #: The longest trajectory, and what a longer episode does.
-        self.limit = limit
-        #: The publisher of this writer's open trajectories; None: they cannot be published.
-        self.publisher = publisher
-
-    @property
-    def max_length(self) -> int | None:
-        """Steps of the longest trajectory; None: as many as fit."""
-        return self.limit.max_length
 
     @abstractmethod
     def _check(self) -> None:
@@ -121,8 +97,7 @@ class WriterBase(ProcessBound, PublicNames, ABC):
         Args:
             **per_trajectory: Columns of one value per trajectory.
         """
-        publisher, native = self.publisher, self._native
-        return OpenTrajectory(self.table, self.schema, self.add, per_trajectory, publisher, native)
+        return OpenTrajectory(self, per_trajectory)
 
     def vector_writer(self, num_envs: Any, autoreset: Autoreset | None = None) -> VectorWriter:
         """Return a writer of the steps of many environments at once.
@@ -135,8 +110,7 @@ class WriterBase(ProcessBound, PublicNames, ABC):
         Raises:
             DataError: No mode is given, or it is not the environment's.
         """
-        count, mode, native = *resolve(num_envs, autoreset), self._native
-        return VectorWriter(self.schema, self.add, count, mode, self.limit, native, publisher=self.publisher)
+        return VectorWriter(self, *resolve(num_envs, autoreset))
 
 
 class TrajectoryWriter(WriterBase):
@@ -153,8 +127,8 @@ class TrajectoryWriter(WriterBase):
     """
 
     _internal = frozenset(
-        "check_goes_on clients end_with_replay limit parts publisher run_goes_on store_name "
-        "waiting_checks".split()
+        "check_goes_on clients end_with_replay native parts publisher run_goes_on store_name "
+        "waiting_checks whole_fields".split()
     )
 
     publisher: Publisher
@@ -162,9 +136,9 @@ class TrajectoryWriter(WriterBase):
     def __init__(
         self, table: Table, inserter: Inserter, waiting_checks: list[Callable[[], None]] | None = None
     ) -> None:
-        limit = EpisodeLimit(inserter.max_length, table.spec.whole_fields)
-        publisher = Publisher(inserter, self.check_goes_on)
-        super().__init__(table.spec.name, table.spec.schema, limit, publisher, table.ops.native)
+        spec = table.spec
+        super().__init__(spec.name, spec.schema, inserter.max_length, spec.whole_fields)
+        self.publisher, self.native = Publisher(inserter, self.check_goes_on), table.ops.native
         self._table, self._inserter, self._open = table, inserter, True
         self._is_attached, self._looked = waiting_checks is not None, 0.0  # when it looked for the ranks
         self._finalizer = weakref.finalize(self, table.close) if self._is_attached else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -14,19 +14,18 @@ from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import as_stored, cast, check_finite
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.public_names import PublicNames
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.autoreset import ResetCheck
-from deepspeed_gear.writer.inserter import EpisodeLimit
 from deepspeed_gear.writer.late_columns import EpisodeReturns
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
     CompletedTrajectory,
     GrowingTrajectory,
+    OpenWriter,
     PublishedPart,
-    Publisher,
     checked,
 )
 from deepspeed_gear.writer.staged_rows import Staging
@@ -46,6 +45,9 @@ class VectorWriter(ProcessBound, PublicNames):
     come nested, as in `Replay.add`: `observation` as a gymnasium environment with a Dict or Tuple space
     returns it. Columns of the roles timestep and return_to_go are filled here, the latter after the episode.
 
+    An episode of more than `max_length` steps ends there, marked as truncated, and goes on as another
+    trajectory, unless a field needs whole episodes.
+
     Not thread-safe. Cost of a step: one copy of its rows into the staging, and of an episode one copy into
     the store.
 
@@ -53,28 +55,17 @@ class VectorWriter(ProcessBound, PublicNames):
         autoreset: "next_step": the step after the last one of an episode resets, and its action is ignored;
             "same_step": the last step resets, and the episode's last observation is passed as `final`;
             "disabled": the program resets, and calls `reset` with a mask.
-        limit: A longer episode ends there, marked as truncated, and goes on as another trajectory, unless a
-            field needs whole episodes.
-        native: The native module; None on a machine without a store, which needs no compiler.
         staging: Arrays in which trajectories grow; None: private memory.
-        publisher: Publishes steps of open trajectories; None: they cannot be published.
     """
 
     _internal = frozenset({"has_begun", "last_states", "take_after", "waits"})
 
     def __init__(
-        self,
-        schema: Schema,
-        add: Callable[[Mapping[str, Any]], int],
-        num_envs: int,
-        autoreset: str,
-        limit: EpisodeLimit,
-        native: ModuleType | None = None,
-        staging: Staging | None = None,
-        publisher: Publisher | None = None,
+        self, writer: OpenWriter, num_envs: int, autoreset: str, staging: Staging | None = None
     ) -> None:
         num_envs = arguments.count("num_envs", num_envs)
-        self._schema, self._add, self._native = schema, add, native
+        schema, publisher, native = writer.schema, writer.publisher, writer.native
+        self._schema, self._add, self._native = schema, writer.add, native
         if native is not None:
             self._vector_step, self._vector_publish = native.vector_step, native.vector_publish
         self.num_envs, self.autoreset = num_envs, autoreset
@@ -84,7 +75,7 @@ class VectorWriter(ProcessBound, PublicNames):
         if to_go is not None and reward is not None and publisher is not None:
             self._returns = EpisodeReturns(to_go, reward, publisher.inserter)
         self._continued: set[int] = set()  # environments whose rows do not begin with their episode
-        self._limit, self._max_length = limit, limit.max_length
+        self._max_length, self._whole_fields = writer.max_length, writer.whole_fields
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
         self._done_by = [c for c in steps if c not in self._state and c is not self._time]
@@ -115,7 +106,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._stores = self._publishes = False  # whether it stores whole trajectories; publishes steps
-        length = min(_FIRST_LENGTH, limit.max_length or _FIRST_LENGTH)
+        length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
         own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
@@ -162,7 +153,7 @@ class VectorWriter(ProcessBound, PublicNames):
         is_longest = staging.length == self._max_length
         self._native_steps.set_store(
             of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
-            cuts=is_longest and are_bytes and not self._limit.whole_fields and self._time is None,
+            cuts=is_longest and are_bytes and not self._whole_fields and self._time is None,
             **self._publisher.inserter.vector_options(),
         )
         self._stores, self._publishes = True, self._publisher.unsuited is None and are_bytes
@@ -608,8 +599,8 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _truncate(self, envs: np.ndarray) -> None:
         """Add trajectories of max_length as truncated; the next ones begin at their last states."""
-        if self._limit.whole_fields:
-            why = f"since field {self._limit.whole_fields[0]} needs whole episodes"
+        if self._whole_fields:
+            why = f"since field {self._whole_fields[0]} needs whole episodes"
             rule = f"must have at most max_length = {self._max_length} steps, {why}"
             remedy = "raise it, or give the table a column of the role timestep or return_to_go for the field"
             raise DataError(f"the episode of environment {envs[0]}", rule, None, remedy)
