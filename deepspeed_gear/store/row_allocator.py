@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -32,14 +32,6 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import TableSpec
 
 _TRAIN_POSITION = "stream/train/position"
-
-
-class OpenHandle(NamedTuple):
-    """A slot at the time a process reserved it: a checkpoint may be loaded in the meantime."""
-
-    slot: int
-    generation: int
-    loads: int
 
 
 class RowAllocator:
@@ -160,19 +152,21 @@ class RowAllocator:
         self.slots[slot, Slot.NUM_STEPS] = num_steps
         self._open[slot] = 1
 
-    def handle_of(self, slot: int) -> OpenHandle:
-        """Return the handle of a slot that this process has reserved; valid as long as `is_own`."""
-        return OpenHandle(slot, int(self.slots[slot, Slot.GENERATION]), int(self.control[Control.LOADS]))
+    def handle_of(self, slot: int) -> list[int]:
+        """Return the handle of a slot that this process has reserved: it, its generation, and the loads of
+        checkpoints, of which one may come in the meantime.
+        """
+        return [slot, int(self.slots[slot, Slot.GENERATION]), int(self.control[Control.LOADS])]
 
-    def is_own(self, handle: OpenHandle) -> bool:
+    def is_own(self, handle: list[int]) -> bool:
         """Return whether this process still has to end a slot, even if its trajectory was evicted."""
-        record = self.slots[handle.slot]
-        is_same = handle == self.handle_of(handle.slot) and record[Slot.OWNER] == self._memory.peer
-        return bool(is_same and (self._open[handle.slot] or record[Slot.STATE] == SlotState.RESERVED))
+        slot = handle[0]
+        is_same = handle == self.handle_of(slot) and self.slots[slot, Slot.OWNER] == self._memory.peer
+        return bool(is_same and (self._open[slot] or self.slots[slot, Slot.STATE] == SlotState.RESERVED))
 
-    def stands(self, handle: OpenHandle) -> bool:
+    def stands(self, handle: list[int]) -> bool:
         """Return whether a slot is still this process's own and was not evicted."""
-        return self.is_own(handle) and bool(self.slots[handle.slot, Slot.STATE] != SlotState.EVICTED)
+        return self.is_own(handle) and bool(self.slots[handle[0], Slot.STATE] != SlotState.EVICTED)
 
     def grow(self, slot: int, num_steps: int) -> None:
         """Publish the first `num_steps` steps of an open trajectory, whose rows are written."""

@@ -16,7 +16,6 @@ from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, Refusal, StepCount
-from deepspeed_gear.store.row_allocator import OpenHandle
 from deepspeed_gear.writer.inserter import Inserter
 
 UNPUBLISHED = (-1, 0, 0, 0, 0, -1)  # the words of a growing trajectory before its first publication
@@ -64,13 +63,9 @@ class GrowingTrajectory:
         return int(self.words[Growing.PUBLISHED])
 
     @property
-    def handle(self) -> OpenHandle | None:
-        """Its slot; None: no step is published."""
-        return OpenHandle(*self.words[: Growing.FIRST].tolist()) if self.is_published else None
-
-    @handle.setter
-    def handle(self, handle: OpenHandle | None) -> None:
-        self.words[: Growing.FIRST] = UNPUBLISHED[: Growing.FIRST] if handle is None else handle
+    def handle(self) -> list[int]:
+        """Its slot, as of `RowAllocator.handle_of`, where it `is_published`."""
+        return list(self.words[: Growing.FIRST].tolist())
 
     @property
     def is_published(self) -> bool:
@@ -176,16 +171,15 @@ class Publisher:
         replaces rows.
         """
         growing, extents = part.growing, self._table.extents
-        assert growing.handle is not None
         if not extents.stands(growing.handle):
             self._end_slot(growing, truncated=False)
             growing.words[Growing.FIRST] += growing.published  # the steps that follow become another
-            growing.words[Growing.PUBLISHED], growing.handle = 0, None
+            growing.words[[Growing.PUBLISHED, Growing.SLOT]] = 0, -1
             return True
         rate = self._table.spec.retention.rate_limiter
         if rate is not None and rate.unit == "step" and not self.inserter.evictor.may_insert(part.num_new):
             return False
-        slot, known = growing.handle.slot, growing.published
+        slot, known = growing.words[[Growing.SLOT, Growing.PUBLISHED]].tolist()
         self._table.write(slot, part.columns, known, part.num_steps, growing.first)
         growing.words[Growing.PUBLISHED] = part.num_steps
         extents.grow(slot, part.num_steps)
@@ -202,11 +196,11 @@ class Publisher:
         self.inserter.check({name: part.columns[name] for name in once})
         while not growing.is_published:
             slot = self.inserter.reserve(limit, inserts=part.num_steps)
-            growing.handle = extents.handle_of(slot)
+            growing.words[: Growing.FIRST] = extents.handle_of(slot)
             self.inserter.growing.add(growing)
             with undo_on_error(lambda: self.end(growing)), self._table.lock:
                 if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
-                    growing.handle = None
+                    growing.words[Growing.SLOT] = -1
                     continue
                 self._table.write(slot, part.columns, 0, part.num_steps, growing.first)
                 growing.words[Growing.ID] = self.inserter.publish(slot, part.num_steps)
@@ -220,15 +214,15 @@ class Publisher:
         number = growing.trajectory_id if growing.is_published else None
         with self._table.lock:
             self._end_slot(growing, truncated)
-        growing.handle = None
+        growing.words[Growing.SLOT] = -1
         return None if number is None else CompletedTrajectory(env, number, growing.published)
 
     def _end_slot(self, growing: GrowingTrajectory, truncated: bool) -> None:
-        extents, handle = self._table.extents, growing.handle
+        extents = self._table.extents
         if not growing.is_used_again:
             self.inserter.growing.discard(growing)
-        if handle is not None and extents.is_own(handle):
-            extents.end(handle.slot, truncated)
+        if growing.is_published and extents.is_own(growing.handle):
+            extents.end(growing.handle[0], truncated)
 
     def close(self) -> None:
         """End all open trajectories: published steps stay, marked as truncated."""
