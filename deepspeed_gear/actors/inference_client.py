@@ -63,7 +63,6 @@ class InferenceClient(VectorWriter):
         self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # steps that do not fit into a place's rows
-        self._aside_steps = np.zeros(len(places), np.int64)
         self._finalizer = weakref.finalize(self, slots.leave, places)
         writer.clients.add(self)
 
@@ -174,13 +173,13 @@ class InferenceClient(VectorWriter):
         self._timesteps[envs] = -1  # the step that this is part of counts
         for env in envs.tolist() if self._aside else []:
             self._aside.pop(env, None)
-            self._aside_steps[env] = 0
+            self._steps_before[env] = 0
 
     def _reserve_rows(self, envs: np.ndarray) -> None:
         """Ensure a free row for the next step of environments that do not wait, so that `step` finds one."""
         used = self._next[envs] - self._staging.first[envs] - 1
         if self._max_length is not None:
-            too_long = used + self._aside_steps[envs] >= self._max_length
+            too_long = used + self._steps_before[envs] >= self._max_length
             if too_long.any():
                 self._truncate(envs[too_long])
                 used[too_long] = 0
@@ -189,7 +188,7 @@ class InferenceClient(VectorWriter):
             # Move the full rows of a place into private memory, and continue from the last state.
             rows = {name: self._staging.of(name, env)[:steps].copy() for name in self._staging.arrays}
             self._aside.setdefault(env, []).append(rows)
-            self._aside_steps[env] += steps
+            self._steps_before[env] += steps
             self._go_on(env, steps)
 
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
@@ -197,13 +196,10 @@ class InferenceClient(VectorWriter):
         aside = self._aside.get(env)
         return rows if aside is None else np.concatenate([*(part[column.name] for part in aside), rows])
 
-    def _steps_before(self, env: int) -> int:
-        return int(self._aside_steps[env])
-
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         super()._commit(env, num_steps, is_truncated)
         if self._aside.pop(env, None) is not None:
-            self._aside_steps[env] = 0
+            self._steps_before[env] = 0
 
     def _check_open(self) -> None:
         if not self._finalizer.alive:

@@ -80,8 +80,9 @@ class ResetCheck:
     reward; where it varies, the step is a transition.
     """
 
-    def __init__(self) -> None:
-        self.is_done = False
+    def __init__(self, goes_on: bool) -> None:
+        #: Whether it looks at more resets; a word that C++ reads. [1], bool.
+        self.goes_on = np.array([goes_on])
         self._num_wrong = self._num_unclear = 0
         self._example: list[np.ndarray] = []  # of a first observation, by column, or a reward
         self._varies = False
@@ -93,7 +94,7 @@ class ResetCheck:
         same = np.logical_and.reduce([_equal(*pair) for pair in zip(last, first, strict=True)])
         still = np.logical_and.reduce([_equal(*pair) for pair in zip(last, before, strict=True)])
         if not same.all():
-            self.is_done = True
+            self.goes_on[0] = False
             return
         self._num_unclear += int(still.sum())
         for row in np.flatnonzero(~still).tolist():
@@ -129,7 +130,7 @@ class ResetCheck:
     def _conclude(self) -> bool:
         """Return whether to warn; end the check then, or if the resets so far show nothing."""
         warns = self._num_wrong >= LEAST and self._varies
-        self.is_done = warns or self._num_wrong + self._num_unclear >= MOST
+        self.goes_on[0] = not warns and self._num_wrong + self._num_unclear < MOST
         return warns
 
 

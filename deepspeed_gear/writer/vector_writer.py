@@ -93,9 +93,8 @@ class VectorWriter(ProcessBound, PublicNames):
         self._unstored = np.zeros(num_envs, bool)  # ended, and left to Python by the native call
         self._was_truncated = np.zeros(num_envs, bool)  # its latest episode
         self._reward = reward
-        self._check = ResetCheck()
-        # Whether it goes on: Python takes the steps that it looks at.
-        self._checks_resets = np.array([autoreset != "next_step" or self._reward is not None])
+        # While it goes on, Python takes the steps that it looks at.
+        self._check = ResetCheck(autoreset != "next_step" or self._reward is not None)
         self._counts = np.zeros(StepCount.NUM_WORDS, np.int64)
         self._just_completed = np.zeros((2 * num_envs, len(CompletedTrajectory._fields)), np.int64)
         # The oldest policy version of each open trajectory, -1 for none, where the publisher reports them.
@@ -108,6 +107,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._stores = self._publishes = False  # whether it stores whole trajectories; publishes steps
         length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
         own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
+        self._steps_before = np.zeros(num_envs, np.int64)  # of open trajectories, not in their places' rows
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
         if publisher is not None:
@@ -132,7 +132,7 @@ class VectorWriter(ProcessBound, PublicNames):
             return
         given = [(column, True) for column in self._state] + [(column, False) for column in self._done_by]
         words = (self._next, staging.first, self._waits, self._unstored, self._was_truncated,
-                 self._checks_resets, self._counts, self._just_completed, self._growing_words)  # fmt: skip
+                 self._check.goes_on, self._counts, self._just_completed, self._growing_words)  # fmt: skip
         columns, truncated = [column.name for column, _ in given], self._flags["truncated"]
         self._native_steps = native.VectorSteps(
             columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
@@ -319,9 +319,8 @@ class VectorWriter(ProcessBound, PublicNames):
                 self._oldest[envs[ended]] = -1
                 self._publisher.inserter.report_versions(self, self._oldest)
         if len(waiting):  # this step has their first observations
-            if self._checks_resets[0] and self._reward is not None:
+            if self._check.goes_on[0] and self._reward is not None:
                 self._check.note_rewards(np.asarray(columns[self._reward.name])[waits])
-                self._checks_resets[0] = not self._check.is_done
             self._counts[StepCount.STEPS_TAKEN] -= len(waiting)
             self._waits[waiting] = False
             self._begin(waiting)
@@ -360,13 +359,12 @@ class VectorWriter(ProcessBound, PublicNames):
     def _check_states(self, envs: np.ndarray, last_rows: np.ndarray) -> None:
         """Compare the last states of truncated episodes, in these rows, with the first ones. [n] each."""
         truncated = self._was_truncated[envs]
-        if self._check.is_done or not truncated.any():
+        if not (self._check.goes_on[0] and truncated.any()):
             return
         last = last_rows[truncated]
         rows = last - 1, last, self._staging.first[envs[truncated]]
         flat = [self._staging.arrays[c.name].reshape(-1, *c.shape) for c in self._state]
         self._check.note_states(*([values[at] for values in flat] for at in rows))
-        self._checks_resets[0] = not self._check.is_done
 
     def _take_completed(self) -> list[CompletedTrajectory]:
         """Return the trajectories that were completed since the last call."""
@@ -415,7 +413,7 @@ class VectorWriter(ProcessBound, PublicNames):
         """Raise unless the run goes on; register the open trajectories before their first publication."""
         assert self._publisher is not None
         self._publisher.look()
-        if publish and self._publishes and not self._growing:
+        if publish and self._publishes:
             self._register()
 
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:
@@ -501,7 +499,7 @@ class VectorWriter(ProcessBound, PublicNames):
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         """Add the steps in the first rows of an environment's place as a trajectory."""
         columns = self._columns_of(env, num_steps)
-        num_steps += self._steps_before(env)
+        num_steps += int(self._steps_before[env])
         if self._has_published()[env]:
             assert self._publisher is not None
             self._publisher.publish([PublishedPart(self._growing[env], num_steps, columns)])
@@ -547,21 +545,21 @@ class VectorWriter(ProcessBound, PublicNames):
             self._look(True)
             if self._publishes and self._vector_publish(self._steps_address):
                 return
-        if not self._growing:
-            self._register()
+        self._register()
         used = np.where(self._waits, 0, self._next - self._staging.first - 1)
         parts = []
         for env in np.flatnonzero(used).tolist():
             steps = int(used[env])
-            end, columns = steps + self._steps_before(env), self._columns_of(env, steps)
+            end, columns = steps + int(self._steps_before[env]), self._columns_of(env, steps)
             parts.append(PublishedPart(self._growing[env], end, columns))
         publisher.publish(parts)
 
     def _register(self) -> None:
         """Let the publisher end the open trajectories if this writer is dropped."""
-        assert self._publisher is not None
-        self._growing = [GrowingTrajectory(self, self._publisher, words) for words in self._growing_words]
-        self._publisher.inserter.growing.update(self._growing)
+        publisher = self._publisher
+        if not self._growing and publisher is not None:
+            self._growing = [GrowingTrajectory(self, publisher, words) for words in self._growing_words]
+            publisher.inserter.growing.update(self._growing)
 
     def _has_published(self) -> np.ndarray:
         """Return which open trajectories were published, though some were evicted since. [N], bool."""
@@ -577,11 +575,6 @@ class VectorWriter(ProcessBound, PublicNames):
         number = int(growing.words[Growing.ID])
         self._note_rewards(CompletedTrajectory(env, number, growing.published), growing.first)
         self._growing_words[env] = UNPUBLISHED
-
-    def _steps_before(self, env: int) -> int:
-        """Hook: return how many earlier steps of an open trajectory are not in the rows of its place."""
-        del env
-        return 0
 
     def close(self) -> list[CompletedTrajectory]:
         """End all open trajectories; published steps stay, marked as truncated. Safe to call twice.
