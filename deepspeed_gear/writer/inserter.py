@@ -163,7 +163,7 @@ class Inserter:
                 with self.table.lock:
                     self.table.extents.free(slot)
                 slot = -1
-            self._refuse_not_finite(columns)
+            self.check_finite([np.asarray(column) for column in columns])
         if slot >= 0:  # already written: only the commit is missing
             with self.table.lock:
                 return self._commit(slot)
@@ -175,11 +175,8 @@ class Inserter:
     def check_finite(self, columns: list[np.ndarray]) -> None:
         """Raise a DataError if a value of columns in their stored form is not finite and must be."""
         if not self._store.are_finite(columns):
-            self._refuse_not_finite(columns)
-
-    def _refuse_not_finite(self, columns: list[Any]) -> None:
-        arrays = {name: np.asarray(column) for name, column in zip(self._names, columns, strict=True)}
-        check_finite(self._name, self.table.spec.schema, arrays)
+            arrays = dict(zip(self._names, columns, strict=True))
+            check_finite(self._name, self.table.spec.schema, arrays)
 
     def add_media(self, groups: Sequence[list[np.ndarray]], items: Mapping[int, MediaItem]) -> None:
         """Add the media that written, reserved rows name; raises as `MediaPages.add`."""
@@ -244,8 +241,6 @@ class Inserter:
 
     def publish(self, slot: int, num_steps: int) -> int:
         """Commit the first steps of a reserved slot, which keeps its rows to grow. Requires the lock."""
-        if self.table.media is not None:
-            raise StoreError(self._name, "has media: its trajectories must be added whole", None)
         self.table.extents.open(slot, num_steps)
         return self._commit(slot)
 

@@ -122,6 +122,9 @@ class Publisher:
         elif inserter.table.groups is not None:
             rule = "must have no groups for steps of open trajectories to be published"
             self.unsuited = rule, "a group can be sampled when all of it has ended"
+        elif inserter.table.media is not None:
+            rule = "must have no media for steps of open trajectories to be published"
+            self.unsuited = rule, "add whole trajectories"
         self._num_begun = 0  # trajectories with published steps
         #: Words of `StepCount` of the native calls that add through this publisher.
         self.counts: list[np.ndarray] = []

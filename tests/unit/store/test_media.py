@@ -336,7 +336,7 @@ def test_configs_and_data_sets_that_cannot_have_media_are_refused(tmp_path: Path
     del config["tables"]["main"]["group"]
     with Replay(config), TrajectoryWriter.attach(config) as writer, writer.trajectory() as steps:
         steps.set(reward=0.0, prompt=0)
-        with pytest.raises(StoreError, match="must be added whole"):
+        with pytest.raises(DataError, match="must have no media"):
             steps.append(tokens=1, loss_mask=True, logp=0.0, image=0, publish=True)
         steps.discard()
 
