@@ -452,11 +452,8 @@ def forecast_groups(
 
 def _begins(*keys: np.ndarray) -> np.ndarray:
     """Return where runs of equal keys begin. [n] each, n > 0 -> [m], int64."""
-    differ = np.zeros(len(keys[0]), bool)
-    differ[0] = True
-    for key in keys:
-        differ[1:] |= key[1:] != key[:-1]
-    return np.nonzero(differ)[0]
+    differ = np.logical_or.reduce([key[1:] != key[:-1] for key in keys])
+    return np.nonzero(np.append(True, differ))[0]
 
 
 def _sizes(begins: np.ndarray, end: int) -> np.ndarray:

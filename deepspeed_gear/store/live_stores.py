@@ -10,7 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,12 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
         try:
             if process is None and (_PROC / str(pid) / "comm").read_text().rstrip("\n") == REAPER:
                 continue
-            for path, identity in _shared_files(pid):
-                paths.setdefault(identity, []).append(path)
+            for path in sorted((_PROC / str(pid) / "fd").iterdir()):
+                with suppress(FileNotFoundError):  # closed in the meantime
+                    if os.readlink(path).startswith(f"{SHM}/"):
+                        status = path.stat()
+                        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+                            paths.setdefault((status.st_dev, status.st_ino), []).append(path)
         except OSError as error:  # it has ended, or belongs to another user
             if process is not None:
                 rule = f"must be a running process of user {os.geteuid()}"
@@ -70,19 +75,6 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
                 stores.append(store)
                 break
     return stores
-
-
-def _shared_files(pid: int) -> Iterator[tuple[Path, tuple[int, int]]]:
-    """Iterate over the descriptors of a process that are regular files of this user in shared memory."""
-    for path in sorted((_PROC / str(pid) / "fd").iterdir()):
-        try:
-            if not os.readlink(path).startswith(f"{SHM}/"):
-                continue
-            status = path.stat()
-        except FileNotFoundError:  # closed in the meantime
-            continue
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
-            yield path, (status.st_dev, status.st_ino)
 
 
 def _open(path: Path, identity: tuple[int, int], holders: tuple[int, ...], strict: bool) -> LiveStore | None:

@@ -23,7 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.context import LOG
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
+from deepspeed_gear.errors import (
+    ConfigError,
+    StoreError,
+    StoreFullError,
+    StoreGoneError,
+    show_bytes,
+    undo_on_error,
+)
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
@@ -147,7 +154,17 @@ class SharedMemory:
         path, reaper = file_path(name), None
         os.pwrite(self.fd, bytes([kept]), KEPT_OFFSET)
         try:
-            reaper = self._reaper(path) if reaped else None
+            if reaped:
+                try:
+                    reaper = Start(str(path), self.fd)
+                except OSError as error:
+                    _refuse_no_descriptor(path, error)
+                    LOG.warning(
+                        "%s: no reaper can be started (%s). If all processes of the run are killed, this "
+                        "memory stays until the next run of its user begins here; `gear clean` removes it",
+                        path,
+                        error,
+                    )
             # With a directory's descriptor Python calls linkat, which follows the symbolic link.
             directory = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -165,20 +182,6 @@ class SharedMemory:
             if reaper is not None:
                 reaper.close()
 
-    def _reaper(self, path: Path) -> Start | None:
-        """Start the reaper of a name; None: no process can be started here."""
-        try:
-            return Start(str(path), self.fd)
-        except OSError as error:
-            _refuse_no_descriptor(path, error)
-            LOG.warning(
-                "%s: no reaper can be started (%s). If all processes of the run are killed, this memory "
-                "stays until the next run of its user begins here; `gear clean` removes it",
-                path,
-                error,
-            )
-            return None
-
     @classmethod
     def attach(cls, name: str, peer: int) -> SharedMemory:
         """Map the memory of a name.
@@ -190,7 +193,7 @@ class SharedMemory:
         """
         path = file_path(name)
         fd = hold(_open(path))
-        try:
+        with undo_on_error(lambda: release(fd)):
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(str(path), "must be a regular file")
@@ -206,9 +209,6 @@ class SharedMemory:
             if status.st_size == 0:
                 raise StoreError(str(path), "must be a gear store", "an empty file")
             return cls(path, fd, status.st_size, peer)
-        except BaseException:
-            release(fd)
-            raise
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:

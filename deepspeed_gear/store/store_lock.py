@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -85,18 +86,11 @@ class StoreLock:
             return StoreError(name, "must be usable", None, "start the run again")
         holder = int(self._holder[0])
         given, remedy = f"held by process {holder}", "check what that process does"
-        if _is_stopped(holder):
-            given, remedy = f"{given}, which is stopped", f"continue it (kill -CONT {holder}) or end it"
+        with suppress(OSError):  # it has ended, or is in another pid namespace
+            status = Path("/proc", str(holder), "stat").read_text()
+            if status.rpartition(")")[2].split()[0] in ("T", "t"):  # by a signal, a terminal or a debugger
+                given, remedy = f"{given}, which is stopped", f"continue it (kill -CONT {holder}) or end it"
         return StoreError(name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy)
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped: by a signal, a terminal or a debugger."""
-    try:
-        status = Path("/proc", str(pid), "stat").read_text()
-    except OSError:
-        return False  # it has ended, or is in another pid namespace
-    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line
