@@ -127,13 +127,10 @@ def in_rows(records: np.ndarray) -> np.ndarray:
 
 
 def _merge_slots(every: Sequence[np.ndarray]) -> np.ndarray:
-    found, row = [], 0
-    for slots in every:
-        records = packed(slots)
-        records[:, Slot.FIRST_ROW] += row
-        row += int(records[:, Slot.NUM_ROWS].sum())
-        found.append(records)
-    return np.concatenate(found)
+    records = np.concatenate(every)
+    shard = np.repeat(np.arange(len(every)), [len(slots) for slots in every])
+    records[:, Slot.FIRST_ROW] += shard << 40  # the rows of a shard come before those of the next
+    return packed(records)
 
 
 def _merge_groups(every: Sequence[SavedGroups], before: np.ndarray) -> SavedGroups:

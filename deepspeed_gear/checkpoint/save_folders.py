@@ -27,13 +27,14 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.errors import CheckpointError, undo_on_error
 from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.shared_memory import try_lock
@@ -420,8 +421,15 @@ def _locked(folder: Path) -> int:
     path = folder / FILE
     while True:
         fd = hold(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
-        try:
-            if not try_lock(fd, fcntl.F_WRLCK, 0, 1):
+        with undo_on_error(partial(release, fd)):
+            try:
+                is_own = try_lock(fd, fcntl.F_WRLCK, 0, 1)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                LOG.warning("%s: its file system has no locks (%s): let one run save into it", folder, error)
+                return fd
+            if not is_own:
                 owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
                 remedy = "give each run a folder of its own, or end that one; any number may load from it"
                 raise CheckpointError(str(folder), "must be saved into by one run at a time", owner, remedy)
@@ -429,15 +437,6 @@ def _locked(folder: Path) -> int:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
                 return fd
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                release(fd)
-                raise
-            LOG.warning("%s: its file system has no locks (%s): let one run save into it", folder, error)
-            return fd
-        except BaseException:
-            release(fd)
-            raise
         release(fd)  # it was removed meanwhile, with its folder
 
 
