@@ -16,12 +16,12 @@ from deepspeed_gear.data import running_moments
 from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
-from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, UpdateCount
 from deepspeed_gear.sampling.priority_log import without_slots
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Head
-from deepspeed_gear.store.row_allocator import look_up
+from deepspeed_gear.store.row_allocator import committed_at, look_up
 
 T = TypeVar("T")
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
@@ -61,9 +61,7 @@ class SavedShard:
         """Return the positions of trajectories, -1 for those that are not stored. [n] -> [n], int64."""
         if self.slots is None:
             return np.where((ids >= 0) & (ids < self.num_slots), ids, -1)
-        committed = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        order = committed[np.argsort(self.slots[committed, Slot.ID])]
-        return look_up(self.slots[order, Slot.ID], ids, order)
+        return committed_at(self.slots, ids)
 
 
 @dataclass(frozen=True)

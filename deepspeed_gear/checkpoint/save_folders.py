@@ -33,10 +33,12 @@ from typing import Any, BinaryIO, TypeVar
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.context import LOG
+from deepspeed_gear.data.dataset_files import payload_digest
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, undo_on_error
 from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
+from deepspeed_gear.store import writer_options
 from deepspeed_gear.store.shared_memory import try_lock
 
 MANIFEST, POSITION = "manifest.json", "position.json"
@@ -46,7 +48,6 @@ _MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
 _MOST_RENAMES = 5  # of a table's folders while one is looked up
-_BLOCK = 1 << 22
 T = TypeVar("T")
 State = Mapping[str, Any]
 
@@ -172,7 +173,7 @@ def write_position(folder: Path, state: State) -> None:
 def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
     """Write a mapping under a name, with its checksum and the version of its format; atomic."""
     partial = path.with_name(path.name + ".partial")
-    written = {"format": version, "sha256": digest_of(content), name: content}
+    written = {"format": version, "sha256": writer_options.digest(content), name: content}
     partial.write_text(json.dumps(written, indent=1))
     sync(partial)
     os.replace(partial, path)
@@ -315,10 +316,9 @@ def open_checked(path: Path, digest: str | None) -> BinaryIO:
         file = path.open("rb")
     except OSError as error:
         raise changed from error
-    if _sha256(file) != digest:
+    if sha256(Path(link_of(file))) != digest:
         file.close()
         raise changed
-    file.seek(0)
     return file
 
 
@@ -347,21 +347,13 @@ def read_checked(path: Path, version: int, name: str) -> dict[str, Any]:
     """Return what `write_checked` has written."""
     content = read_versioned(path, version)
     found: dict[str, Any] = entry(content, name, dict, str(path))
-    if content.get("sha256") != digest_of(found):
+    if content.get("sha256") != writer_options.digest(found):
         raise CheckpointError(str(path), "must be as it was saved", None, ANOTHER)
     return found
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return _sha256(file)
-
-
-def _sha256(file: BinaryIO) -> str:
-    digest = hashlib.sha256()
-    while block := file.read(_BLOCK):
-        digest.update(block)
-    return digest.hexdigest()
+    return payload_digest(path, 0)
 
 
 def _readable(path: Path) -> AbstractContextManager[None]:
@@ -385,10 +377,6 @@ def manifests_in(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         return [own] if own.is_file() else sorted(folder.glob(f"shard-*/{MANIFEST}"))
     return []
-
-
-def digest_of(state: State) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 FILE = ".saves.lock"

@@ -330,6 +330,13 @@ def look_up(known: np.ndarray, wanted: np.ndarray, values: np.ndarray) -> np.nda
     return np.where(known[at] == wanted, values[at], -1)
 
 
+def committed_at(slots: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Return where ids are committed in [m, 8] slot records; -1 where they are not. [n] -> [n], int64."""
+    committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+    committed = committed[np.argsort(slots[committed, Slot.ID])]
+    return look_up(slots[committed, Slot.ID], ids, committed)
+
+
 def is_among(values: np.ndarray, few: Sequence[int]) -> np.ndarray:
     """Return which values are among a few. [n] -> [n], bool."""
     return np.asarray((values[:, None] == np.asarray(few, values.dtype)).any(-1))

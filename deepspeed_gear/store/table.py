@@ -28,7 +28,7 @@ from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.records import Control, Peer, Refusal
 from deepspeed_gear.store.retention import RateLimiter
-from deepspeed_gear.store.row_allocator import RowAllocator, look_up
+from deepspeed_gear.store.row_allocator import RowAllocator, committed_at
 from deepspeed_gear.store.shared_memory import SharedMemory, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
@@ -223,13 +223,11 @@ class Table:
             held = (at >= 0) & (at < len(self.slots))
             held[held] = self.slots[at[held], Slot.STATE] == SlotState.COMMITTED
             return np.where(held, at, -1)
-        is_committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
         if len(ids) == 1:
+            is_committed = self.slots[:, Slot.STATE] == SlotState.COMMITTED
             at = np.nonzero(is_committed & (self.slots[:, Slot.ID] == ids[0]))[0]
             return at if len(at) else np.array([-1])
-        committed = np.nonzero(is_committed)[0]
-        committed = committed[np.argsort(self.slots[committed, Slot.ID])]
-        return look_up(self.slots[committed, Slot.ID], ids, committed)
+        return committed_at(self.slots, ids)
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of a trajectory's rows, each column with its own number of rows."""

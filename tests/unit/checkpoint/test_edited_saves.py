@@ -16,9 +16,9 @@ import torch
 from gear_support import prefix
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Replay, Schema
-from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, GearError
 from deepspeed_gear.replay.normalizer import Normalizer
+from deepspeed_gear.store import writer_options
 
 ODD: tuple[Any, ...] = (2**63, -1, 1e300, None, True, "a\0b", [], [[]], {"a": 1})
 DEEP = "[" * 100_000
@@ -106,7 +106,7 @@ def test_normalizers(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
 
     def load(changed: Any) -> None:
         with contextlib.suppress(TypeError, KeyError):
-            changed["sha256"] = save_folders.digest_of(changed["fields"])
+            changed["sha256"] = writer_options.digest(changed["fields"])
         path.write_text(json.dumps(changed))
         Normalizer.load(path.parent)
 
