@@ -64,14 +64,26 @@ def decode(
 
     `content`, after a message's header, is not trusted; `most_bytes` limits the `trajectory_bytes` of all.
     """
-    batch = _read_batch(schema, content)
+    names, source = [_NUMBER, *_names(schema)], pa.BufferReader(content)
+    types = [pa.int64(), *[pa.large_binary()] * (len(names) - 1)]
+    kinds = pa.ArrowException, OSError, EOFError
+    with DataError.on("batch", "must be an Arrow stream of one record batch", *kinds):
+        own = pa.ipc.read_schema(source)
+        if own.names != names or own.types != types:
+            raise DataError("batch", f"must have the columns {names} of large_binary", str(own))
+        message = pa.ipc.read_message(source)
+        if message.type == "record batch" and decompressed_bytes(message) is not None:
+            remedy = "write the stream without compression: a short message would take any amount of memory"
+            raise DataError("batch", "must not be compressed", None, remedy)
+        batch = pa.ipc.read_record_batch(message, own)  # its buffers are parts of `content`
+        batch.validate(full=True)  # checks that offsets are inside their buffers
     if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
         rule, remedy = f"must take at most {show_bytes(most_bytes)}", "send fewer trajectories per call"
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
         raise DataError("batch", "must have no nulls")
     every = [*schema, Column("media", "uint8")]  # whose bytes `MediaSpec.received` checks
-    given = zip(_names(schema), every, batch.columns[1:], strict=False)
+    given = zip(names[1:], every, batch.columns[1:], strict=False)
     columns = {name: _decoded(column, array) for name, column, array in given}
     for row, number in enumerate(batch.column(0).to_pylist()):
         yield number, {name: arrays[row] for name, arrays in columns.items()}
@@ -114,25 +126,6 @@ def unpack(message: pa.Buffer, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dic
     if not isinstance(header, dict) or end > len(view):
         raise DataError("message", "must begin with a JSON object", None)
     return header, message.slice(end)
-
-
-def _read_batch(schema: Schema, content: pa.Buffer) -> pa.RecordBatch:
-    """Return the one record batch of a stream, whose buffers are parts of `content`."""
-    names = [_NUMBER, *_names(schema)]
-    types = [pa.int64(), *[pa.large_binary()] * len(_names(schema))]
-    source = pa.BufferReader(content)
-    kinds = pa.ArrowException, OSError, EOFError
-    with DataError.on("batch", "must be an Arrow stream of one record batch", *kinds):
-        own = pa.ipc.read_schema(source)
-        if own.names != names or own.types != types:
-            raise DataError("batch", f"must have the columns {names} of large_binary", str(own))
-        message = pa.ipc.read_message(source)
-        if message.type == "record batch" and decompressed_bytes(message) is not None:
-            remedy = "write the stream without compression: a short message would take any amount of memory"
-            raise DataError("batch", "must not be compressed", None, remedy)
-        batch = pa.ipc.read_record_batch(message, own)
-        batch.validate(full=True)  # checks that offsets are inside their buffers
-        return batch
 
 
 def differences(own: Schema, wanted: Schema) -> list[str]:

@@ -164,9 +164,7 @@ class Sender:
         """
         most = self._options.buffer_bytes
         with self._changed:
-            self._wait(
-                lambda: self._error is not None or not self._items or self._num_bytes + num_bytes <= most
-            )
+            self._wait(lambda: not self._items or self._num_bytes + num_bytes <= most)
             if self._error is not None:
                 raise self._error
             item = QueuedTrajectory(self._next, arrays, num_bytes, time.monotonic())
