@@ -49,15 +49,8 @@ class GroupCount:
 
 RECENT: Final = 256  # groups
 # Counts of `TableGroups.statistics`, in its order, beside the numbers of complete and incomplete groups.
-COUNTED: Final = {
-    "rejected": GroupCount.REJECTED,
-    "oversized": GroupCount.OVERSIZED,
-    "late": GroupCount.LATE,
-    "late_consumed": GroupCount.LATE_CONSUMED,
-    "unfilled": GroupCount.UNFILLED,
-    "surplus": GroupCount.SURPLUS,
-    "evicted_unsampled": GroupCount.EVICTED_UNSAMPLED,
-}
+_COUNTED = "rejected oversized late late_consumed unfilled surplus evicted_unsampled".split()
+COUNTED: Final[dict[str, int]] = {name: getattr(GroupCount, name.upper()) for name in _COUNTED}
 
 
 def _std(values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -227,7 +227,12 @@ class TableGroups:
         is_ready = np.logical_and.reduceat(has_late, of_member)
         num_ready = np.add.reduceat(is_ready.astype(np.int64), first)
         latest = np.maximum.reduceat(self.words[slots, SlotGroup.TIME], of_group)
-        is_complete = (num_ready >= self.spec.size) | self._in_time(num_ready, latest, now)
+        is_complete = num_ready >= self.spec.size
+        if self.spec.after_s is not None:  # some are complete without all members, others will be
+            due, enough = latest + int(self.spec.after_s * 1e9), num_ready >= self.spec.min_size
+            next_due = int(due[enough & ~is_complete & (due > now)].min(initial=NEVER))
+            self._count_words[GroupCount.DUE] = min(self._count_words[GroupCount.DUE], next_due)
+            is_complete |= enough & (due <= now)
 
         group = np.repeat(np.arange(len(first)), _sizes(first, len(of_member)))  # of each member
         order = np.lexsort((ids[of_member], ~is_ready, group))  # those that are ready, as they came, first
@@ -246,17 +251,6 @@ class TableGroups:
         if self._members is None:
             return np.asarray(self._slots[slots, Slot.ID])
         return np.asarray(self._members[slots].astype(np.int64))
-
-    def _in_time(self, num_ready: np.ndarray, latest: np.ndarray, now: int) -> np.ndarray:
-        """Return which groups are complete without all members; note when others will be. [groups], bool."""
-        after_s = self.spec.after_s
-        if after_s is None:
-            return np.zeros(len(num_ready), bool)
-        due, enough = latest + int(after_s * 1e9), num_ready >= self.spec.min_size
-        waits = enough & (num_ready < self.spec.size) & (due > now)
-        words = self._count_words
-        words[GroupCount.DUE] = min(words[GroupCount.DUE], int(due[waits].min(initial=NEVER)))
-        return np.asarray(enough & (due <= now))
 
     def _accept(self, slots: np.ndarray, numbers: np.ndarray, members: np.ndarray) -> None:
         """Form complete groups or evict those that fail a condition; by group, member and id. [n], int64."""
