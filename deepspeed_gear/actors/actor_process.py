@@ -144,7 +144,7 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
         pass
     except StoreError as error:
         gone = isinstance(error, StoreGoneError) and job.attach.get("name") is not None
-        if writer.run_goes_on if writer is not None else not gone:
+        if writer.parts[0].has_living_rank if writer is not None else not gone:
             raise  # the run has not ended
     finally:
         envs.close()

@@ -53,7 +53,7 @@ class InferenceClient(VectorWriter):
     ) -> None:
         count, mode = resolve(num_envs, autoreset)
         schema = writer.schema
-        slots, places = attach_places(writer.store_name, count, wait_s)
+        slots, places = attach_places(writer.parts[0].memory.path.name, count, wait_s)
         with undo_on_error(lambda: slots.leave(places)):
             staging = Staging(schema.step_columns, slots.columns, places, slots.native)
             super().__init__(writer, count, mode, staging)

@@ -154,7 +154,7 @@ class RolloutWorker(ProcessBound):
         self._writer.check_goes_on()
 
         def take() -> list[LeasedPrompt] | None:
-            if self._spec.members and not self._writer.run_goes_on:
+            if self._spec.members and not self._table.has_living_rank:
                 return None  # until the next job attaches to the store
             with self._table.lock:
                 found = self._ledger.lease(wanted)

@@ -127,8 +127,7 @@ class TrajectoryWriter(WriterBase):
     """
 
     _internal = frozenset(
-        "check_goes_on clients end_with_replay native parts publisher run_goes_on store_name "
-        "waiting_checks whole_fields".split()
+        "check_goes_on clients end_with_replay native parts publisher waiting_checks whole_fields".split()
     )
 
     publisher: Publisher
@@ -229,11 +228,6 @@ class TrajectoryWriter(WriterBase):
         self.check_goes_on()
         fill(self._table, trajectory_id, columns, self._table.lock.timeout_s)
 
-    @property
-    def store_name(self) -> str:
-        """Name of the table's store in /dev/shm."""
-        return self._table.memory.path.name
-
     def check_goes_on(self, at_once: bool = False) -> None:
         """Raise a StoreError unless the writer is open, and a rank is attached or the store is kept.
 
@@ -251,11 +245,6 @@ class TrajectoryWriter(WriterBase):
                 raise StoreError(name, "must belong to a living run", None, "its ranks have ended")
 
     _check = check_goes_on
-
-    @property
-    def run_goes_on(self) -> bool:
-        """Whether a rank is still attached to the store."""
-        return self._table.has_living_rank
 
     def end_with_replay(self) -> None:
         """Close the writer together with its replay: later calls raise."""

@@ -104,7 +104,7 @@ class VectorWriter(ProcessBound, PublicNames):
         self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
-        self._stores = self._publishes = False  # whether it stores whole trajectories; publishes steps
+        self._publishes = False  # whether it publishes steps
         length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
         own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
         self._steps_before = np.zeros(num_envs, np.int64)  # of open trajectories, not in their places' rows
@@ -156,7 +156,7 @@ class VectorWriter(ProcessBound, PublicNames):
             cuts=is_longest and are_bytes and not self._whole_fields and self._time is None,
             **self._publisher.inserter.vector_options(),
         )
-        self._stores, self._publishes = True, self._publisher.unsuited is None and are_bytes
+        self._publishes = self._publisher.unsuited is None and are_bytes
 
     def _number_steps(self, envs: Any) -> None:
         """Write the time steps of episodes that begin in the first rows of environments."""
@@ -382,7 +382,7 @@ class VectorWriter(ProcessBound, PublicNames):
         """
         if self._native_steps is None or self._version:
             return _LEFT
-        if self._stores:
+        if self._publisher is not None:
             self._look(publish)
         # Steps of each environment's episode that are not stored any more.
         evicted = [] if self._returns is None else self._growing_words[:, Growing.FIRST].tolist()
@@ -541,7 +541,7 @@ class VectorWriter(ProcessBound, PublicNames):
 
     def _publish(self) -> None:
         publisher = checked(self._publisher)
-        if self._stores:
+        if self._native_steps is not None:
             self._look(True)
             if self._publishes and self._vector_publish(self._steps_address):
                 return
