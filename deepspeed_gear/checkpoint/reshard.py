@@ -283,12 +283,28 @@ def part_of(
     which = chosen if items is None else items
     part.update({key: content[key][which] for key in PER_ITEM if key in content})
     part |= {name: content[name] for name in (*OF_ALL, *SELECTION_NAMES) if name in content}
-    part["ring"] = _part_of_ring(content, division, index)
+    ring = part["ring"] = content["ring"].copy()
+    drawn = np.arange(ring.shape[1]) < content["heads"][:, Head.COUNT, None]
+    owner = owners_of(content, division)
+    own, others = drawn & (owner == index), drawn & (owner != index)
+    ring[own, Resolution.SLOT] = division.local[ring[own, Resolution.SLOT]]
+    ring[others] = 0
+    ring[others, Resolution.ID] = UNKNOWN
     if "counts" in content:
         highest = content["counts"][UpdateCount.HIGHEST_PRIORITY]
         part["counts"] = content["counts"].copy() if index == 0 else np.zeros_like(content["counts"])
         part["counts"][UpdateCount.HIGHEST_PRIORITY], part["alpha"] = highest, content["alpha"]
-        part["log"] = _part_of_log(whole, content["log"], division, index)
+        # The priority updates of the shard's own trajectories: those of one item stay in order.
+        log = content["log"].copy()
+        by_id = log[:, PriorityUpdate.SLOT] < 0
+        position = np.where(by_id, -1, log[:, PriorityUpdate.SLOT])
+        position[by_id] = whole.positions_of(log[by_id, PriorityUpdate.GENERATION])
+        known = position >= 0
+        slot = np.where(by_id[known], ANY_SLOT, division.local[position[known]])
+        log[known, PriorityUpdate.SLOT] = index << SHARD_BITS | slot
+        own = known.copy()
+        own[known] = division.owner[position[known]] == index
+        part["log"] = log[own]
     return part
 
 
@@ -297,28 +313,3 @@ def owners_of(content: Content, division: ShardDivision) -> np.ndarray:
     if not len(division.owner):
         return np.zeros(content["ring"].shape[:2], np.int64)
     return np.asarray(division.owner[content["ring"][..., Resolution.SLOT]])
-
-
-def _part_of_ring(content: Content, division: ShardDivision, index: int) -> np.ndarray:
-    ring: np.ndarray = content["ring"].copy()
-    drawn = np.arange(ring.shape[1]) < content["heads"][:, Head.COUNT, None]
-    owner = owners_of(content, division)
-    own, others = drawn & (owner == index), drawn & (owner != index)
-    ring[own, Resolution.SLOT] = division.local[ring[own, Resolution.SLOT]]
-    ring[others] = 0
-    ring[others, Resolution.ID] = UNKNOWN
-    return ring
-
-
-def _part_of_log(whole: SavedShard, log: np.ndarray, division: ShardDivision, index: int) -> np.ndarray:
-    """Return the priority updates of a shard's own trajectories: those of one item stay in order."""
-    part: np.ndarray = log.copy()
-    by_id = log[:, PriorityUpdate.SLOT] < 0
-    position = np.where(by_id, -1, log[:, PriorityUpdate.SLOT])
-    position[by_id] = whole.positions_of(log[by_id, PriorityUpdate.GENERATION])
-    known = position >= 0
-    slot = np.where(by_id[known], ANY_SLOT, division.local[position[known]])
-    part[known, PriorityUpdate.SLOT] = index << SHARD_BITS | slot
-    own = known.copy()
-    own[known] = division.owner[position[known]] == index
-    return np.asarray(part[own])

@@ -389,7 +389,7 @@ class FolderLocks:
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}
-        self._finalizer = weakref.finalize(self, _release_all, self._held)
+        self.release = weakref.finalize(self, _release_all, self._held)
 
     def acquire(self, folder: Path) -> None:
         """Hold the lock of a folder, which exists; raise CheckpointError if another run holds it."""
@@ -400,9 +400,6 @@ class FolderLocks:
         self._held[folder] = _locked(folder) if known is None else known
         if len(self._held) > _MOST_HELD:
             release(self._held.pop(next(iter(self._held))))
-
-    def release(self) -> None:
-        _release_all(self._held)
 
 
 def _locked(folder: Path) -> int:
