@@ -67,16 +67,11 @@ class SendOptions:
 
 
 class RetryPolicy:
-    """Retries of lost calls: with ever longer pauses, until there was no answer for `timeout_s`."""
+    """Retries of a lost call: with ever longer pauses, until there was no answer for `timeout_s`."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._url, self._timeout_s = url, timeout_s
-        self.reset()
-
-    def reset(self) -> None:
-        """Reset pause and deadline after an answer."""
-        self._pause_s = _FIRST_PAUSE_S
-        self._until: float | None = None
+        self._url, self._timeout_s, self._pause_s = url, timeout_s, _FIRST_PAUSE_S
+        self._until: float | None = None  # begins with the first loss
 
     def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
         now = time.monotonic()
@@ -271,7 +266,7 @@ class Sender:
                 self._settle(-1, is_busy=False)
                 self._retries.wait(lost, self._stopped)
             return
-        self._retries.reset()
+        self._retries = RetryPolicy(self._line.url, self._timeout_s)
         if "upto" in answer:
             new = [entry for entry in answer["refused"] if entry[0] > self._upto]
             self.refused += [(number, error_from_json(parts)) for number, parts in new]
