@@ -190,7 +190,20 @@ class RolloutWorker(ProcessBound):
         """Add the group of a lease, as `Lease.commit`."""
         self._writer.check_goes_on()
         items, table, names = dict[int, MediaItem](), self._table, self._table.spec.schema.names
-        checked = self._checked(lease, trajectories, items)
+        group = table.spec.group
+        assert group is not None
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        number = np.int64(lease.number)
+        checked = [self._inserter.checked({group.column: number, **one}, items) for one in given]
+        name, column = f"{self._name}: the group of prompt {lease.number}", names.index(group.column)
+        for columns, _, _ in checked:
+            self._inserter.check_finite(columns)
+            if columns[column].item() != lease.number:
+                rule, remedy = f"must have the prompt's number in {group.column}", "leave the column out"
+                raise DataError(name, rule, columns[column].item(), remedy)
+        if len(checked) != group.size:
+            rule = f"must have {group.size} trajectories"
+            raise DataError(name, rule, len(checked), "fail() it if it cannot be complete")
         slots, ids, version = list[int](), list[int](), lease.version
 
         def publish() -> None:
@@ -213,26 +226,6 @@ class RolloutWorker(ProcessBound):
                         table.extents.free(slot)
             raise
         return ids
-
-    def _checked(
-        self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]], items: dict[int, MediaItem]
-    ) -> list[tuple[list[np.ndarray], int, int]]:
-        """Check the trajectories of a group: columns in their stored form, steps, bits of late columns."""
-        group, names = self._table.spec.group, self._table.spec.schema.names
-        assert group is not None
-        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
-        number = np.int64(lease.number)
-        checked = [self._inserter.checked({group.column: number, **one}, items) for one in given]
-        name, column = f"{self._name}: the group of prompt {lease.number}", names.index(group.column)
-        for columns, _, _ in checked:
-            self._inserter.check_finite(columns)
-            if columns[column].item() != lease.number:
-                rule, remedy = f"must have the prompt's number in {group.column}", "leave the column out"
-                raise DataError(name, rule, columns[column].item(), remedy)
-        if len(checked) != group.size:
-            rule = f"must have {group.size} trajectories"
-            raise DataError(name, rule, len(checked), "fail() it if it cannot be complete")
-        return checked
 
     def close(self) -> None:
         """Return the leases that this process holds, and detach. Safe to call twice."""
