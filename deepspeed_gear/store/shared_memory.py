@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.context import LOG
-from deepspeed_gear.errors import (
-    ConfigError,
-    StoreError,
-    StoreFullError,
-    StoreGoneError,
-    show_bytes,
-    undo_on_error,
-)
+from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
@@ -193,7 +186,7 @@ class SharedMemory:
         """
         path = file_path(name)
         fd = hold(_open(path))
-        with undo_on_error(lambda: release(fd)):
+        try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
                 raise StoreError(str(path), "must be a regular file")
@@ -209,6 +202,9 @@ class SharedMemory:
             if status.st_size == 0:
                 raise StoreError(str(path), "must be a gear store", "an empty file")
             return cls(path, fd, status.st_size, peer)
+        except BaseException:
+            release(fd)
+            raise
 
     @classmethod
     def attach_one_of(cls, name: str, peers: Sequence[int]) -> SharedMemory:

@@ -86,7 +86,17 @@ class Table:
         itself: Table = weakref.proxy(self)  # its parts must not keep it and its memory alive
         self.lock = StoreLock(memory, ops.native, timeout_s, lambda: itself._recover())
         if spec.dataset is None:
-            arrays = self._row_arrays()
+            # All that is stored by row: columns, and priorities and draw counts of the streams.
+            arrays = [self.columns[column.name] for column in spec.schema if column.rows != "1"]
+            meaning = layout.meaning
+            if spec.return_to_go and spec.schema.role("reward") is not None:
+                arrays.append(self.columns[RETURN_TO_GO])
+            for name, view in views.items():
+                stream, _, part = name.rpartition("/")
+                if part == "row_slots":
+                    arrays += [view, views[f"{stream}/priorities"]]
+                elif part == "draws" and meaning[stream.removeprefix("stream/")].get("unit") == "step":
+                    arrays.append(view)
             self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
@@ -330,20 +340,6 @@ class Table:
             self.views["fill_claims"][:, :-1] = 0
         used = self.slots[self.slots[:, Slot.STATE] != SlotState.FREE]
         self._derive_returns(np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
-
-    def _row_arrays(self) -> list[np.ndarray]:
-        """Return all that is stored by row: columns, and priorities and draw counts of the streams."""
-        arrays = [self.columns[column.name] for column in self.spec.schema if column.rows != "1"]
-        if self.spec.return_to_go and self.spec.schema.role("reward") is not None:
-            arrays.append(self.columns[RETURN_TO_GO])
-        meaning = self.layout.meaning
-        for name, view in self.views.items():
-            stream, _, part = name.rpartition("/")
-            if part == "row_slots":
-                arrays += [view, self.views[f"{stream}/priorities"]]
-            elif part == "draws" and meaning[stream.removeprefix("stream/")].get("unit") == "step":
-                arrays.append(view)
-        return arrays
 
     def _recover(self) -> None:
         self.control[Control.RECOVERIES] += 1
