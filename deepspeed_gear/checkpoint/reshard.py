@@ -154,24 +154,20 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
         highest = [int(content["counts"][UpdateCount.HIGHEST_PRIORITY]) for content in contents]
         counts[UpdateCount.HIGHEST_PRIORITY] = max(highest)
         whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
-        whole["log"] = _merge_logs([content["log"] for content in contents], shards, before)
+        log = np.concatenate([content["log"] for content in contents])
+        shard, slot = log[:, PriorityUpdate.SLOT] >> SHARD_BITS, log[:, PriorityUpdate.SLOT] & ANY_SLOT
+        position = np.full(len(log), -1, np.int64)
+        for index, one in enumerate(shards):
+            of_it = np.nonzero(shard == index)[0]
+            numbers = np.arange(one.num_slots) if one.numbers is None else one.numbers
+            found = look_up(numbers, slot[of_it], np.arange(len(numbers)))
+            position[of_it] = np.where(found < 0, -1, found + before[index])
+        log[:, PriorityUpdate.SLOT] = position
+        # Updates of evicted trajectories count for the highest priority.
+        known = (position >= 0) | (slot == ANY_SLOT)
+        log = without_slots(log, known, np.arange(sum(one.num_slots for one in shards))[:1])
+        whole["log"] = log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))]
     return whole
-
-
-def _merge_logs(logs: Sequence[np.ndarray], shards: Sequence[SavedShard], before: np.ndarray) -> np.ndarray:
-    """Merge the priority logs, in order; updates of evicted trajectories count for the highest priority."""
-    log = np.concatenate(logs)
-    shard, slot = log[:, PriorityUpdate.SLOT] >> SHARD_BITS, log[:, PriorityUpdate.SLOT] & ANY_SLOT
-    position = np.full(len(log), -1, np.int64)
-    for index, one in enumerate(shards):
-        of_it = np.nonzero(shard == index)[0]
-        numbers = np.arange(one.num_slots) if one.numbers is None else one.numbers
-        found = look_up(numbers, slot[of_it], np.arange(len(numbers)))
-        position[of_it] = np.where(found < 0, -1, found + before[index])
-    log[:, PriorityUpdate.SLOT] = position
-    num_slots = sum(one.num_slots for one in shards)
-    log = without_slots(log, (position >= 0) | (slot == ANY_SLOT), np.arange(num_slots)[:1])
-    return np.asarray(log[np.lexsort((log[:, LogEntry.SAMPLE_NUMBER], log[:, LogEntry.BATCH]))])
 
 
 def _merge_selections(contents: Sequence[Content], before: np.ndarray) -> Content:
