@@ -79,29 +79,16 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
 
 def _open(path: Path, identity: tuple[int, int], holders: tuple[int, ...], strict: bool) -> LiveStore | None:
     """Map a file read-only; None if it is no table, or the descriptor is another file's by now."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(fd)
+    with suppress(OSError, *(() if strict else [StoreError])), open(path, "rb", 0) as file:
+        status = os.fstat(file.fileno())
         is_same = (status.st_dev, status.st_ino) == identity
-        if not is_same or os.pread(fd, len(MAGIC), 0) != MAGIC:  # another program's, or not initialised yet
-            return None
-        layout, run = read_header(fd, str(path))
-        name = layout.meaning.get("table")
-        if name is None:  # a policy board, or places of simulators
-            return None
-        memory = mmap.mmap(fd, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
-    except StoreError:
-        if strict:
-            raise
-        return None  # of another version
-    except OSError:  # no permission to map it
-        return None
-    finally:
-        os.close(fd)
-    return LiveStore(str(name), holders, run, layout, layout.views(memory))
+        if is_same and file.read(len(MAGIC)) == MAGIC:  # else another program's, or not initialised yet
+            layout, run = read_header(file.fileno(), str(path))  # StoreError: it is of another version
+            name = layout.meaning.get("table")
+            if name is not None:  # else a policy board, or places of simulators
+                memory = mmap.mmap(file.fileno(), status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
+                return LiveStore(str(name), holders, run, layout, layout.views(memory))
+    return None  # it was closed meanwhile, or this process may not map it
 
 
 RUN_VARIABLE = "GEAR_RUN"

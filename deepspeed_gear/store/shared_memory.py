@@ -158,13 +158,8 @@ class SharedMemory:
                         path,
                         error,
                     )
-            # With a directory's descriptor Python calls linkat, which follows the symbolic link.
-            directory = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                source = f"/proc/self/fd/{self.fd}"
-                os.link(source, name, src_dir_fd=directory, dst_dir_fd=directory, follow_symlinks=True)
-            finally:
-                os.close(directory)
+            # With a descriptor, ignored for absolute paths, Python calls linkat, which follows the link.
+            os.link(f"/proc/self/fd/{self.fd}", path, src_dir_fd=self.fd, follow_symlinks=True)
             self.path = path
             if reaper is not None:
                 reaper.linked()
