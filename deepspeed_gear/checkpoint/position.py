@@ -18,8 +18,6 @@ from deepspeed_gear.store.records import Head
 FORMAT = 2
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
 _LEAST = {"epoch_first": -(1 << 62)}  # items that were evicted move the beginning of their epoch back
-
-
 Position = dict[str, dict[str, int]]  # by sampled table
 
 

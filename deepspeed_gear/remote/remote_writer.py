@@ -461,6 +461,8 @@ class RemoteRolloutWorker(ProcessBound):
         self._line, self._timeout_s, self._number = line, timeout_s, 0
         self._grace_s = min(max(timeout_s, 1.0), gateway_messages.SESSION_S)
         self._hello = begin_session(line, timeout_s, grace_s=self._grace_s)
+        #: How many bytes a lease may keep.
+        self.keep_bytes = int(self._hello["keep_bytes"])
         self._schema, self._group = Schema.from_json(self._hello["schema"]), str(self._hello["group"])
         self._prompts = Schema.from_json(self._hello["prompts"])
         self._media = MediaSpec.of_json(self._schema, self._hello["media"])
@@ -471,11 +473,6 @@ class RemoteRolloutWorker(ProcessBound):
     def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
         """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of `RemoteWriter.connect`."""
         return cls(Connection(url, **options), check_timeout("timeout_s", timeout_s))
-
-    @property
-    def keep_bytes(self) -> int:
-        """Return how many bytes a lease may keep."""
-        return int(self._hello["keep_bytes"])
 
     def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
         """Lease as `RolloutWorker.lease`, and as many as `--max-message` holds; LostNodeError: no answer."""

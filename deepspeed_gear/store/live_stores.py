@@ -139,8 +139,7 @@ def named_store(file: str) -> NamedStore:
     with opened_file(path) as fd:
         store = _store(fd, file)
         if store is None and not read_header(fd, str(path))[0].meaning.get("sizes", {}).get("num_writers"):
-            rule, remedy = "must admit writers", "set gear.tables.<name>.writers"
-            raise StoreError(str(path), rule, None, remedy)
+            raise StoreError(str(path), "must admit writers", None, "set gear.tables.<name>.writers")
     if store is None:
         raise StoreGoneError(str(path), "must belong to a living run", None, "its ranks have ended")
     return store

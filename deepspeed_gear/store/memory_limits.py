@@ -24,8 +24,6 @@ ENLARGE_SHM = (
     "enlarge /dev/shm (mount -o remount,size=50% /dev/shm; docker run --shm-size; Kubernetes: mount an "
     "emptyDir of medium Memory there)"
 )
-
-
 # Of each cgroup version: the files of the limit and the usage, and the page cache's entries in memory.stat.
 _FILES = {
     # usage_in_bytes of version 1 includes the children's; so do the entries that begin with total_.

@@ -19,7 +19,6 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
 from deepspeed_gear.store.records import Head, SlotRetention
-from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
@@ -115,6 +114,10 @@ class RolloutWorker(ProcessBound):
             raise ConfigError(f"gear.tables.{table.spec.name}.prompts", rule, None, remedy)
         self._writer, self._table, self._inserter, self._ledger = writer, table, inserter, table.ledger
         self._spec, self._name = table.ledger.spec, f"table {table.spec.name}"
+        #: The specification of the table.
+        self.spec = table.spec
+        #: How many bytes a lease may keep.
+        self.keep_bytes = self._spec.keep_bytes
         #: The data set of the prompts.
         self.prompts = reopened(Path(self._spec.data), self._spec.fingerprint)
         self._position: np.ndarray = table.views["stream/train/position"]
@@ -129,16 +132,6 @@ class RolloutWorker(ProcessBound):
 
     def __repr__(self) -> str:
         return f"RolloutWorker({self._table.spec.name}: {self._spec.num_prompts:,} prompts)"
-
-    @property
-    def keep_bytes(self) -> int:
-        """Return how many bytes a lease may keep."""
-        return self._spec.keep_bytes
-
-    @property
-    def spec(self) -> TableSpec:
-        """Return the specification of the table."""
-        return self._table.spec
 
     def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
         """Lease up to `count` prompts, those that came back first; wait while `prompts.max_lag` admits none.
