@@ -27,7 +27,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import ROWS_CODES, address, form_of
-from deepspeed_gear.store.records import Control, MomentHead, SlotLink, SlotRetention
+from deepspeed_gear.store.records import Control, Growing, MomentHead, SlotLink, SlotRetention
 from deepspeed_gear.store.shared_memory import SharedMemory
 from deepspeed_gear.store.table_spec import TableSpec
 
@@ -158,15 +158,18 @@ class RowAllocator:
         """
         return [slot, int(self.slots[slot, Slot.GENERATION]), int(self.control[Control.LOADS])]
 
-    def is_own(self, handle: list[int]) -> bool:
-        """Return whether this process still has to end a slot, even if its trajectory was evicted."""
-        slot = handle[0]
+    def is_own(self, words: np.ndarray) -> bool:
+        """Return whether this process still has to end a slot, even if its trajectory was evicted.
+
+        `words`: of a trajectory that has a slot; the first are its handle. `Growing` [6], int64.
+        """
+        slot, *_ = handle = words[: Growing.FIRST].tolist()
         is_same = handle == self.handle_of(slot) and self.slots[slot, Slot.OWNER] == self._memory.peer
         return bool(is_same and (self._open[slot] or self.slots[slot, Slot.STATE] == SlotState.RESERVED))
 
-    def stands(self, handle: list[int]) -> bool:
-        """Return whether a slot is still this process's own and was not evicted."""
-        return self.is_own(handle) and bool(self.slots[handle[0], Slot.STATE] != SlotState.EVICTED)
+    def stands(self, words: np.ndarray) -> bool:
+        """Return whether a slot is still this process's own and was not evicted; `words` as `is_own`."""
+        return self.is_own(words) and bool(self.slots[words[0], Slot.STATE] != SlotState.EVICTED)
 
     def grow(self, slot: int, num_steps: int) -> None:
         """Publish the first `num_steps` steps of an open trajectory, whose rows are written."""

@@ -160,8 +160,7 @@ class Inserter:
         refusal, slot = found
         if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
-                with self.table.lock:
-                    self.table.extents.free(slot)
+                self._free(slot)
                 slot = -1
             self.check_finite([np.asarray(column) for column in columns])
         if slot >= 0:  # already written: only the commit is missing
@@ -203,17 +202,17 @@ class Inserter:
     ) -> int:
         self.check_finite(columns)
         slot = self.reserve(num_steps)
-        try:
+        with undo_on_error(partial(self._free, slot)):
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))
             self.add_media([columns], items or {})
-        except BaseException:
-            with self.table.lock:
-                self.table.extents.free(slot)
-            raise
         with self.table.lock:
             number = self._commit(slot)
             self.table.views["retention"][slot, SlotRetention.PRESENT] = present
             return number
+
+    def _free(self, slot: int) -> None:
+        with self.table.lock:
+            self.table.extents.free(slot)
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:
         """Publish the oldest policy version of a writer's open trajectories to ranks; negative: none."""

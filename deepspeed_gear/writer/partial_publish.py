@@ -63,11 +63,6 @@ class GrowingTrajectory:
         return int(self.words[Growing.PUBLISHED])
 
     @property
-    def handle(self) -> list[int]:
-        """Its slot, as of `RowAllocator.handle_of`, where it `is_published`."""
-        return list(self.words[: Growing.FIRST].tolist())
-
-    @property
     def is_published(self) -> bool:
         return bool(self.words[Growing.SLOT] >= 0)
 
@@ -174,7 +169,7 @@ class Publisher:
         replaces rows.
         """
         growing, extents = part.growing, self._table.extents
-        if not extents.stands(growing.handle):
+        if not extents.stands(growing.words):
             self._end_slot(growing, truncated=False)
             growing.words[Growing.FIRST] += growing.published  # the steps that follow become another
             growing.words[[Growing.PUBLISHED, Growing.SLOT]] = 0, -1
@@ -202,7 +197,7 @@ class Publisher:
             growing.words[: Growing.FIRST] = extents.handle_of(slot)
             self.inserter.growing.add(growing)
             with undo_on_error(lambda: self.end(growing)), self._table.lock:
-                if not extents.stands(growing.handle):  # a checkpoint was loaded in the meantime
+                if not extents.stands(growing.words):  # a checkpoint was loaded in the meantime
                     growing.words[Growing.SLOT] = -1
                     continue
                 self._table.write(slot, part.columns, 0, part.num_steps, growing.first)
@@ -224,8 +219,8 @@ class Publisher:
         extents = self._table.extents
         if not growing.is_used_again:
             self.inserter.growing.discard(growing)
-        if growing.is_published and extents.is_own(growing.handle):
-            extents.end(growing.handle[0], truncated)
+        if growing.is_published and extents.is_own(growing.words):
+            extents.end(int(growing.words[Growing.SLOT]), truncated)
 
     def close(self) -> None:
         """End all open trajectories: published steps stay, marked as truncated."""
