@@ -182,6 +182,7 @@ class Schema:
         self.step_columns = tuple(c for c in self.columns if c.rows != "1")
         self.trajectory_columns = tuple(c for c in self.columns if c.rows == "1")
         self.late_columns = tuple(c for c in self.columns if c.late)
+        self._late_bits = {c.name: 1 << index for index, c in enumerate(self.late_columns)}
         #: Whether an extent of T steps holds T+1 rows.
         self.has_final_row = any(c.rows == "T+1" for c in self.columns)
         #: Columns of the roles terminated and truncated.
@@ -210,8 +211,7 @@ class Schema:
 
     def late_bits(self, names: Iterable[str]) -> int:
         """Return the bits that mark the named late columns as written; other columns have no bit."""
-        requested = set(names)
-        return sum(1 << index for index, c in enumerate(self.late_columns) if c.name in requested)
+        return sum(self._late_bits.get(name, 0) for name in set(names))
 
     @property
     def row_bytes(self) -> int:

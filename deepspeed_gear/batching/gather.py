@@ -552,23 +552,20 @@ class PackGatherer:
         every = {field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields}
         self._per_trajectory = {name: row for name, row in every.items() if row.source == Source.TRAJECTORY}
         self.fields = [field for field in fields if field.name not in self._per_trajectory]
-        self._rows = rows = [every[field.name] for field in self.fields]
+        rows = [every[field.name] for field in self.fields]
         specs = [
             GatherSpec(row.source, int(field.offset), elements=row.elements)
             for field, row in zip(self.fields, rows, strict=True)
         ]
         self._group = FieldGroup(list(range(len(rows))), specs, rows)
+        self._outputs = [(field.name, row) for field, row in zip(self.fields, rows, strict=True)]
 
-    def outputs(self, rows: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of every per-step field. [rows, *shape]; undefined contents."""
-        return {
-            field.name: torch.empty(rows, *row.shape, dtype=row.dtype)
-            for field, row in zip(self.fields, self._rows, strict=True)
-        }
-
-    def finish(self, outs: Mapping[str, torch.Tensor], end: int) -> None:
-        for field, pad in zip(self.fields, self._group.pads, strict=True):
-            outs[field.name][end:].fill_(pad)
+    def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
+        """Return new tensors of every per-step field, padded from `end` on, else undefined."""
+        outs = {name: torch.empty(rows, *row.shape, dtype=row.dtype) for name, row in self._outputs}
+        for name, row in self._outputs if end < rows else ():
+            outs[name][end:].fill_(row.pad)
+        return outs
 
     def gather(
         self, outs: Mapping[str, torch.Tensor], records: torch.Tensor, places: torch.Tensor, first: int

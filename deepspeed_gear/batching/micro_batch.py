@@ -30,7 +30,7 @@ class PackShape:
     end: int
     prefixes: Prefixes | None = None  # that trajectories share; None: `gear.pack.prefix` is "own"
 
-    @cached_property
+    @property
     def places(self) -> np.ndarray:
         """Places of each trajectory. [S], int64."""
         return self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
@@ -38,7 +38,7 @@ class PackShape:
     @cached_property
     def starts(self) -> np.ndarray:
         """The first place of each trajectory. [S], int64."""
-        return np.asarray(np.cumsum(self.places) - self.places)
+        return np.asarray(self.places.cumsum() - self.places)
 
     @cached_property
     def num_tokens(self) -> int:
@@ -93,15 +93,20 @@ class PackLoss:
     """The part of a pack in the loss of its optimizer step."""
 
     mask: torch.Tensor  # which places count. [rows of this rank], bool.
-    # Returns the weight of each place, without the divisor, 0 where the mask is False, [rows of this rank],
-    # float32; and the part of the step's loss tokens that they have. Forward passes do not call it.
-    weigh: Callable[[], tuple[torch.Tensor, float]]
+    weigh: Callable[[], tuple[torch.Tensor, float]]  # returns `weights`; forward passes do not call it
     divisor: float  # what the framework divides the sum of all ranks' gradients by
     # Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients; None: there
     # is one.
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
     # What a sequence of the loss is: a trajectory, or all those of one member of a group.
     by: Literal["trajectory", "member"] = "trajectory"
+
+    @cached_property
+    def weights(self) -> tuple[torch.Tensor, float]:
+        """The weight of each place, without the divisor, 0 where the mask is False, [rows of this rank],
+        float32; and the part of the step's loss tokens that they have.
+        """
+        return self.weigh()
 
 
 @dataclass(frozen=True)
@@ -133,13 +138,13 @@ class PackMedia:
 
 @dataclass
 class PackSources:
-    """What a micro batch reports back to its rollout batch."""
+    """What a micro batch reports back to its rollout batch. Arrays: a slice of one costs a tenth."""
 
-    index: torch.Tensor  # trajectories of the pack, as indices into the rollout batch. [S], int64.
-    records: torch.Tensor  # their resolutions, in host memory. [S, 8], int64.
-    table: torch.Tensor  # which of the sampled tables each comes from, in host memory. [S], int64.
-    item: torch.Tensor  # its item in the rollout batch, in host memory. [S], int64.
-    is_weight: torch.Tensor  # its PER weight, in host memory. [S], float32.
+    index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64.
+    records: np.ndarray  # their resolutions. [S, 8], int64.
+    table: np.ndarray  # which of the sampled tables each comes from. [S], int64.
+    item: np.ndarray  # its item in the rollout batch. [S], int64.
+    is_weight: np.ndarray  # its PER weight. [S], float32.
     # Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
     fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     opaque: dict[str, list[Any]] = field(default_factory=dict)
@@ -178,7 +183,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     ) -> None:
         self._tensors, self.pack_shape, self._loss, self._sources = tensors, shape, loss, sources
         self._device, self._token, self.targets = device, token, targets
-        self.index, self.reported, self.host_source = sources.index, sources.records, sources.table
+        given = sources.index, sources.records, sources.table
+        self.index, self.reported, self.host_source = map(torch.from_numpy, given)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a field.
@@ -209,17 +215,17 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
         """[S], int64."""
-        return self._sources.records[:, Resolution.ID].to(self._device, copy=True)
+        return self.reported[:, Resolution.ID].to(self._device, copy=True)
 
     @cached_property
     def group(self) -> torch.Tensor:
         """The item of each trajectory: those of one group have one number. [S], int64."""
-        return self._sources.item.to(self._device)
+        return torch.from_numpy(self._sources.item).to(self._device)
 
     @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
-        return self._sources.is_weight.to(self._device)
+        return torch.from_numpy(self._sources.is_weight).to(self._device)
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.
@@ -337,7 +343,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def weight(self) -> torch.Tensor:
         """The loss weight of each place, with the framework's divisor. [1, N], float32."""
-        return self._loss.weigh()[0][None] * self._loss.divisor
+        return self._loss.weights[0][None] * self._loss.divisor
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this micro batch's part of the loss, for `backward`.
@@ -352,7 +358,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ShapeError: Another shape.
         """
-        return (self._kept(values) * self._loss.weigh()[0]).sum() * self._loss.divisor
+        return (self._kept(values) * self._loss.weights[0]).sum() * self._loss.divisor
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values, 0 outside of the loss mask. [N], float32."""
@@ -369,7 +375,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro batches and
         ranks the weights of such terms sum to 1.
         """
-        return self._loss.weigh()[1] * self._loss.divisor
+        return self._loss.weights[1] * self._loss.divisor
 
     def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return the mean or the sum over the loss tokens of each trajectory, at every place of it.

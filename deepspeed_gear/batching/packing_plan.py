@@ -80,10 +80,11 @@ class PackingPlan:
 
     def packs(self, rank: int) -> list[torch.Tensor]:
         """Return the trajectories of each micro batch of a rank, ascending: K tensors, [n], int64."""
-        own = torch.nonzero(self.rank == rank)[:, 0]
-        micro = self.micro[own]
-        sizes = torch.bincount(micro, minlength=self.num_micro).tolist()
-        return list(torch.split(own[torch.argsort(micro, stable=True)], sizes)) if sizes else []
+        own = np.nonzero(self.rank.numpy() == rank)[0]
+        micro = self.micro.numpy()[own]
+        sizes = np.bincount(micro, minlength=self.num_micro).tolist()
+        ordered = torch.from_numpy(own[np.argsort(micro, kind="stable")])
+        return list(torch.split(ordered, sizes)) if sizes else []
 
 
 def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) -> PackingPlan:
@@ -108,7 +109,8 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
         raise ShapeError("lengths", "must be int64, [n], in host memory", given)
     if not 1 <= width <= MOST_PACK_WIDTH:
         raise ShapeError("width", f"must be in [1, {MOST_PACK_WIDTH}]", width)
-    shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (1, 1)
+    steps = lengths.numpy()
+    shortest, longest = (int(steps.min()), int(steps.max())) if len(steps) else (1, 1)
     if shortest < 1:
         i = int(lengths.argmin())
         raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)

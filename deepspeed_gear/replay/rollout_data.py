@@ -6,7 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import product, zip_longest
 from typing import Any, NamedTuple, TypeVar
 
@@ -242,7 +242,7 @@ class RolloutData:
         self.records = torch.cat([part.records.resolutions for part in parts])
         # As priority updates have the slots.
         self.records[:, Resolution.SLOT] = torch.cat([part.records.origins for part in parts])
-        self._is_weight = torch.cat([part.records.weights for part in parts])
+        self._is_weight = torch.cat([part.records.weights for part in parts]).numpy()
         # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
         self.source = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
         self._row = np.concatenate([np.arange(len(part.rows)) for part in parts])
@@ -432,29 +432,31 @@ class RolloutData:
         part = rows // place.sequence_world
         first = place.sequence_rank * part
         shape = PackShape(self.lengths[at], rows, first, first + part, packs.prefixes[number])
-        which, device, source = torch.from_numpy(index), settings.device, self.source[at]
-        own_at: Any = at if isinstance(at, slice) else which
+        device, source = settings.device, self.source[at]
         gatherer = self.parts[0].gatherer
-        tensors, places = gatherer.outputs(part), torch.from_numpy(shape.starts)
+        tensors = gatherer.outputs(part, min(max(shape.num_tokens - first, 0), part))
         per_trajectory: dict[str, torch.Tensor] = {}
         opaque: dict[str, list[Any]] = {field.name: [None] * len(index) for field in settings.opaque}
         for number, table in enumerate(self.parts):
             own: Any = np.nonzero(source == number)[0] if len(self.parts) > 1 else slice(None)  # in the pack
-            records = table.rows[torch.from_numpy(self._row[index][own]) if len(self.parts) > 1 else own_at]
-            table.gatherer.gather(tensors, shape.own_rows(records, own), places[own], first)
+            rows_at = self._row[index][own] if len(self.parts) > 1 else at
+            records, places = (
+                torch.from_numpy(table.rows.numpy()[rows_at]),
+                torch.from_numpy(shape.starts[own]),
+            )
+            table.gatherer.gather(tensors, shape.own_rows(records, own), places, first)
             for name, values in table.gatherer.per_trajectory(records).items():
-                whole = values.new_zeros(len(index), *values.shape[1:])
-                per_trajectory.setdefault(name, whole)[own] = values
+                if name not in per_trajectory:
+                    per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
+                per_trajectory[name][own] = values
             for field in settings.opaque:
                 assert field.column is not None
                 read = read_opaque(table.table, field.column, records)
                 for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
                     opaque[field.name][i] = value
-        gatherer.finish(tensors, min(max(shape.num_tokens - first, 0), part))
-        own_columns = self._own_columns(at, shape)
-        mask = own_columns.pop(MASK)
+        tensors.update(self._own_columns(at, shape, MASK not in tensors))
+        mask, targets = tensors.pop(MASK), tensors.pop(TARGETS, None)
 
-        @cache
         def weigh() -> tuple[torch.Tensor, float]:
             spread = torch.from_numpy(shape.spread(packs.loss[1][index].astype(np.float32)))
             return spread.mul_(mask).to(device), int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
@@ -463,16 +465,13 @@ class RolloutData:
         if settings.media is not None:
             numbers = tensors[settings.media][: max(shape.num_tokens - first, 0)]
             read_media = partial(self._read_media, numbers.numpy())
-        targets = tensors.pop(TARGETS, None)
-        tensors.update(own_columns)
         made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
         for name, tensor in per_trajectory.items():
             made[name] = tensor.to(device, non_blocking=True)
         targets = None if targets is None else targets.to(device)[None]
         how = self.session.divisor(), settings.reduce, settings.loss.by
-        loss, weights = PackLoss(mask.to(device), weigh, *how), self._is_weight[own_at]
-        source_of, item = torch.from_numpy(source), torch.from_numpy(self.item[at])
-        sources = PackSources(which, self.records[own_at], source_of, item, weights, fill, opaque, read_media)
+        loss, known = PackLoss(mask.to(device), weigh, *how), (self.item[at], self._is_weight[at])
+        sources = PackSources(index, self.records.numpy()[at], source, *known, fill, opaque, read_media)
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.metrics.gathered(time.perf_counter() - begin)
         return micro
@@ -523,9 +522,14 @@ class RolloutData:
 
         self.session.agree(check_filled)
 
-    def _own_columns(self, at: slice | np.ndarray, shape: PackShape) -> dict[str, torch.Tensor]:
+    def _own_columns(
+        self, at: slice | np.ndarray, shape: PackShape, with_mask: bool
+    ) -> dict[str, torch.Tensor]:
         """Gather the columns of this rollout batch only, and the loss mask as MASK."""
-        rows, buffers = shape.end - shape.first, {MASK: torch.from_numpy(self.mask), **self.columns}
+        if not (with_mask or self.columns):
+            return {}
+        rows, mask = shape.end - shape.first, {MASK: torch.from_numpy(self.mask)} if with_mask else {}
+        buffers = {**mask, **self.columns}
         outs = {name: torch.zeros(rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
         if len(shape.lengths):
             records = self.records[at].clone()
@@ -591,15 +595,18 @@ class PlannedPacks:
         (linear, quadratic), most = pack.cost, pack.max_trajectories or MOST_PACK_TOKENS
         budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
         width = pack.plan_width or replicas
-        self.prefixes, places, bundle = prefixes, lengths, np.arange(len(lengths))
+        self.prefixes, places = prefixes, lengths
         squares = np.square(lengths.astype(np.float64))
-        if prefixes is not None:  # whose steps attend to each other once
+        if prefixes is None:
+            plan = plan_packs(torch.from_numpy(lengths.copy()), budget, width, ops)
+        else:  # whose steps attend to each other once
             places = lengths - prefixes.steps
             squares -= np.square(prefixes.steps.astype(np.float64))
             bundle = np.unique(prefixes.leader, return_inverse=True)[1].reshape(-1)
-        sizes = np.bincount(bundle, places).astype(np.int64)  # exact: below 2^53
-        plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
-        self.plan = plan = replace(plan, micro=plan.micro[bundle], rank=plan.rank[bundle])
+            sizes = np.bincount(bundle, places).astype(np.int64)  # exact: below 2^53
+            plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
+            plan = replace(plan, micro=plan.micro[bundle], rank=plan.rank[bundle])
+        self.plan = plan
         #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
         self.per_rank = width // replicas
         size, shape = plan.num_micro * width, (plan.num_micro, width)
@@ -625,15 +632,18 @@ class PlannedPacks:
         """
         most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
         missing, num_micro = len(most) - self.plan.num_micro, len(most)
-        self.plan = replace(self.plan, num_micro=num_micro)
-        self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
+        if missing:
+            self.plan = replace(self.plan, num_micro=num_micro)
+            self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
         if pack.pad.to == "step":
             self.rows = np.broadcast_to(most[:, None], self.rows.shape)
 
     def sort(self) -> np.ndarray:
         """Renumber the trajectories by rank and micro step, so that packs are ranges; return their order."""
         plan = self.plan
-        order = np.argsort((plan.rank * plan.num_micro + plan.micro).numpy(), kind="stable")
+        packs = plan.rank.numpy() * plan.num_micro + plan.micro.numpy()
+        least = np.min_scalar_type(plan.width * plan.num_micro)  # of 16 bits: sorted by radix
+        order = np.argsort(packs.astype(least), kind="stable")
         self.plan = replace(plan, micro=plan.micro[order], rank=plan.rank[order])
         return order
 
@@ -667,7 +677,7 @@ class PackSequence:
         #: The same; of a sorted plan as slices, which copy nothing.
         self.at: list[Any] = [slice(*end) for end in ends] if is_sorted else self.packs
         self.rows: list[int] = planned.rows[:, first : first + planned.per_rank].reshape(-1).tolist()
-        num_tokens = sum(int(data.lengths[pack].sum()) for pack in self.packs)
+        num_tokens = int(data.lengths[np.concatenate(self.packs)].sum()) if self.packs else 0
         num_tokens -= sum(int(shared.steps.sum()) for shared in self.prefixes if shared is not None)
         #: Part of this rank's places that hold a trajectory's step.
         self.fill_fraction = num_tokens / max(sum(self.rows), 1)

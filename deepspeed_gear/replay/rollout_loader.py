@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from deepspeed_gear.batching.gather import PackGatherer
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
+from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
@@ -106,9 +107,10 @@ class RolloutLoader:
             reduce=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
         )
         statistics = plan.statistics(plan.needs.fields)
-        self.gatherer = partial(PackGatherer, statistics=statistics, engine_dtype=engine_dtype)
+        self._gatherer = partial(PackGatherer, statistics=statistics, engine_dtype=engine_dtype)
         gathered = self.settings.gathered()
-        self._gatherers = [self.gatherer(gathered, stream.table) for stream in self._streams]
+        self._gatherers = [self._gatherer(gathered, stream.table) for stream in self._streams]
+        self._of_forward: dict[str, PackGatherer] = {}  # by table
         self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
@@ -127,6 +129,17 @@ class RolloutLoader:
         self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
         self._num_taken = 0  # items of the batch that was taken last, until it is consumed
         self._resumed, self._current = to, None  # what the next rollout batch goes on with
+
+    def forward_gatherer(self, settings: rollout_data.PackSettings, table: Table) -> PackGatherer:
+        """Return the gatherer of the passes over a table, which have one `settings`: with the loss mask."""
+        found = self._of_forward.get(table.spec.name)
+        if found is None:
+            fields, mask = settings.gathered(), settings.schema.role("loss_mask")
+            if mask is not None and mask.dtype == "bool":
+                follows = int(settings.predicts)
+                fields.append(ResolvedField(rollout_data.MASK, mask, offset=follows, dtype="bool"))
+            found = self._of_forward[table.spec.name] = self._gatherer(fields, table)
+        return found
 
     def next(self) -> Rollout:
         """Select and return the next rollout batch; the one before it is consumed. Collective."""
@@ -278,11 +291,17 @@ class RolloutLoader:
 class StoredTrajectories(RolloutData):
     """Trajectories that no selection pins: their rows are looked up under the lock for each pack."""
 
-    def __init__(self, *given: Any) -> None:
+    def __init__(self, items: np.ndarray, *given: Any) -> None:
         super().__init__(*given)
-        numbers = self.records[:, Resolution.SAMPLE_NUMBER].numpy()  # of a group they may not be neighbours
-        found, self.item = np.unique(numbers, return_inverse=True)
-        self.num_items = len(found)
+        self.item, self.num_items = items, int(items.max(initial=-1)) + 1  # they may not be neighbours
+
+    @cached_property
+    def mask(self) -> np.ndarray:
+        """As of a rollout batch; packs whose gatherer has the loss mask do not read it."""
+        part = self.parts[0]
+        with part.table.lock:
+            placed(part.table, part.records.resolutions.numpy())
+            return super().mask
 
     def pack(self, packs: rollout_data.PackSequence, number: int, fill: Any = None) -> MicroBatch:
         part = self.parts[0]
@@ -296,7 +315,7 @@ def placed(table: Table, records: np.ndarray) -> None:
     slots = table.slots.take(records[:, Resolution.SLOT], axis=0)
     has_rows = slots[:, Slot.STATE] >= SlotState.COMMITTED
     has_rows &= slots[:, Slot.ID] == records[:, Resolution.ID]
-    records[:, Resolution.FIRST_ROW] = np.where(has_rows, slots[:, Slot.FIRST_ROW], 0)
+    np.multiply(slots[:, Slot.FIRST_ROW], has_rows, out=records[:, Resolution.FIRST_ROW])
 
 
 def fill_place(table: Table, of: RolloutLoader) -> RankCoordinates:
@@ -362,14 +381,17 @@ def forward(
 
     def made() -> rollout_data.PackSequence:
         planned().extend(longest, to.pack)
-        own, size = records[planned().sort()], len(records)
+        order, size = planned().sort(), len(records)
+        own, weights, is_cut = records[order], torch.ones(size), torch.zeros(size, dtype=torch.bool)
+        known = Records(own, weights, own[:, Resolution.SLOT].clone(), is_cut)
+        part = TablePart(of.forward_gatherer(settings, table), table, known, session)
         with table.lock:
-            placed(table, own.numpy())
-            weights, is_cut = torch.ones(size), torch.zeros(size, dtype=torch.bool)
-            known = Records(own, weights, own[:, Resolution.SLOT].clone(), is_cut)
-            part = TablePart(of.gatherer(settings.gathered(), table), table, known, session)
-            found = StoredTrajectories([part], settings, table.ops, session)
-            assert len(found.mask) == found.num_tokens  # it is read with the lock held
+            for column in filter(None, map(settings.schema.role, ("token", "loss_mask"))):
+                part.check_filled(column.name)
+        items = rollout_data.item_numbers(records[:, Resolution.SAMPLE_NUMBER].numpy())[order]
+        found = StoredTrajectories(items, [part], settings, table.ops, session)
+        if all(field.name != rollout_data.MASK for field in part.gatherer.fields):
+            assert len(found.mask) == found.num_tokens  # it is read before packs hold the lock
         return rollout_data.PackSequence(found, np.arange(size), tokens, planned())
 
     packs = session.agree(made)
@@ -382,8 +404,8 @@ def forward(
             whole[shape.first : shape.end] = given
             given = to.reduce(whole)
         if to.place.reports:  # place i has the value of step i + offset
-            given, offset = (given[: shape.num_tokens], offset) if by_step else (given, 0)
-            own = given.cpu() if given.dtype == torch.bfloat16 else given.cpu().numpy()
+            own: Any = given.cpu() if given.dtype == torch.bfloat16 else given.cpu().numpy()
+            own, offset = (own[: shape.num_tokens], offset) if by_step else (own, 0)
             fill_each(table, table.schema[name], micro.reported.numpy(), own, lineage, offset)
 
     yield from packs.data.forward(packs, names, write)

@@ -84,9 +84,10 @@ def fill_each(
     its trajectory, or zeros. Cost: a copy of the rows, with the lock held.
     """
     name, schema, slots = f"table {table.spec.name}", table.spec.schema, np.empty(len(records), np.int64)
-    counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
-    counts = np.ones_like(counts) if column.rows == "1" else counts
-    array = np.ascontiguousarray(as_stored(values, column, name, int(counts.sum())))
+    num_rows = len(records)
+    if column.rows != "1":
+        num_rows = int(records[:, Resolution.NUM_STEPS].sum()) + num_rows * (column.rows == "T+1")
+    array = np.ascontiguousarray(as_stored(values, column, name, num_rows))
     native, store, bit = table.ops.native, table.extents.handle.address, schema.late_bits([column.name])
     given = schema.names.index(column.name), bit, records, array, offset, slots
     with quiet(table, table.lock.timeout_s):
@@ -94,10 +95,13 @@ def fill_each(
             return
         num, repeated, wrong = native.late_rows_write(store, *given)
         if wrong >= 0:  # the row of a value; nothing is written
+            counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
+            counts = np.ones_like(counts) if column.rows == "1" else counts
             at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
             place = f"step {wrong - ends[at] + counts[at] + offset} of id {records[at, Resolution.ID]}"
             check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
-        table.views["fill_claims"][schema.late_columns.index(column), -1, FillClaim.REPEATED] += repeated
+        if repeated:
+            table.views["fill_claims"][schema.late_columns.index(column), -1, FillClaim.REPEATED] += repeated
         if table.groups is not None:
             table.groups.note_time(slots[:num])
         native.late_rows_mark(store, bit, slots[:num])  # the commit points
@@ -109,7 +113,8 @@ def absent(table: Table, *names: str) -> np.ndarray:
     is_whole = (table.slots[:, Slot.STATE] == SlotState.COMMITTED) & (retention[:, SlotRetention.OPEN] == 0)
     slots = np.nonzero(is_whole & (retention[:, SlotRetention.PRESENT] & bits != bits))[0]
     found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
-    found[:, [Resolution.ID, Resolution.NUM_STEPS]] = table.slots[slots][:, [Slot.ID, Slot.NUM_STEPS]]
+    found[:, Resolution.ID] = table.slots[slots, Slot.ID]
+    found[:, Resolution.NUM_STEPS] = table.slots[slots, Slot.NUM_STEPS]
     numbers = found[:, Resolution.ID] if table.groups is None else table.groups.numbers(slots)
     found[:, Resolution.SLOT], found[:, Resolution.SAMPLE_NUMBER] = slots, numbers
     return found[np.lexsort((found[:, Resolution.ID], numbers))]

@@ -97,7 +97,7 @@ def pack(
         None,
         PackShape(np.array(lengths, np.int64), rows, part.start, part.stop, prefixes),
         PackLoss(none, lambda: (none, 0.0), 1.0),
-        PackSources(none, none, none, none, none),
+        PackSources(*[none.numpy() for _ in range(5)]),
         "tokens",
         torch.device("cpu"),
     )

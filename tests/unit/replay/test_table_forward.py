@@ -56,7 +56,9 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
         assert micro.group.tolist() == micro.trajectory_id.tolist()  # also where packs are in another order
         assert "ref" not in micro
         assert "value" not in micro
-        assert micro.loss_mask.any()
+        masks = [np.append(STORED[i]["loss_mask"][1:], False) for i in micro.trajectory_id.tolist()]
+        assert micro.loss_mask[0, : micro.num_tokens].tolist() == np.concatenate(masks).tolist()
+        assert not micro.loss_mask[0, micro.num_tokens :].any()
         micro.fill(ref=micro["logp"], score=micro.lengths.float())
         micro.fill(value=micro.position_ids.float())
         seen += micro.trajectory_id.tolist()
