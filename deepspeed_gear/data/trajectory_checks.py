@@ -34,8 +34,8 @@ def check_trajectory(
     Missing late ones are zeros, or with a `late_remedy` an error. NaN and infinities are left to
     `check_finite`, or to the native module.
     """
-    unknown = sorted(set(trajectory) - set(schema.names))
-    if unknown:
+    if not trajectory.keys() <= set(schema.names):
+        unknown = sorted(trajectory.keys() - set(schema.names))
         remedy = known_names(unknown[0], schema.names)
         raise DataError(f"{name}: column {unknown[0]}", "must be in the schema", None, remedy)
     arrays: dict[str, np.ndarray] = {}
@@ -92,6 +92,8 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
     """Return a value, or an opaque column's list, in the stored dtype; `num_rows` overrides `column.rows`."""
     single = column.rows == "1" and num_rows is None
     rank = len(column.shape) + (0 if single else 1)
+    if isinstance(value, np.number) and column.dtype in _PLAIN:
+        value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype == column.numpy_dtype and column.dtype in _PLAIN:
         fits = value.ndim == rank and value.shape[rank - len(column.shape) :] == column.shape
         if fits and (num_rows is None or len(value) == num_rows):

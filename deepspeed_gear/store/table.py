@@ -279,7 +279,8 @@ class Table:
             more = int(column.rows == "T+1")
             first, last = known + (more if known else 0), (steps if end is None else end) + more
             stored[at + first : at + last] = 0 if rows is None else rows[before + first : before + last]
-        self._derive_returns(np.array([[at, steps]], np.int64))
+        if self.spec.return_to_go:
+            self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
         """Fill slots and columns from a data set's part in one pass; DataError if a file has changed."""
