@@ -76,12 +76,11 @@ def save_table(
     for stream in streams:
         is_saved[stream.state.skipped_slots] = True
     slots = np.nonzero(is_saved)[0]
-    segments: dict[str, Any] = {}
+    rows: dict[str, Any] = {"segments": {}}
     digests: dict[str, str] = {}
-    media: dict[str, Any] = {}
     with nullcontext() if table.groups is None else table.groups.kept():
         if spec.dataset is None:
-            segments, media, digests = _save_rows(table, slots, to, before)
+            rows, digests = _save_rows(table, slots, to, before)
             if shard is not None:  # priority updates and selections refer to slots of the store
                 np.save(to / "numbers.npy", slots)
         for stream in streams:
@@ -98,18 +97,15 @@ def save_table(
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
             "lineage": table.lineage,
-            "segments": segments,
-            **media,
+            **rows,
         }
         return {name: save_folders.complete(to, manifest, digests)}
 
 
 def _save_rows(
     table: Table, slots: np.ndarray, folder: Path, before: Path | None
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Write slots, groups, rows and media. Return the segments by name, the media's part of the manifest, and
-    the SHA-256 of the files of columns.
-    """
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Write slots, groups, rows and media; return their part of the manifest, and the SHA-256 of files."""
     records, retention = table.slots[slots], table.views["retention"][slots]
     skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     records[skipped, Slot.STATE] = SlotState.FREE
@@ -147,23 +143,23 @@ def _save_rows(
         for column, name in zip(schema.step_columns, names, strict=True):
             if name not in digests:
                 files.append((name, column, [table.columns[column.name][start:stop] for start, stop in runs]))
-    media: dict[str, Any] = {}
+    described: dict[str, Any] = {"segments": segments}
     if table.media is not None:
         page = Column("page", "uint8", (table.media.spec.page_bytes,))
-        pages, described, parts = media_files.saved(table.media)
+        pages, media, parts = media_files.saved(table.media)
         np.save(folder / media_files.WORDS, pages)
         old = known.get(media_files.KIND, {})
-        for segment, key in described["segments"].items():
+        for segment, key in media["segments"].items():
             name = media_files.file_of(segment)
             if before is not None and old.get("segments", {}).get(segment) == key:
                 digests.update(_link(before, folder, [name], known["files"]))
             if name not in digests:
                 files.append((name, page, parts(segment)))
-        media[media_files.KIND] = described
+        described[media_files.KIND] = media
     with ThreadPoolExecutor(_WRITERS) as pool:  # hashing, copying and the disk at once
         written = pool.map(lambda file: _write_array(folder / file[0], *file[1:]), files)
         digests.update(zip((file[0] for file in files), written, strict=True))
-    return segments, media, digests
+    return described, digests
 
 
 def _segment_rows(table: Table) -> int:
@@ -218,9 +214,8 @@ def _write_array(path: Path, column: Column, parts: list[np.ndarray]) -> str:
                 while rest:  # a raw file may take less than it is given
                     rest = rest[file.write(rest) or 0 :]
                 digest.update(block)  # after the copy, which reads memory faster than SHA-256 does
-        os.posix_fadvise(
-            file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-        )  # the disk begins; `complete` fsyncs all
+        # the disk begins; `complete` fsyncs all
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return digest.hexdigest()
 
 

@@ -95,15 +95,11 @@ class MediaSpec:
         given, at = taken.get(self.column, {}), f"{name}: column {self.column}"
         if not isinstance(given, Mapping):
             if np.asarray(given).dtype.kind not in "iu":
-                raise DataError(
-                    at, "must be {step: Media}, or numbers of what is stored", type(given).__name__
-                )
+                rule = "must be {step: Media}, or numbers of what is stored"
+                raise DataError(at, rule, type(given).__name__)
             return taken
-        sized = (
-            c for c in schema.step_columns if c.name != self.column and hasattr(taken.get(c.name), "__len__")
-        )
-        measured = next(sized, None)
-        steps = 0 if measured is None else max(0, len(taken[measured.name]) - int(measured.rows == "T+1"))
+        of_steps: Any = [(c, taken.get(c.name)) for c in schema.step_columns if c.name != self.column]
+        steps = max(0, next((len(v) - (c.rows == "T+1") for c, v in of_steps if hasattr(v, "__len__")), 0))
         numbers = np.zeros(steps, np.int64)
         for step, media in given.items():
             is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool)

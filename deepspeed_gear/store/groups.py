@@ -30,8 +30,6 @@ from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, distinct
 
 NEVER: Final = 1 << 62
-# Of a slot in a checkpoint: position of its leader, plus 1, and the leader's SlotGroup.NUMBER and DRAWN.
-SAVED_WORDS: Final = 3
 
 
 class TableGroups:
@@ -389,7 +387,7 @@ class TableGroups:
         self.counts[GroupCount.INSERTED] = max(self.counts[GroupCount.INSERTED], newest)
 
     def export(self, slots: np.ndarray) -> np.ndarray:
-        """Return what a checkpoint holds of groups. [n], ascending slots -> [n, SAVED_WORDS], int64."""
+        """Return the leaders' positions, plus 1, and SlotGroup.NUMBER and DRAWN. [n] -> [n, 3], int64."""
         leaders = self.words[slots, SlotGroup.LEADER] - 1
         at = np.minimum(np.searchsorted(slots, leaders), max(len(slots) - 1, 0))
         is_saved = (leaders >= 0) & (slots[at] == leaders) if len(slots) else np.zeros(0, bool)
@@ -398,7 +396,7 @@ class TableGroups:
 
     def restore(self, saved: np.ndarray, counts: np.ndarray, consumed: np.ndarray) -> None:
         """Restore what `export`, `counts` and `consumed` were; the table's first n slots are already
-        restored. [n, SAVED_WORDS]; `GroupCount` [16]; left groups' numbers, the oldest first, [m]. int64.
+        restored. [n, 3]; `GroupCount` [16]; left groups' numbers, the oldest first, [m]. int64.
         """
         self.words[:] = 0
         self.words[:, SlotGroup.TIME] = time.monotonic_ns()
