@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deepspeed_gear.batching.packing_plan import PackBudget, PackingPlan, plan_packs
 from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import MOST_PACK_TOKENS
 
 OPS = load_backend("cpu").on_host()
 LENGTHS = st.lists(st.integers(1, 50) | st.sampled_from([1, 25, 50]), max_size=80)
@@ -49,7 +50,7 @@ def test_every_plan_holds(
     """In another order the plan's packs have the same lengths: ties alone go by index."""
     tokens = max([*lengths, multiple]) + room
     tokens += -tokens % multiple
-    budget = PackBudget(tokens + room % multiple, *cost, multiple, most)
+    budget = PackBudget(tokens + room % multiple, *cost, multiple, most or MOST_PACK_TOKENS)
     values = torch.tensor(lengths, dtype=torch.int64)
     plan = plan_packs(values, budget, width, OPS)
     placed = [i for rank in range(width) for pack in plan.packs(rank) for i in pack.tolist()]

@@ -15,6 +15,7 @@ import torch
 from rollout_support import COLUMNS, TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
+from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
@@ -316,7 +317,11 @@ def test_an_exchange_that_fails_is_made_again() -> None:
         if (error := next(failures)) is not None:
             raise error
 
-    exchange = SimpleNamespace(send=lambda moves: sent.append(moves.samples.tolist()))
+    def send(moves: Moves) -> Callable[[], None]:
+        sent.append(moves.samples.tolist())
+        return lambda: None
+
+    exchange = SimpleNamespace(send=send)
     spread = spread_over(2, 0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
     resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
     resolutions[:, Resolution.NUM_STEPS] = 3
