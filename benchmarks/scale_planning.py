@@ -238,7 +238,7 @@ def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
     places = tuple(grid({"data": num_nodes * ranks}))
     section = {"tables": {"main": {"capacity_steps": STEPS * TRAJECTORIES}}, "fields": FIELDS}
     config = parse(section)
-    fields = check_against(config, {"main": SCHEMA}, True)
+    fields = check_against(config, {"main": SCHEMA})
     topology = Topology(0, places, tuple(np.repeat(np.arange(num_nodes), ranks).tolist()))
     first = routes_of(topology, range(num_nodes), config, fields, SCHEMA)
     rest = first.data_world, first.readers, first.needs, first.need_of

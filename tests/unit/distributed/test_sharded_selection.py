@@ -167,7 +167,7 @@ class Rows:
         key: What the other node sends.
     """
 
-    count = 2
+    count, table = 2, SimpleNamespace(media=None)
 
     def __init__(self, key: int) -> None:
         self.channel, self.key, self.broken = self, key, False
