@@ -2,8 +2,8 @@
 
 An item is a chain of pages; the state of its first page, written last, is the commit point. What is needed
 follows from the rows: those of slots that are not free, and those from other nodes, name it, so there is no
-count that a death could leave wrong. Whoever adds a trajectory writes its rows first, into reserved ones,
-then its media, and commits last.
+count that a death could leave wrong. A trajectory's rows are written first, into a reserved slot,
+then its media are added, and it is committed last.
 """
 
 from __future__ import annotations
