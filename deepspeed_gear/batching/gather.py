@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, repeat
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -595,8 +595,47 @@ class PackGatherer:
         return found
 
 
+class SharedRows(NamedTuple):
+    """Where the first steps of trajectories are that others of their groups hold."""
+
+    steps: np.ndarray  # so many; 0: it holds all of its steps. [n], int64
+    first_row: np.ndarray  # of the one that holds them. [n], int64
+
+    @classmethod
+    def none(cls, count: int) -> SharedRows:
+        return cls(np.zeros(count, np.int64), np.zeros(count, np.int64))
+
+    def of(self, which: Any) -> SharedRows:
+        """Return those of some trajectories."""
+        return SharedRows(self.steps[which], self.first_row[which])
+
+    def runs(
+        self, records: torch.Tensor, places: torch.Tensor, skipped: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the records of all runs of rows, [m, 8], and where each begins, [m], of trajectories with
+        NUM_STEPS places, [n, 8], at `places`, [n], whose first row is that of their own rows.
+
+        The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place that the
+        own run writes after it: so a place at its end reads the step after its own.
+        """
+        own, at, front = records.numpy().copy(), places.numpy(), np.flatnonzero(self.steps > skipped)
+        before, left = own[front], np.maximum(self.steps - skipped, 0)  # places of the prompt
+        before[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
+        before[:, Resolution.NUM_STEPS] = np.minimum(left[front] + 1, own[front, Resolution.NUM_STEPS])
+        own[:, Resolution.FIRST_ROW] += np.maximum(skipped - self.steps, 0)
+        own[:, Resolution.NUM_STEPS] = np.maximum(own[:, Resolution.NUM_STEPS] - left, 0)
+        runs = np.concatenate([before, own]), np.concatenate([at[front], at + left])
+        return torch.from_numpy(runs[0]), torch.from_numpy(runs[1])
+
+
 def steps_of(
-    ops: Ops, column: torch.Tensor, records: torch.Tensor, offset: int, rows: str, dtype: torch.dtype
+    ops: Ops,
+    column: torch.Tensor,
+    records: torch.Tensor,
+    offset: int,
+    rows: str,
+    dtype: torch.dtype,
+    shared: SharedRows | None = None,
 ) -> np.ndarray:
     """Return a column's values at the steps of trajectories, one after the other. [steps], of a `dtype`.
 
@@ -605,6 +644,8 @@ def steps_of(
     lengths = records[:, Resolution.NUM_STEPS]
     out = torch.empty(int(lengths.sum()), dtype=dtype)
     places, none = torch.cumsum(lengths, 0) - lengths, torch.empty(0)
+    if shared is not None:
+        records, places = shared.runs(records, places, np.zeros(len(records), np.int64))
     spec = lower([GatherSpec(SOURCES[rows], offset)])
     if out.numel():
         ops.pack_([out], [column], [none], [none], records, places, spec, [0.0], 0, out.numel())

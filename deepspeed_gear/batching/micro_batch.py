@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from deepspeed_gear.batching.gather import SharedRows
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
 from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
@@ -78,14 +79,20 @@ class PackShape:
         places = np.arange(self.first, self.end) - begins.repeat(self.sizes)
         return np.asarray(places % self.lengths.max(initial=1))
 
-    def own_rows(self, records: torch.Tensor, which: Any = slice(None)) -> torch.Tensor:
-        """Return resolutions of trajectories, [n, 8], by the rows that have places of their own."""
-        if self.prefixes is None:
-            return records
-        own, steps = records.clone(), torch.from_numpy(self.prefixes.steps[which])
-        own[:, Resolution.FIRST_ROW] += steps
-        own[:, Resolution.NUM_STEPS] -= steps
-        return own
+    def runs(
+        self, records: torch.Tensor, which: Any = slice(None), shared: SharedRows | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return resolutions of the runs of rows that have places in the pack, [m, 8], and where each begins,
+        [m], from those of trajectories, [n, 8].
+        """
+        places = torch.from_numpy(self.starts[which])
+        if self.prefixes is None and shared is None:
+            return records, places
+        skipped = np.zeros(len(records), np.int64)
+        if self.prefixes is not None:
+            skipped, records = self.prefixes.steps[which], records.clone()
+            records[:, Resolution.NUM_STEPS] -= torch.from_numpy(skipped)
+        return (shared or SharedRows.none(len(records))).runs(records, places, skipped)
 
 
 @dataclass(frozen=True)

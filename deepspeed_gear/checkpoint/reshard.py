@@ -50,6 +50,7 @@ class SavedShard:
     groups: SavedGroups | None = None
     moments: np.ndarray | None = None  # running moments of the normalised columns. [6, elements], float64.
     prompts: Content | None = None  # what `PromptLedger.export` returned; None: there was no ledger
+    shared_prompts: np.ndarray | None = None  # first steps that others hold; None: no ledger. [n], int64.
 
     @property
     def num_slots(self) -> int:
@@ -102,7 +103,8 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     groups = _merged(shards, "groups", lambda every: _merge_groups(every, before))
     moments = _merged(shards, "moments", running_moments.merge)
     prompts = _merged(shards, "prompts", prompt_ledger.merge)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments, prompts)
+    shared = _merged(shards, "shared_prompts", np.concatenate)
+    return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments, prompts, shared)
 
 
 def _merged(shards: Sequence[SavedShard], name: str, merge: Callable[[list[Any]], T]) -> T | None:

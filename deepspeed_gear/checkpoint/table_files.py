@@ -44,11 +44,12 @@ from deepspeed_gear.store.eviction import Evictor, quiet
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.pins import SelectionPins
 from deepspeed_gear.store.prompt_ledger import PromptSpec
-from deepspeed_gear.store.records import Control, Head, SlotRetention
+from deepspeed_gear.store.records import Control, Head, SharedPrompt, SlotRetention
 from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
-FORMAT = 5
+FORMAT = 6
+_BY_NAME = ("slots", "numbers", "retention", "moments", "shared_prompts")  # arrays of a `SavedShard`
 _MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
 _LEAST_SEGMENT_BYTES = 4 << 20
 _SEGMENT = "rows-"
@@ -112,6 +113,8 @@ def _save_rows(
     records[skipped, Slot.NUM_STEPS : Slot.NUM_ROWS + 1] = 0
     np.save(folder / "slots.npy", records)
     np.save(folder / "retention.npy", retention)
+    if table.shared_prompts is not None:
+        np.save(folder / "shared_prompts.npy", table.shared_prompts[slots, SharedPrompt.STEPS])
     if table.spec.normalized:
         np.save(folder / "moments.npy", table.extents.moments)
     if table.groups is not None:
@@ -254,7 +257,7 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
             inserted=tuple(manifest["inserted"][:2]),
             groups=reshard.SavedGroups(*groups) if len(groups) == 3 else None,
             prompts={kind: array for kind, array in others.items() if kind.startswith("prompt_")} or None,
-            **{name: others.get(name) for name in ("slots", "numbers", "retention", "moments")},
+            **{name: others.get(name) for name in _BY_NAME},
         )
         shards.append(shard)
     return SavedTable(folders, manifests, shards, reshard.merge(shards))
@@ -379,6 +382,8 @@ def load_rows(
     if whole.retention is not None:
         table.views["retention"][slots] = whole.retention[chosen]
     table.slots[slots] = placed
+    if whole.shared_prompts is not None:
+        table.share_prompts(slots, whole.shared_prompts[chosen])
     # The first shard counts for all nodes together.
     inserted = whole.inserted if shard.index == 0 else (0, 0)
     table.control[[Control.INSERTED, Control.STEPS_INSERTED]] = inserted

@@ -24,6 +24,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.records import SlotRetention
+from deepspeed_gear.store.table import holders_of
 
 _COPY = "export the data set itself, which has the same rows"
 
@@ -63,7 +64,8 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
             rule = "must hold the rows of its table"
             raise DataError(f"process {args.living}", rule, "a mapped file", _COPY)
         columns = {column.name: [views[f"column/{column.name}"]] for column in schema}
-        return _stored(schema, views["slots"], views.get("retention"), columns)
+        shared = views.get("shared_prompts")
+        return _stored(schema, views["slots"], views.get("retention"), columns, shared)
     position, tables = find_saves(Path(args.data))
     if position is None and not tables:
         dataset = Dataset.open(args.data)
@@ -75,7 +77,11 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
     if whole.slots is None:
         raise DataError(str(found.folders[0]), "must hold rows", "priorities of a data set", _COPY)
     files = {c.name: [*chain.from_iterable(of[c.name] for of in found.columns)] for c in schema}
-    return _stored(schema, whole.slots, whole.retention, files)
+    shared = whole.shared_prompts
+    if shared is not None:
+        numbers = np.concatenate(files[found.manifests[0]["group"]["column"]])
+        shared = np.stack([shared, holders_of(numbers, shared)], axis=1)
+    return _stored(schema, whole.slots, whole.retention, files, shared)
 
 
 def _chosen(table: str | None, tables: list[str]) -> str:
@@ -86,7 +92,11 @@ def _chosen(table: str | None, tables: list[str]) -> str:
 
 
 def _stored(
-    schema: Schema, slots: np.ndarray, retention: np.ndarray | None, files: dict[str, list[np.ndarray]]
+    schema: Schema,
+    slots: np.ndarray,
+    retention: np.ndarray | None,
+    files: dict[str, list[np.ndarray]],
+    shared_prompts: np.ndarray | None,
 ) -> tuple[Schema, Iterator[dict[str, Any]]]:
     """Return the trajectories of a table in the order of their ids, and their schema.
 
@@ -105,17 +115,23 @@ def _stored(
 
     def read(slot: int) -> dict[str, Any] | None:
         while True:
-            record = slots[slot].copy()
+            steps, holder = (0, slot) if shared_prompts is None else shared_prompts[slot].tolist()
+            held = slots[[slot, holder]]
+            record, (first, before) = held[0], held[:, Slot.FIRST_ROW].tolist()
             words = np.zeros(SlotRetention.NUM_WORDS, np.int64) if retention is None else retention[slot]
             is_whole = not words[SlotRetention.OPEN] and words[SlotRetention.PRESENT] & late == late
             if record[Slot.STATE] != SlotState.COMMITTED or not is_whole:
                 return None
             trajectory: dict[str, Any] = {}
             for c in schema:
-                first, count = record[Slot.FIRST_ROW], record[Slot.NUM_STEPS] + int(c.rows == "T+1")
-                array = rows(c.name, slot, 1)[0] if c.rows == "1" else rows(c.name, int(first), int(count))
-                trajectory[c.name] = array
-            if np.array_equal(record, slots[slot]):
+                if c.rows == "1":
+                    trajectory[c.name] = rows(c.name, slot, 1)[0]
+                    continue
+                trajectory[c.name] = rows(c.name, first, int(record[Slot.NUM_STEPS]) + int(c.rows == "T+1"))
+                if steps:
+                    prompt = rows(c.name, before, steps)
+                    trajectory[c.name] = np.concatenate([prompt, trajectory[c.name]])
+            if np.array_equal(held, slots[[slot, holder]]):
                 opaque = [c for c in schema if c.is_opaque]
                 return trajectory | {c.name: decode(trajectory[c.name], c, c.name) for c in opaque}
 

@@ -30,6 +30,7 @@ from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
 from deepspeed_gear.store.prompt_ledger import PromptSpec, books_of
+from deepspeed_gear.store.records import SharedPrompt
 from deepspeed_gear.store.row_allocator import rows_of
 
 TRAIN = "stream/train/"
@@ -124,7 +125,10 @@ def of_living(store: LiveStore) -> dict[str, Any]:
         numbers = views["column/" + sizes["group"]["column"]]
         prompts = books_of(PromptSpec(**sizes["prompts"]), views, numbers)
     slots = np.array(views["slots"])
-    lengths = slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.NUM_STEPS]
+    lengths, is_held = slots[:, Slot.NUM_STEPS], slots[:, Slot.STATE] == SlotState.COMMITTED
+    if "shared_prompts" in views:
+        lengths = lengths + views["shared_prompts"][:, SharedPrompt.STEPS]
+    lengths = lengths[is_held]
     found = _contents(store.table, train or {}, lengths, groups=groups, prompts=prompts)
     if train is None:
         return found
@@ -213,7 +217,10 @@ def of_saved(folder: Path) -> dict[str, Any]:
             "incomplete": len(np.unique(numbers[leaders == 0])),
             **{name: int(saved.counts[word]) for name, word in COUNTED.items()},
         }
-    return _contents(name, train, slots[is_held, Slot.NUM_STEPS], groups=groups)
+    lengths = slots[:, Slot.NUM_STEPS]
+    if found.whole.shared_prompts is not None:
+        lengths = lengths + found.whole.shared_prompts
+    return _contents(name, train, lengths[is_held], groups=groups)
 
 
 def returns_of(dataset: Dataset) -> NDArray[Any] | None:

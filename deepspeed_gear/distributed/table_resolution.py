@@ -363,6 +363,16 @@ def prompt_spec_of(
     )
 
 
+def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableSpec) -> bool:
+    """Return whether the prompt of a group may be stored once: no field of the steps before its responses
+    depends on which trajectory it is of.
+    """
+    mask = schema.role("loss_mask")
+    if spec.prompts is None or mask is None or mask.late or spec.return_to_go or spec.normalized:
+        return False
+    return all(field.derived is None and field.first in (0, 1) for field in fields)
+
+
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
     """Return the media of a table; ConfigError: it has no column of the role media, or no media for it."""
     media, column, at = config.resolved_tables[name].media, schema.role("media"), f"gear.tables.{name}"
@@ -460,7 +470,7 @@ def store_of(
     retention = retention_of(config, name, (steps, slots), batch)
     spare = spare_rows_for(retention, rows, None if longest is None else longest + int(schema.has_final_row))
     group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
-    return spec(
+    found = spec(
         num_slots=slots,
         num_rows=rows + spare,
         dataset=None,
@@ -476,6 +486,7 @@ def store_of(
         normalized=tuple(dict.fromkeys(normalized)) if is_sampled and config.normalizes_online else (),
         media=media_spec_of(config, name, schema),
     )
+    return replace(found, shares_prompts=config.pack is not None and shares_prompts(schema, fields, found))
 
 
 @dataclass(frozen=True)

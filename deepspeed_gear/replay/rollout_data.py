@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.gather import PackGatherer, read_opaque, steps_of
+from deepspeed_gear.batching.gather import PackGatherer, SharedRows, read_opaque, steps_of
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackMedia, PackShape, PackSources
 from deepspeed_gear.batching.packing_plan import PackBudget, Prefixes, plan_packs
@@ -143,6 +143,18 @@ class TablePart:
         self._own = np.arange(len(self.rows))
         #: Those of which this rank makes copies, for its node. [k], int64.
         self.copied = self._own[: len(self.rows) if contributes else 0]
+        #: The prompts that other trajectories hold; None: each holds all of its steps.
+        self.shared: SharedRows | None = None
+        shared = self.rows[:, [Resolution.ANCHOR, Resolution.NUM_STEPS]].numpy().min(axis=1)
+        shared *= table.shared_prompts is not None
+        if shared.any():
+            item = item_numbers(self.rows[:, Resolution.SAMPLE_NUMBER].numpy())
+            holders = np.flatnonzero(shared == 0)
+            first = np.zeros(int(item[-1]) + 1, np.int64)
+            first[item[holders]] = holders
+            self._holders = first[item]  # the trajectory of each one's group that holds all of its steps
+            self.shared = SharedRows(shared, np.zeros_like(shared))
+            self.locate()
         if spread is not None:
             origins, routes, shard = records.origins.numpy(), spread.plan, table.spec.shard
             assert shard is not None
@@ -150,9 +162,24 @@ class TablePart:
             self.copied = self._own
             #: Which nodes have the rows of which trajectories. Every rank keeps the same account.
             steps, copies_own = self.rows[:, Resolution.NUM_STEPS].numpy(), not table.gathers_own_rows
+            steps = np.maximum(steps - shared, 1)
             nodes = routes.final_row, routes.num_nodes, routes.index
             self.places = TrajectoryPlaces(origins, steps, *nodes, copies_own)
         self._slots: np.ndarray = records.resolutions[:, Resolution.SLOT].numpy()[self._own]
+
+    def locate(self) -> None:
+        """Find the rows of shared prompts again, after rows have moved."""
+        if self.shared is not None:
+            self.shared.first_row[:] = self.rows.numpy()[self._holders, Resolution.FIRST_ROW]
+
+    def with_holders(self, needed: np.ndarray) -> np.ndarray:
+        """Return which trajectories must be where some are needed: also those that hold their prompts. Of
+        each node, [S, n], bool.
+        """
+        if self.shared is not None:
+            for of_node in needed:
+                of_node[self._holders[of_node & (self.shared.steps > 0)]] = True
+        return needed
 
     def _join(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
@@ -181,7 +208,8 @@ class TablePart:
         is_own[self._own] = True
         if self.spread is not None:
             records = records[torch.from_numpy(is_own)]
-        own = steps_of(ops, self.table.tensor(name), records, *given)
+        shared = None if self.shared is None else self.shared.of(self._own)
+        own = steps_of(ops, self.table.tensor(name), records, *given, shared)
         own = own.astype(bool, copy=False) if as_flags else own
         if self.spread is None:
             return own
@@ -199,15 +227,17 @@ class TablePart:
         own, rows, given = self._own, rows[self._own], (0, "T", torch.int64)
         records, begins = self.records.resolutions[torch.from_numpy(own)], np.cumsum(rows) - rows
         records[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
+        shared = SharedRows.none(len(own)) if self.shared is None else self.shared.of(own)
         known = [self.table.tensor(c.name) for c in self.table.schema if c.role in ("token", "media")]
-        tokens = np.array([steps_of(ops, column, records, *given) for column in known])
+        tokens = np.array([steps_of(ops, column, records, *given, shared) for column in known])
         factors = 2 * (np.arange(tokens.shape[1]) - begins.repeat(rows)) + 1
         sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)  # of equal tokens equal
         keys = items[own], rows, sums
         _, first, number = np.unique(np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True)
         leader = first[number.reshape(-1)]
         records[:, Resolution.FIRST_ROW] = records[torch.from_numpy(leader), Resolution.FIRST_ROW]
-        others = np.array([steps_of(ops, column, records, *given) for column in known])
+        shared = shared.of(leader)
+        others = np.array([steps_of(ops, column, records, *given, shared) for column in known])
         is_equal = np.logical_and.reduceat((tokens == others).all(0), begins)
         return self._joined(own[np.where(is_equal, leader, np.arange(len(own)))])
 
@@ -242,6 +272,7 @@ class RolloutData:
         self.records = torch.cat([part.records.resolutions for part in parts])
         # As priority updates have the slots.
         self.records[:, Resolution.SLOT] = torch.cat([part.records.origins for part in parts])
+        self.records[:, Resolution.ANCHOR] = 0
         self._is_weight = torch.cat([part.records.weights for part in parts]).numpy()
         # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
         self.source = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
@@ -406,7 +437,7 @@ class RolloutData:
             replica_nodes, is_its = part.spread.plan.replica_nodes, self.source[packs.index] == number
             needed = np.zeros((len(replica_nodes), len(part.rows)), bool)  # [S, n]
             needed[:, self._row[packs.index[is_its]]] = replica_nodes[:, packs.replica[is_its]]
-            moves = part.places.move(needed)
+            moves = part.places.move(part.with_holders(needed))
             if moves is not None:  # on all ranks alike
                 moving.append((part, part.spread, moves))
         if not moving:
@@ -425,6 +456,7 @@ class RolloutData:
             room, (row, slot), rows = spread.room, part.table.first_arrival, part.rows.numpy()
             rows[moves.samples, Resolution.FIRST_ROW] = row + room.first_row + moves.first_row
             rows[moves.samples, Resolution.SLOT] = slot + room.first_slot + moves.slot
+            part.locate()
 
     def pack(self, packs: PackSequence, number: int, fill: Fill | None = None) -> MicroBatch:
         begin, settings, place = time.perf_counter(), self.settings, self.settings.place
@@ -440,11 +472,9 @@ class RolloutData:
         for number, table in enumerate(self.parts):
             own: Any = np.nonzero(source == number)[0] if len(self.parts) > 1 else slice(None)  # in the pack
             rows_at = self._row[index][own] if len(self.parts) > 1 else at
-            records, places = (
-                torch.from_numpy(table.rows.numpy()[rows_at]),
-                torch.from_numpy(shape.starts[own]),
-            )
-            table.gatherer.gather(tensors, shape.own_rows(records, own), places, first)
+            records = torch.from_numpy(table.rows.numpy()[rows_at])
+            shared = None if table.shared is None else table.shared.of(rows_at)
+            table.gatherer.gather(tensors, *shape.runs(records, own, shared), first)
             for name, values in table.gatherer.per_trajectory(records).items():
                 if name not in per_trajectory:
                     per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
@@ -534,10 +564,9 @@ class RolloutData:
         if len(shape.lengths):
             records = self.records[at].clone()
             records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[at])
-            records = shape.own_rows(records)
             into, columns, none = list(outs.values()), list(buffers.values()), [torch.empty(0)] * len(outs)
-            places, spec, pads = torch.from_numpy(shape.starts), _STEPS * len(outs), [0.0] * len(outs)
-            self.ops.pack_(into, columns, none, none, records, places, spec, pads, shape.first, rows)
+            spec, pads = _STEPS * len(outs), [0.0] * len(outs)
+            self.ops.pack_(into, columns, none, none, *shape.runs(records), spec, pads, shape.first, rows)
         return outs
 
     def set_column(self, name: str, values: np.ndarray) -> None:

@@ -300,22 +300,28 @@ class StoredTrajectories(RolloutData):
         """As of a rollout batch; packs whose gatherer has the loss mask do not read it."""
         part = self.parts[0]
         with part.table.lock:
-            placed(part.table, part.records.resolutions.numpy())
+            placed(part, part.records.resolutions.numpy(), slice(None))
             return super().mask
 
     def pack(self, packs: rollout_data.PackSequence, number: int, fill: Any = None) -> MicroBatch:
         part = self.parts[0]
         with part.table.lock:
-            placed(part.table, part.rows.numpy()[packs.at[number]])  # a range, so they are not copied
+            at = packs.at[number]
+            placed(part, part.rows.numpy()[at], at)  # a range, so they are not copied
             return super().pack(packs, number, fill)
 
 
-def placed(table: Table, records: np.ndarray) -> None:
-    """Set the rows of trajectories now in records, [n, 8], row 0 of evicted ones. Requires the lock."""
-    slots = table.slots.take(records[:, Resolution.SLOT], axis=0)
-    has_rows = slots[:, Slot.STATE] >= SlotState.COMMITTED
+def placed(part: TablePart, records: np.ndarray, at: Any) -> None:
+    """Set the rows of trajectories now in records, [n, 8], and of the prompts that others hold for them; row
+    0 of evicted ones. They are those `at` these places of the part. Requires the lock.
+    """
+    slots = part.table.slots.take(records[:, Resolution.SLOT], axis=0)
+    has_rows = slots[:, Slot.STATE] == SlotState.COMMITTED  # then it has all of its group
     has_rows &= slots[:, Slot.ID] == records[:, Resolution.ID]
     np.multiply(slots[:, Slot.FIRST_ROW], has_rows, out=records[:, Resolution.FIRST_ROW])
+    if part.shared is not None:
+        holders = records[:, Resolution.MASS]  # as `absent` has them
+        part.shared.first_row[at] = part.table.slots[holders, Slot.FIRST_ROW] * has_rows
 
 
 def fill_place(table: Table, of: RolloutLoader) -> RankCoordinates:

@@ -23,7 +23,7 @@ from deepspeed_gear.sampling.sum_tree import AgeMasses, ItemMasses
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.records import NOTHING, Control, Head, Position
+from deepspeed_gear.store.records import NOTHING, Control, Head, Position, SharedPrompt
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
@@ -207,6 +207,9 @@ class StreamState:
             found[:, word] = records[:, of_slot]
         for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
             found[:, word] = drawn[item, word]
+        if self.table.shared_prompts is not None:  # steps of the whole trajectory, and the shared ones
+            found[:, Resolution.ANCHOR] = shared = self.table.shared_prompts[slots, SharedPrompt.STEPS]
+            found[:, Resolution.NUM_STEPS] += shared
         return found, item
 
     def expand(self, entry: int, count: int) -> int:

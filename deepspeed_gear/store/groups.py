@@ -26,7 +26,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, RECENT, GroupCount, GroupSpec, SlotGroup
 from deepspeed_gear.store.prompt_ledger import Left, PromptLedger
-from deepspeed_gear.store.records import Control, SlotRetention
+from deepspeed_gear.store.records import Control, SharedPrompt, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, distinct
 
 NEVER: Final = 1 << 62
@@ -51,6 +51,7 @@ class TableGroups:
         self._count_words: memoryview = self.counts.data
         self._ring: np.ndarray = views["consumed_groups"]
         self._slots: np.ndarray = views["slots"]
+        self._shared = views.get("shared_prompts")
         self._control: memoryview = views["control"].data
         self._present: np.ndarray | None = None
         self._late = 0
@@ -304,7 +305,10 @@ class TableGroups:
         words = self.words
         words[slots, SlotGroup.NEXT] = following
         words[leaders, SlotGroup.FIRST], words[leaders, SlotGroup.COUNT] = slots[begins] + 1, counts
-        words[leaders, SlotGroup.STEPS] = np.add.reduceat(self._slots[slots, Slot.NUM_STEPS], begins)
+        steps = self._slots[slots, Slot.NUM_STEPS]
+        if self._shared is not None:
+            steps = steps + self._shared[slots, SharedPrompt.STEPS]
+        words[leaders, SlotGroup.STEPS] = np.add.reduceat(steps, begins)
         words[leaders, SlotGroup.NUMBER] = self.counts[GroupCount.INSERTED] + 1 + np.arange(len(leaders))
         others = slots != leaders[index]
         words[slots[others], SlotGroup.LEADER] = leaders[index[others]] + 1

@@ -67,6 +67,14 @@ class FillClaim:
     NUM_WORDS: Final = 3
 
 
+class SharedPrompt:
+    """Words of a slot whose trajectory begins with steps that another one of its group holds for it."""
+
+    STEPS: Final = 0  # so many; 0: it holds all of its steps
+    SLOT: Final = 1  # of the one that holds them
+    NUM_WORDS: Final = 2
+
+
 class MediaPage:
     """Words of a page of media; of an item's first page also those from NUMBER on."""
 

@@ -26,9 +26,9 @@ from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
-from deepspeed_gear.store.records import Control, Peer, Refusal
+from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt
 from deepspeed_gear.store.retention import RateLimiter
-from deepspeed_gear.store.row_allocator import RowAllocator, committed_at
+from deepspeed_gear.store.row_allocator import RowAllocator, committed_at, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
@@ -100,6 +100,8 @@ class Table:
             self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
             #: Whether nothing but columns is stored by row.
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
+        #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2], int64.
+        self.shared_prompts: np.ndarray | None = views.get("shared_prompts")
         self.media: MediaPages | None = None
         if spec.media is not None:
             both = self.columns[spec.media.column], self.arrivals[spec.media.column]
@@ -239,12 +241,40 @@ class Table:
             return at if len(at) else np.array([-1])
         return committed_at(self.slots, ids)
 
-    def rows(self, slot: int) -> dict[str, np.ndarray]:
-        """Return views of a trajectory's rows, each column with its own number of rows."""
+    def shared_prompt(self, slot: int) -> tuple[int, int]:
+        """Return how many first steps of a trajectory another one holds for it, and the slot of that one."""
+        if self.shared_prompts is None:
+            return 0, slot
+        steps, holder = self.shared_prompts[slot].tolist()
+        return steps, holder
+
+    def num_steps_of(self, slots: np.ndarray) -> np.ndarray:
+        """Return the steps of trajectories, with those that others hold. [n] -> [n], int64."""
+        own = self.slots[slots, Slot.NUM_STEPS]
+        more = 0 if self.shared_prompts is None else self.shared_prompts[slots, SharedPrompt.STEPS]
+        return np.asarray(own + more)
+
+    def share_prompts(self, slots: np.ndarray, steps: np.ndarray) -> None:
+        """Set how many first steps others hold of trajectories whose columns are there, [n] each, int64."""
+        if self.shared_prompts is not None and self.groups is not None:
+            holders = holders_of(self.groups.numbers(slots), steps)
+            self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
+
+    def own_rows(self, slot: int) -> dict[str, np.ndarray]:
+        """Return views of the rows that a trajectory itself holds, each column with its number of rows."""
         first = int(self.slots[slot, Slot.FIRST_ROW])
         end = first + int(self.slots[slot, Slot.NUM_STEPS])
         at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
         return {column.name: self.columns[column.name][at[column.rows], ...] for column in self.spec.schema}
+
+    def rows(self, slot: int) -> dict[str, np.ndarray]:
+        """Return a trajectory's rows, as views, or as copies where another one holds the first ones."""
+        own, (steps, holder) = self.own_rows(slot), self.shared_prompt(slot)
+        if steps:
+            for name, rows in self.own_rows(holder).items():
+                if self.spec.schema[name].rows != "1":
+                    own[name] = np.concatenate([rows[:steps], own[name]])
+        return own
 
     def rows_for(self, num_steps: int) -> int:
         return num_steps + (1 if self.spec.schema.has_final_row else 0)
@@ -359,6 +389,15 @@ class Table:
         """Detach; the last process removes the store."""
         self.memory.close()
         self.recoveries.clear()  # of streams, which refer to it
+
+
+def holders_of(numbers: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Return which trajectory holds the prompt of each one: that of its group, by number, which shares no
+    steps; of groups without shared steps any. [n], [n] -> indices [n], int64.
+    """
+    whole = np.flatnonzero(steps == 0)
+    whole = whole[np.argsort(numbers[whole], kind="stable")]
+    return np.asarray(look_up(numbers[whole], numbers, whole).clip(0))
 
 
 def _part_of(spec: TableSpec, column: Column) -> np.ndarray:

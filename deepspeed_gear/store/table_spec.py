@@ -23,6 +23,7 @@ from deepspeed_gear.store.records import (
     MediaPage,
     MomentHead,
     Peer,
+    SharedPrompt,
     SlotLink,
     SlotRetention,
 )
@@ -64,6 +65,7 @@ class TableSpec:
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
     prompts: PromptSpec | None = None  # what rollout workers lease; None: processes add what they like
+    shares_prompts: bool = False  # whether the prompt of a group is stored once
     whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
     media: MediaSpec | None = None  # what the column of the role media names; None: there is none
@@ -156,6 +158,7 @@ class TableSpec:
             ]
         if self.prompts is not None:
             regions += self.prompts.regions()
+            regions.append(Region("shared_prompts", "int64", (self.num_slots, SharedPrompt.NUM_WORDS)))
         if self.media is not None:
             pages, size = self.media.num_pages, self.media.page_bytes
             regions.append(Region("media_pages", "int64", (pages, MediaPage.NUM_WORDS)))

@@ -14,7 +14,7 @@ from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import quiet
-from deepspeed_gear.store.records import FillClaim, SlotRetention
+from deepspeed_gear.store.records import FillClaim, SharedPrompt, SlotRetention
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.inserter import Inserter
 
@@ -58,10 +58,12 @@ def fill(
         if written:
             rule = "must be written once"
             raise DataError(f"{name}: column {written[0]}", rule, f"id {trajectory_id} has it")
-        rows, steps = table.rows(slot), int(table.slots[slot, Slot.NUM_STEPS])
+        rows, shared = table.own_rows(slot), table.shared_prompt(slot)[0]
         for column, array in arrays.items():
-            if rows[column].shape != array.shape:
-                rule = f"must have the rows of {steps} steps"
+            first = 0 if schema[column].rows == "1" else shared  # what is before is another one's
+            arrays[column] = array[first:] if first else array
+            if rows[column].shape != arrays[column].shape:
+                rule = f"must have the rows of {table.num_steps_of(np.array([slot]))[0]} steps"
                 raise DataError(f"{name}: column {column}", rule, len(array))
         _write(rows, arrays)
         if table.groups is not None:
@@ -81,13 +83,22 @@ def fill_each(
     """Write a late column of records of `absent`, as `fill` with `lineage`; what is there already is counted.
 
     `values` are the rows of one trajectory after the other; row i takes the one that is `offset` before it in
-    its trajectory, or zeros. Cost: a copy of the rows, with the lock held.
+    its trajectory, or zeros. Of a prompt that another trajectory holds they are left out. Cost: a copy of the
+    rows, with the lock held.
     """
     name, schema, slots = f"table {table.spec.name}", table.spec.schema, np.empty(len(records), np.int64)
     num_rows = len(records)
     if column.rows != "1":
         num_rows = int(records[:, Resolution.NUM_STEPS].sum()) + num_rows * (column.rows == "T+1")
     array = np.ascontiguousarray(as_stored(values, column, name, num_rows))
+    shared = np.zeros(len(records), np.int64)
+    if table.shared_prompts is not None:
+        shared = table.shared_prompts[records[:, Resolution.SLOT], SharedPrompt.STEPS]
+    if shared.any():
+        counts, records = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1"), records.copy()
+        records[:, Resolution.NUM_STEPS] -= np.minimum(shared, records[:, Resolution.NUM_STEPS])
+        if column.rows != "1":
+            array, offset = _without_prompts(counts, np.minimum(shared, counts), array, offset), 0
     native, store, bit = table.ops.native, table.extents.handle.address, schema.late_bits([column.name])
     given = schema.names.index(column.name), bit, records, array, offset, slots
     with quiet(table, table.lock.timeout_s):
@@ -98,7 +109,8 @@ def fill_each(
             counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
             counts = np.ones_like(counts) if column.rows == "1" else counts
             at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
-            place = f"step {wrong - ends[at] + counts[at] + offset} of id {records[at, Resolution.ID]}"
+            step = wrong - ends[at] + counts[at] + offset + shared[at]
+            place = f"step {step} of id {records[at, Resolution.ID]}"
             check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
         if repeated:
             table.views["fill_claims"][schema.late_columns.index(column), -1, FillClaim.REPEATED] += repeated
@@ -107,14 +119,33 @@ def fill_each(
         native.late_rows_mark(store, bit, slots[:num])  # the commit points
 
 
+def _without_prompts(counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int) -> np.ndarray:
+    """Return the values of the rows that trajectories hold themselves: all but the `shared` first, [n].
+
+    Of 5 rows of which 2 are shared, with an offset of 1, the rows [2, 5) have the values [1, 4). `counts` of
+    rows, [n], of which the values are one trajectory's after the other.
+    """
+    owner = np.repeat(np.arange(len(counts)), counts)
+    rows = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+    source, is_own = rows - offset, rows >= shared[owner]
+    moved = np.zeros_like(values)
+    has_value = np.flatnonzero((source >= 0) & (source < counts[owner]))
+    moved[has_value] = values[has_value - offset]
+    return np.asarray(moved[is_own])
+
+
 def absent(table: Table, *names: str) -> np.ndarray:
-    """Return resolutions of trajectories that lack a late column, by group and id. Requires the lock."""
+    """Return resolutions of trajectories that lack a late column, by group and id: as of a selection, but
+    with the slot that holds a shared prompt as MASS. Requires the lock.
+    """
     retention, bits = table.views["retention"], table.spec.schema.late_bits(names)
     is_whole = (table.slots[:, Slot.STATE] == SlotState.COMMITTED) & (retention[:, SlotRetention.OPEN] == 0)
     slots = np.nonzero(is_whole & (retention[:, SlotRetention.PRESENT] & bits != bits))[0]
     found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
     found[:, Resolution.ID] = table.slots[slots, Slot.ID]
-    found[:, Resolution.NUM_STEPS] = table.slots[slots, Slot.NUM_STEPS]
+    found[:, Resolution.NUM_STEPS] = table.num_steps_of(slots)
+    if table.shared_prompts is not None:
+        found[:, [Resolution.ANCHOR, Resolution.MASS]] = table.shared_prompts[slots]
     numbers = found[:, Resolution.ID] if table.groups is None else table.groups.numbers(slots)
     found[:, Resolution.SLOT], found[:, Resolution.SAMPLE_NUMBER] = slots, numbers
     return found[np.lexsort((found[:, Resolution.ID], numbers))]

@@ -16,6 +16,7 @@ from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.errors import ConfigError, DataError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
 from deepspeed_gear.store.records import Head, SlotRetention
@@ -185,6 +186,7 @@ class RolloutWorker(ProcessBound):
         items, table, names = dict[int, MediaItem](), self._table, self._table.spec.schema.names
         group = table.spec.group
         assert group is not None
+        assert table.shared_prompts is not None
         given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
         number = np.int64(lease.number)
         checked = [self._inserter.checked({group.column: number, **one}, items) for one in given]
@@ -198,6 +200,8 @@ class RolloutWorker(ProcessBound):
             rule = f"must have {group.size} trajectories"
             raise DataError(name, rule, len(checked), "fail() it if it cannot be complete")
         slots, ids, version = list[int](), list[int](), lease.version
+        groups = [columns for columns, _, _ in checked]
+        prompt = _prompt_steps(table.spec.schema, groups) if table.spec.shares_prompts else 0
 
         def publish() -> None:
             for slot, (_, _, present) in zip(slots, checked, strict=True):
@@ -206,9 +210,11 @@ class RolloutWorker(ProcessBound):
 
         try:
             for columns, num_steps, _ in checked:
-                slots.append(self._inserter.reserve(num_steps, leased=True))
-                table.write(slots[-1], dict(zip(names, columns, strict=True)))
-            self._inserter.add_media([columns for columns, _, _ in checked], items)
+                shared = prompt if slots else 0  # the first one holds the prompt
+                slots.append(self._inserter.reserve(num_steps - shared, leased=True))
+                table.write(slots[-1], dict(zip(names, columns, strict=True)), before=shared)
+                table.shared_prompts[slots[-1]] = shared, slots[0]
+            self._inserter.add_media(groups, items)
             with table.lock:
                 self._ledger.commit(lease, publish, len(slots))
         except BaseException:
@@ -227,3 +233,21 @@ class RolloutWorker(ProcessBound):
             with self._table.lock:
                 self._ledger.release(self._table.memory.peer)
             self._writer.close()
+
+
+def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:
+    """Return with how many equal steps the trajectories of a group begin: all of their prompt but its last
+    one, whose place predicts the first token of the loss. 0: their prompts differ. Columns in stored form.
+    """
+    first, mask = 1 << 62, schema.role("loss_mask")
+    assert mask is not None
+    for columns in trajectories:
+        counts = columns[schema.names.index(mask.name)] != 0
+        at = int(counts.argmax())
+        first = min(first, at if counts[at] else len(counts))
+    for index, column in enumerate(schema):
+        if column.rows != "1" and first > 1:
+            prompt = trajectories[0][index][:first].tobytes()
+            if any(columns[index][:first].tobytes() != prompt for columns in trajectories[1:]):
+                return 0
+    return first - 1
