@@ -54,12 +54,26 @@ def generate(config: dict[str, Any], seed: int) -> None:
 
 
 def seen(lease: Any) -> list[dict[str, Any]]:
-    """Return the group of a lease, which names an image; others' images leave for it."""
-    return [{**one, "image": {0: image(lease.number % IMAGES)}} for one in responses(lease)]
+    """Return the group of a lease: prompts of equal tokens, with an image; others' images leave for it."""
+    found = responses(lease)
+    for one in found:
+        one["image"] = {0: image(lease.number % IMAGES)}
+        one["loss_mask"] = np.arange(len(one["tokens"])) == len(one["tokens"]) - 1
+    return found
 
 
-def check_images(micro: Any) -> None:
-    """Check that each trajectory of a pack has the image of its group, and all of it."""
+def config_of(data: Path, prompts: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """Return a section whose groups store images and prompts once."""
+    config = with_media(ledger_section(data, prompts, GROUPS, timeout_s=30.0, **options))
+    config["tables"]["main"]["schema"]["columns"]["loss_mask"] = {"dtype": "bool", "role": "loss_mask"}
+    config["pack"]["pad"]["multiple"] = 4
+    return config
+
+
+def check_rows(micro: Any) -> None:
+    """Check that each trajectory of a pack has the tokens and the whole image of its group."""
+    for number in range(micro.num_trajectories):
+        assert len(set(micro["tokens"][micro.sequence == number].tolist())) == 1
     numbers = [number % IMAGES for number in micro["prompt"].tolist()]
     rows, grids = micro.media.per_place()["patches"], micro.media.per_place()["grid"].tolist()
     assert grids == [[number, len(image(number).columns["patches"])] for number in numbers]
@@ -87,7 +101,7 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: i
                 replay.save(folder / "saved")  # while a batch is in training
             for step in rollout:
                 for micro in step:
-                    check_images(micro)
+                    check_rows(micro)
             if rank == 0:
                 books = check_books(replay)
                 line = {"batch": rollout.number, "numbers": numbers, "lags": lags, "books": books}
@@ -100,10 +114,7 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: i
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -> None:
     data, words = write_prompts(tmp_path / "prompts", PROMPTS), random.Random(seed)
-    config = with_media(
-        ledger_section(data, {"max_lag": 1, "attempts": 99}, GROUPS, writers=8, timeout_s=30.0)
-    )
-    config["pack"]["pad"]["multiple"] = 4
+    config = config_of(data, {"max_lag": 1, "attempts": 99}, writers=8)
     seeds = itertools.count(100 * seed)
 
     def worker() -> int:
@@ -179,8 +190,7 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
     words, seeds, kills = random.Random(7), itertools.count(), Counter[str]()
     data, port = write_prompts(tmp_path / "prompts", PROMPTS), free_port()
     prompts, group = {"max_lag": 1, "attempts": 10**6}, {"needs": ["reward"]}
-    config = with_media(ledger_section(data, prompts, GROUPS, writers=16, timeout_s=30.0, group=group))
-    config["pack"]["pad"]["multiple"] = 4
+    config = config_of(data, prompts, writers=16, group=group)
     config["shared_memory"]["keep"] = keeps
     kept, url = list[dict[str, Any]](), f"grpc://127.0.0.1:{port}"
     starts: dict[str, Any] = {
