@@ -213,7 +213,8 @@ class RolloutWorker(ProcessBound):
                 shared = prompt if slots else 0  # the first one holds the prompt
                 slots.append(self._inserter.reserve(num_steps - shared, leased=True))
                 table.write(slots[-1], dict(zip(names, columns, strict=True)), before=shared)
-                table.shared_prompts[slots[-1]] = shared, slots[0]
+            table.shared_prompts[slots[1:]] = prompt, slots[0]
+            table.shared_prompts[slots[0]] = 0
             self._inserter.add_media(groups, items)
             with table.lock:
                 self._ledger.commit(lease, publish, len(slots))
@@ -241,8 +242,9 @@ def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> i
     """
     first, mask = 1 << 62, schema.role("loss_mask")
     assert mask is not None
+    number = schema.names.index(mask.name)
     for columns in trajectories:
-        counts = columns[schema.names.index(mask.name)] != 0
+        counts = columns[number].astype(bool, copy=False)
         at = int(counts.argmax())
         first = min(first, at if counts[at] else len(counts))
     for index, column in enumerate(schema):
