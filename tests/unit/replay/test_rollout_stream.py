@@ -327,7 +327,8 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     resolutions[:, Resolution.NUM_STEPS] = 3
     records = Records(resolutions, torch.ones(2), torch.tensor([0, 1 << SHARD_BITS]), torch.zeros(2).bool())
     spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
-    table: Any = SimpleNamespace(spec=spec, first_arrival=(100, 10), gathers_own_rows=True)
+    given = {"first_arrival": (100, 10), "gathers_own_rows": True, "shared_prompts": None}
+    table: Any = SimpleNamespace(spec=spec, **given)
     session: Any = SimpleNamespace(agree=agree)
     none: Any = None  # no part of an exchange
     part = TablePart(none, table, records, session, spread)
