@@ -353,7 +353,7 @@ def test_what_is_refused_and_what_is_not_there(tmp_path: Path, capsys: pytest.Ca
         with pytest.raises(ConfigError, match=text):
             run(*arguments)
     (tmp_path / "manifest.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"must have format 5"):
+    with pytest.raises(CheckpointError, match=r"must have format 6"):
         run(str(tmp_path))
 
 
