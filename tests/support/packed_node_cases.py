@@ -54,6 +54,17 @@ def response(number: int) -> dict[str, Any]:
     }
 
 
+def with_prompt(number: int, response: dict[str, Any]) -> dict[str, Any]:
+    """Return a response with a longer prompt, which is that of all members of a group."""
+    steps, found = number % 7 + 2, dict(response)
+    for name in ("tokens", "loss_mask", "logp", "state"):
+        own = response[name][: MOST - steps]
+        found[name] = np.concatenate([np.full((steps, *own.shape[1:]), number % 5, own.dtype), own])
+    found["loss_mask"] = np.arange(len(found["loss_mask"])) >= steps
+    found["state"] = np.concatenate([found["state"], found["state"][-1:]])[: len(found["tokens"]) + 1]
+    return found
+
+
 MEDIA = {"columns": {"patches": {"dtype": "float32", "shape": [2]}}, "capacity_bytes": 64 << 10}
 MEDIA["page_bytes"] = 512
 
@@ -193,11 +204,15 @@ def fill(replay: Replay) -> None:
         with replay.rollout_worker() as worker:
             for lease in worker.lease(COUNT, timeout_s=0)[::-1]:
                 members = [response(lease.number * GROUP + member) for member in range(GROUP)]
+                if lease.number % 3:  # others are stored whole
+                    members = [with_prompt(lease.number, one) for one in members]
                 for one in members if store.media is not None else []:
                     one["image"] = images(lease.number, len(one["tokens"]))
                 for one in members if late else []:
                     del one["reward"]
                 lease.commit(members)
+        assert store.shared_prompts is not None
+        assert store.shared_prompts.any()
         return
     of_nodes = [[n for n in range(COUNT) if n // GROUP % NODES == node] for node in range(NODES)]
     if topology.num_nodes > 1:
