@@ -9,15 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from gear_support import prefix, run_command, shared_files
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
+from media_support import image, with_media
 
 from deepspeed_gear import ConfigError, FillWorker, LeaseExpiredError, Replay, RolloutWorker, StoreError
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.replay import builder
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
-from deepspeed_gear.store.records import Control
+from deepspeed_gear.store.records import Control, MediaPage
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 
@@ -157,6 +159,30 @@ def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(data: Pat
             else:
                 assert commit(worker.lease(9)) == [0, 1, 2]
             assert check_books(replay)["dropped"] == {}
+
+
+def test_a_load_frees_pages_of_media_that_retired_groups_name(data: Path, tmp_path: Path) -> None:
+    """All pages are in use, and what the checkpoint names is in none of them."""
+    config = with_media(kept(data, max_lag=0))
+    config["tables"]["main"]["media"]["capacity_bytes"] = 4 * 512
+    with Replay(config) as replay:
+        worker = replay.rollout_worker()
+        for batch in range(3):
+            for lease in worker.lease(9):
+                named = {"image": {0: image(lease.number, 40)}}  # a page
+                lease.commit([{**one, **named} for one in responses(lease)])
+            rollout = replay.rollout()
+            if batch == 0:
+                replay.save(tmp_path / "saved")  # with the batch in training
+            for step in rollout:
+                list(step)
+    with Replay(config) as replay:
+        media = replay.tables["main"].media
+        assert media is not None
+        assert media.words[:, MediaPage.STATE].all()
+        replay.load(tmp_path / "saved")
+        seen = [micro.media.columns["grid"] for step in replay.rollout() for micro in step]
+        assert sorted(torch.cat(seen)[:, 0].tolist()) == [0, 1, 2]
 
 
 def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None:

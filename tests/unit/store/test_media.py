@@ -291,6 +291,29 @@ def test_a_death_at_any_line_leaves_whole_items(where: str, monkeypatch: pytest.
         assert killed > 2
 
 
+def test_an_addition_whose_lock_times_out_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the bytes of an item and its commit point."""
+    with Replay(media_section()) as replay:
+        first = replay.add(group(0, {0: image(0, 90)})[0])
+        published, calls = MediaPages._set, list[int]()
+
+        def publish(self: MediaPages, pages: list[int], state: int) -> None:
+            calls.append(state)
+            if len(calls) == 1:
+                raise StoreError("the lock", "must be free within 1 s")
+            published(self, pages, state)
+
+        monkeypatch.setattr(MediaPages, "_set", publish)
+        with pytest.raises(StoreError, match="the lock must be free"):
+            replay.add(group(1, {0: image(1, 90)})[0])
+        assert calls == [PageState.WHOLE, PageState.FREE]
+        assert held(replay) == {number_of(image(0, 90), replay)}
+        check_pages(replay)
+        second = replay.add(group(1, {0: image(1, 90)})[0])
+        images = [one["image"] for one in replay.read([first, second])]
+        assert images == [{0: image(0, 90)}, {0: image(1, 90)}]
+
+
 BAD = [
     ({"image": {9: image(0)}}, r"column image must have steps in \[0, 8\) as keys, .*9"),
     ({"image": {0: 5}}, "image: step 0 must be a Media"),
