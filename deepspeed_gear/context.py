@@ -1,4 +1,4 @@
-"""The context of a rank: its place, its timeout, and the failure check. A frozen value."""
+"""The context of a rank: its timeout and the failure check, a frozen value; waits in the log."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def no_check() -> None:
 
 @dataclass(frozen=True)
 class Context:
-    """The rank of a replay: passed to the parts of the replay at construction.
+    """How the parts of a replay wait: passed to them at construction.
 
     Args:
         timeout_s: Longest wait for another process, in seconds.
@@ -43,9 +43,5 @@ class Context:
             node is lost, or has failed.
     """
 
-    rank: int = 0
-    world_size: int = 1
-    node: int = 0
-    num_nodes: int = 1
     timeout_s: float = DEFAULT_TIMEOUT_S
     check: Callable[[], None] = no_check

@@ -31,7 +31,6 @@ from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.priority_masses import merge_highest
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
@@ -427,7 +426,7 @@ class ShardedSelector(SelectionAgreement):
         every, shards = self.channel.gather_ragged(own)
         # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
         ages = every[:, 1] if self._table.spec.dataset is None else shards
-        chosen = merge_highest(every[:, 0].astype(np.int32).view(np.float32), ages, count)
+        chosen = np.lexsort((ages, -every[:, 0].astype(np.int32).view(np.float32)))[:count]
         before = np.cumsum(self._totals) - self._totals
         return torch.from_numpy(before[shards[chosen]] + every[chosen, 2])
 

@@ -30,7 +30,7 @@ from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import most_mass_bits
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
-from deepspeed_gear.sampling.mass_rules import AnchorRule, Condition, MassRule, check_weights, key_of
+from deepspeed_gear.sampling.mass_rules import AnchorRule, Condition, MassRule, check_finite, key_of
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import SamplerScope
 from deepspeed_gear.sampling.samplers.kinds import EvaluationPass, sampler_for, schedule
@@ -169,7 +169,7 @@ def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str
         return 0.0
     admitted = _admitted(config, table, fields, split_of(config, table, dataset))
     weights = as_numbers(dataset.columns[column], dataset.schema[column])
-    check_weights(f"table {dataset.path}: column {column}", weights)
+    check_finite(f"table {dataset.path}: column {column}: weight", weights)
     anchors = admitted.anchors.num_anchors(dataset.lengths)
     counts = anchors if admitted.unit == "step" else (anchors > 0).astype(np.int64)
     return float(weights.astype(np.float64) @ counts)

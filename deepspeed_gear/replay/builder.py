@@ -105,9 +105,7 @@ class ReplayParts:
             if failures is not None:
                 failures.check()
 
-        topology = self.plan.topology
-        where = topology.rank, topology.world_size, topology.node, topology.num_nodes
-        return Context(*where, timeout_s=self.plan.config.timeout_s, check=check)
+        return Context(self.plan.config.timeout_s, check)
 
     def explain(self, error: BaseException) -> None:
         """Send the error that ends this rank to the others, and add to it which of them is lost."""

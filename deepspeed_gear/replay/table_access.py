@@ -18,6 +18,7 @@ from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, ShapeEr
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.replay.rollout_data import RolloutData
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.sampling.priority_log import check_priorities
 from deepspeed_gear.sampling.staleness import Staleness
 from deepspeed_gear.schema import Column
@@ -38,7 +39,7 @@ def inserter_of(
     """Return the inserter of a table; its streams may sample new trajectories at their next selection."""
     refuse_read_only(table)
     name, rules = f"table {table.spec.name}", [stream.spec.rule for stream in streams]
-    checks = [partial(rule.check, name) for rule in rules if rule.weight is not None]
+    checks = [partial(check_weight, name, rule.weight[0]) for rule in rules if rule.weight is not None]
     custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
 
     def committed(slot: int) -> None:

@@ -179,12 +179,9 @@ class BatchStream:
         at = self._words[Head.KEY]
         skips = key > at and not self.spec.sampler.is_pass
         if held > key or key < at or skips:
-            raise StoreError(
-                f"stream {self.spec.name}: global batch {key}",
-                "must be the next one or in the ring of selections",
-                f"the stream is at {at}",
-                "ranks of a node must request the same batches in the same order",
-            )
+            name, rule = f"stream {self.spec.name}: global batch {key}", "must be the next one or in the ring"
+            remedy = "ranks of a node must request the same batches in the same order"
+            raise StoreError(name, f"{rule} of selections", f"the stream is at {at}", remedy)
         late = self.readers.late(held)
         slow = [] if state.reports is None else state.reports.late(key)
         self.prepare(key)

@@ -220,11 +220,6 @@ class MassRule:
             "has_window": self.window is not None,
         }
 
-    def check(self, name: str, columns: Mapping[str, np.ndarray]) -> None:
-        """Raise a DataError unless a new trajectory's weight is finite and >= 0."""
-        if self.weight is not None:
-            check_weights(f"{name}: column {self.weight[0]}", np.atleast_1d(columns[self.weight[0]]))
-
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
     ) -> np.ndarray:
@@ -312,8 +307,9 @@ MOST_BITS, WEIGHT_BITS = 56, 24
 _MOST_SHIFT = 1000
 
 
-def check_weights(name: str, weights: np.ndarray) -> None:
-    check_finite(f"{name}: weight", weights)
+def check_weight(name: str, column: str, columns: Mapping[str, np.ndarray]) -> None:
+    """Raise a DataError unless the weight of a new trajectory is finite and >= 0."""
+    check_finite(f"{name}: column {column}: weight", np.atleast_1d(columns[column]))
 
 
 def check_finite(name: str, values: np.ndarray, remedy: str = "") -> None:

@@ -172,22 +172,9 @@ class PriorityLog:
         if self._promises:
             waiting += sum(promise.count for promise in self._promises)
         if count > self.rule.log_size - waiting:
-            raise StoreError(
-                f"stream {self.spec.name}: priorities",
-                f"must be at most {self.rule.log_size} between two global batches on a rank",
-                f"{waiting} wait, {count} more",
-                "report them in parts, with a sample() between the parts",
-            )
-
-    def check_size(self, count: int) -> None:
-        """Raise a StoreError if all logs cannot hold the updates of a checkpoint."""
-        if count > self.rule.log_size * self._num_peers:
-            raise StoreError(
-                f"stream {self.spec.name}: the checkpoint's reports",
-                f"must be at most {self.rule.log_size * self._num_peers}",
-                count,
-                "raise the batch size or gear.prefetch to what they were",
-            )
+            rule = f"must be at most {self.rule.log_size} between two global batches on a rank"
+            given, name = f"{waiting} wait, {count} more", f"stream {self.spec.name}: priorities"
+            raise StoreError(name, rule, given, "report them in parts, with a sample() between the parts")
 
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the updates of each process that a selection of a global batch applies."""
@@ -231,7 +218,12 @@ class PriorityLog:
         return entries[np.lexsort((entries[:, LogEntry.SAMPLE_NUMBER], entries[:, LogEntry.BATCH]))]
 
     def restore(self, log: np.ndarray) -> None:
-        """Replace the logs by updates that `waiting` returned."""
+        """Replace the logs by updates that `waiting` returned; StoreError: they do not fit."""
+        most = self.rule.log_size * self._num_peers
+        if len(log) > most:
+            name = f"stream {self.spec.name}: the checkpoint's reports"
+            remedy = "raise the batch size or gear.prefetch to what they were"
+            raise StoreError(name, f"must be at most {most}", len(log), remedy)
         for peer, part in enumerate(np.array_split(log, self._num_peers)):  # in the order of a selection
             self._log[peer, : len(part)], ends = part, self.ends[peer]
             ends[LogEnds.HEAD], ends[LogEnds.NEXT], ends[LogEnds.TAIL] = 0, 0, len(part)

@@ -136,8 +136,12 @@ class PriorityMasses(ItemMasses):
         known = self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))
         given = self._slots, torch.from_numpy(known), self._how[0], self.words[TreeChanges.ALPHA], self._unit
         self.ops.prioritize_(*self._trees, *given, self.rule.most_bits)
-        if self._born is not None:
-            self._set_masses(self._reported(known))
+        if self._born is not None:  # the items that are stored, each once
+            slots, anchors = known[:, PriorityUpdate.SLOT], known[:, PriorityUpdate.ANCHOR]
+            records = self.table.slots[slots]
+            is_stored = (slots >= 0) & (records[:, Slot.GENERATION] == known[:, PriorityUpdate.GENERATION])
+            items = records[:, Slot.FIRST_ROW] + anchors if self.by_step else slots
+            self._set_masses(distinct(items[is_stored & (anchors < records[:, Slot.NUM_STEPS])]))
         window[at, 0] = counts[UpdateCount.APPLIED] - applied
         window[at, 1] = counts[UpdateCount.CLAMPED] - clamped
 
@@ -264,14 +268,6 @@ class PriorityMasses(ItemMasses):
         slots = self._row_slots if self.by_step else np.arange(self.num_items)
         return self.rule.decay.decayed(values, self._born[slots[items]], self.words[TreeChanges.ERA])
 
-    def _reported(self, reports: np.ndarray) -> np.ndarray:
-        """Return the items of reports that are stored, each once. [n, 6] -> [m], int64."""
-        slots, anchors = reports[:, PriorityUpdate.SLOT], reports[:, PriorityUpdate.ANCHOR]
-        records = self.table.slots[slots]
-        is_stored = (slots >= 0) & (records[:, Slot.GENERATION] == reports[:, PriorityUpdate.GENERATION])
-        items = records[:, Slot.FIRST_ROW] + anchors if self.by_step else slots
-        return distinct(items[is_stored & (anchors < records[:, Slot.NUM_STEPS])])
-
     def _differing(self) -> np.ndarray:
         differing = super()._differing()
         records, unqueued = self.table.slots, self.queued == NOTHING
@@ -395,7 +391,12 @@ class PriorityMasses(ItemMasses):
         }
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
-        self.reports.check_size(len(content["log"]))
+        log = content["log"].copy()
+        if self.spec.num_shards == 1:
+            by_id = log[:, PriorityUpdate.SLOT] < 0
+            log[~by_id, PriorityUpdate.SLOT] = slots[log[~by_id, PriorityUpdate.SLOT]]
+            log = self.known_reports(log)
+        self.reports.restore(log)  # first: it raises where they do not fit
         self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
         items, admitted = self._items_of(slots, content["bases"])
         # Where a slot has no mass, they are an earlier trajectory's.
@@ -407,17 +408,6 @@ class PriorityMasses(ItemMasses):
         if self._born is not None:
             self._born[slots] = content.get("born", 0)
         self.counts[:], self.words[TreeChanges.ALPHA] = content["counts"], int(content["alpha"][0])
-        log = content["log"].copy()
-        if self.spec.num_shards == 1:
-            by_id = log[:, PriorityUpdate.SLOT] < 0
-            log[~by_id, PriorityUpdate.SLOT] = slots[log[~by_id, PriorityUpdate.SLOT]]
-            log = self.known_reports(log)
-        self.reports.restore(log)
         self._requeue()
         self._build()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
-
-
-def merge_highest(priorities: np.ndarray, ids: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the highest priorities; equal ones by id, then in their order. [m], int64."""
-    return np.asarray(np.lexsort((ids, -priorities))[:count])

@@ -74,12 +74,9 @@ class SelectionReaders:
     def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
         """Return the error of a wait for peers that was too long."""
         peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late)
-        return PeerError(
-            f"stream {self._spec.name}: global batch {key}",
-            f"must {rule} in gear.timeout_s = {self._table.lock.timeout_s} s",
-            f"{peers} {missing}",
-            "check why that rank stopped sampling; every rank must take every batch",
-        )
+        rule = f"must {rule} in gear.timeout_s = {self._table.lock.timeout_s} s"
+        remedy = "check why that rank stopped sampling; every rank must take every batch"
+        return PeerError(f"stream {self._spec.name}: global batch {key}", rule, f"{peers} {missing}", remedy)
 
 
 _NUMBER, _KEY, _OUTCOME = 0, 1, 2  # words of a failure: its number, its global batch, and its outcome

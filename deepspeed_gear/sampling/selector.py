@@ -224,12 +224,10 @@ class LocalSelector:
             shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
             raise ConfigError(f"sampler {self._sampler.kind}", rule, shown)
         if len(found) < count:
-            raise NothingToSampleError(
-                f"stream {self.spec.name}: table {self.state.table.spec.name}",
-                f"must hold as many items as a global batch ({count}), each with a mass",
-                len(found),
-                "lower the batch size, or add trajectories first",
-            )
+            name = f"stream {self.spec.name}: table {self.state.table.spec.name}"
+            rule = f"must hold as many items as a global batch ({count}), each with a mass"
+            remedy = "lower the batch size, or add trajectories first"
+            raise NothingToSampleError(name, rule, len(found), remedy)
         return torch.as_tensor(found)
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
@@ -292,12 +290,9 @@ class LocalSelector:
                 self.state.walked[:] = self.state.table.slots[:, Slot.GENERATION]
         after[Head.EPOCH_SIZE] = after[Head.TOTAL] = size
         if self._sampler.drops_tail and size < self.spec.batch:
-            raise NothingToSampleError(
-                f"stream {self.spec.name}: an epoch",
-                f"must hold a global batch ({self.spec.batch} items) where its tail is dropped",
-                size,
-                'lower the batch size, or use sampler.tail = "wrap"',
-            )
+            rule = f"must hold a global batch ({self.spec.batch} items) where its tail is dropped"
+            remedy = 'lower the batch size, or use sampler.tail = "wrap"'
+            raise NothingToSampleError(f"stream {self.spec.name}: an epoch", rule, size, remedy)
 
     def _checked(self, total: int) -> int:
         """Return the sum of all masses if samples can be drawn from it."""

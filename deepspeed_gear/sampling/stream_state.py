@@ -27,12 +27,9 @@ from deepspeed_gear.store.records import NOTHING, Control, Head, Position, Share
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 
-_WORDS_OF_SLOT = (
-    (Resolution.ID, Slot.ID),
-    (Resolution.GENERATION, Slot.GENERATION),
-    (Resolution.FIRST_ROW, Slot.FIRST_ROW),
-    (Resolution.NUM_STEPS, Slot.NUM_STEPS),
-)
+# Words of a resolution that are those of its slot.
+_RESOLVED = Resolution.ID, Resolution.GENERATION, Resolution.FIRST_ROW, Resolution.NUM_STEPS
+_OF_SLOT = Slot.ID, Slot.GENERATION, Slot.FIRST_ROW, Slot.NUM_STEPS
 
 
 def masses_type(spec: StreamSpec) -> type[ItemMasses]:
@@ -201,10 +198,9 @@ class StreamState:
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the records of the groups of drawn leaders, [n, 8] -> [m, 8], and the group of each, [m]."""
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
-        records, found = self.table.slots[slots], np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
+        found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
         found[:, Resolution.SLOT] = slots
-        for word, of_slot in _WORDS_OF_SLOT:
-            found[:, word] = records[:, of_slot]
+        found[:, _RESOLVED] = self.table.slots[slots][:, _OF_SLOT]
         for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
             found[:, word] = drawn[item, word]
         if self.table.shared_prompts is not None:  # steps of the whole trajectory, and the shared ones
@@ -307,7 +303,8 @@ class StreamState:
         """
         self.masses.restore(slots, content)
         if self.table.spec.dataset is not None:
-            self.masses.queue_from(len(slots))
+            new = np.arange(len(slots), len(self.table.slots))
+            self.masses.queue(new, self.masses.of(new))
         if self.counts is not None:
             self.counts.restore(slots, content)
         if self.walked is not None:

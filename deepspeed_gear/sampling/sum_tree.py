@@ -274,10 +274,6 @@ class ItemMasses:
         self._build()
         self.words[TreeChanges.SEEN] = self._control[Control.CHANGED]
 
-    def queue_from(self, first: int) -> None:
-        slots = np.arange(first, len(self.table.slots))
-        self.queue(slots, self._wanted(slots))
-
     def _requeue(self) -> None:
         """Derive the list of queued slots from their masses."""
         waiting = np.nonzero(self.queued != NOTHING)[0]

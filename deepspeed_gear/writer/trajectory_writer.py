@@ -10,12 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
-import numpy as np
-
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import StoreError
-from deepspeed_gear.sampling.mass_rules import check_weights
+from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.store.shared_memory import is_kept
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.writer.attach_writer import attach
@@ -173,11 +171,7 @@ class TrajectoryWriter(WriterBase):
         """
         of, options = attach(config, table, name, wait_s, run)
         weight = options["weight"]
-
-        def check_weight(columns: dict[str, np.ndarray]) -> None:
-            check_weights(f"column {weight}", np.atleast_1d(columns[weight]))
-
-        checks = () if weight is None else (check_weight,)
+        checks = () if weight is None else (partial(check_weight, f"table {of.spec.name}", weight),)
         waiting: list[Callable[[], None]] = [] if check is None else [check]
 
         def check_wait() -> None:
