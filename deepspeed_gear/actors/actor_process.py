@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,21 +96,6 @@ class ActorColumns:
         return {"truncated": truncated, **columns, self._terminated: terminated}
 
 
-class EpisodeReturns:
-    def __init__(self, num_envs: int) -> None:
-        self._open = np.zeros(num_envs)
-        self.count = 0
-        self.last: deque[float] = deque(maxlen=_LAST)
-
-    def take(self, reward: Any, ended: np.ndarray) -> None:
-        """Add a step of every environment."""
-        self._open += reward
-        for env in np.nonzero(ended)[0]:
-            self.last.append(float(self._open[env]))
-            self._open[env] = 0.0
-            self.count += 1
-
-
 def gymnasium_module() -> Any:
     remedy = "pip install 'deepspeed_gear[examples]'"
     with ConfigError.on("gymnasium", "must be installed to start actors", ImportError, remedy=remedy):
@@ -133,12 +118,15 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     else:
         envs = imported(job.env, "env")(job.num_envs)
     seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
-    returns, writer, board, num_steps = EpisodeReturns(job.num_envs), None, None, 0
+    returns, num_episodes, num_steps = deque[float](maxlen=_LAST), 0, 0
+    writer, board = None, None
     try:
         board = None if job.board is None else PolicyBoard.attach(job.board)
         act: Act = imported(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
         writer = TrajectoryWriter.attach(**job.attach, check=check)
-        for num_steps in _steps(writer, envs, act, returns, seed):  # noqa: B007
+        for num_steps, ended in _steps(writer, envs, act, seed):  # noqa: B007
+            returns.extend(ended)
+            num_episodes += len(ended)
             check()
     except Stopped:
         pass
@@ -153,17 +141,17 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
                 attached.close()
     return {
         "steps": num_steps,
-        "episodes": returns.count,
-        "mean_return": float(np.mean(returns.last)) if returns.last else None,
+        "episodes": num_episodes,
+        "mean_return": float(np.mean(returns)) if returns else None,
         "seconds": round(time.monotonic() - begin, 3),
         "waited_s": 0.0 if writer is None else round(writer.waited_s, 3),
     }
 
 
-def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturns, seed: int) -> Any:
-    """Take steps without end; yield the number of steps so far, of all environments."""
+def _steps(writer: TrajectoryWriter, envs: Any, act: Act, seed: int) -> Iterator[tuple[int, list[float]]]:
+    """Take steps without end; yield how many, of all environments, and the returns of episodes that end."""
     names, vector = ActorColumns(writer.schema), writer.vector_writer(envs)
-    mode = vector.autoreset
+    mode, sums = vector.autoreset, np.zeros(vector.num_envs)
     observation, _ = envs.reset(seed=seed)
     vector.reset(**names.state(observation))
     while True:
@@ -172,13 +160,14 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, returns: EpisodeReturn
         observation, reward, terminated, truncated, info = envs.step(done[names.action])
         ended = terminated | truncated
         final = names.final_states(info["final_obs"], ended) if mode == "same_step" and ended.any() else None
-        returns.take(reward, ended)
+        sums += reward
         came = names.ends(reward, terminated, truncated)
         vector.step(final=final, **done, **names.state(observation), **came)
         if mode == "disabled" and ended.any():
             observation, _ = envs.reset(options={"reset_mask": ended})
             vector.reset(ended, **names.state(observation))
-        yield vector.num_steps
+        yield vector.num_steps, sums[ended].tolist()
+        sums[ended] = 0.0
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from warm_python import WarmProcess
 
 from deepspeed_gear import Replay
-from deepspeed_gear.actors.actor_process import EpisodeReturns, _steps
+from deepspeed_gear.actors.actor_process import _steps
 from deepspeed_gear.actors.policy_board import PolicyBoard
 from deepspeed_gear.actors.start_actors import start_actors
 from deepspeed_gear.errors import ConfigError, PeerError
@@ -100,7 +100,7 @@ def test_parts_of_observations_are_columns(mode: str, prefix: str) -> None:
     envs = gymnasium.vector.SyncVectorEnv([policies.CountingParts] * 2, **autoreset)
     with Replay(config) as replay:
         act = lambda observation: np.zeros(2, np.int64)  # noqa: E731
-        steps = _steps(replay.writer(), envs, act, EpisodeReturns(2), 0)
+        steps = _steps(replay.writer(), envs, act, 0)
         while len(replay) < 8:
             next(steps)
         for trajectory in replay.read(range(8)):
