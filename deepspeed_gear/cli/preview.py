@@ -6,7 +6,6 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.lengths is not None:
         packs = pack_preview(config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"])
         lines = format_pack_preview(packs, worlds["data"])
-        document = {**asdict(packs), "fill": packs.fill}
-        print(json.dumps(document, indent=1) if args.json else "\n".join(lines))
+        print(json.dumps(packs, indent=1) if args.json else "\n".join(lines))
         return 0
     if config.pack is not None:
         remedy = "give --lengths FILE, with one length a line"

@@ -154,26 +154,6 @@ def _row_bytes(field: ResolvedField) -> int:
     return 4 if field.derived == "return_to_go" else 0
 
 
-@dataclass(frozen=True)
-class PackPreview:
-    """The packs of one optimizer step, of all ranks together."""
-
-    trajectories: int
-    tokens: int
-    longest: int  # steps of the longest trajectory
-    truncated: int  # trajectories of which only the first steps are trained
-    micro_batches: int  # K of every rank
-    bound: int  # the least K that any plan could have
-    rows: int  # places of all micro batches, padding included
-    step_imbalance: float  # cost of the slowest rank in each micro step, summed, / the mean, minus 1
-    rank_imbalance: float  # cost of the slowest rank / the mean, minus 1
-
-    @property
-    def fill(self) -> float:
-        """Part of the places that hold a trajectory's step."""
-        return self.tokens / self.rows
-
-
 def read_lengths(path: Path) -> np.ndarray:
     """Read lengths from an .npy file of integers, or a text file of one a line; else DataError."""
     with DataError.on(f"lengths {path}", "must be a file of whole numbers", OSError, ValueError):
@@ -188,8 +168,12 @@ def read_lengths(path: Path) -> np.ndarray:
     return found.astype(np.int64)
 
 
-def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequence: int = 1) -> PackPreview:
-    """Plan the packs of one optimizer step, whose trajectories have so many steps ([n], int64)."""
+def pack_preview(
+    config: GearConfig, lengths: np.ndarray, replicas: int, sequence: int = 1
+) -> dict[str, int | float]:
+    """Plan the packs of one optimizer step, of all ranks together, whose trajectories have so many steps
+    ([n], int64). Returns the document that `gear preview --lengths --json` prints.
+    """
     pack = config.pack
     if pack is None:
         remedy = 'give "pack": {"tokens": ...}, or leave --lengths out'
@@ -201,27 +185,30 @@ def pack_preview(config: GearConfig, lengths: np.ndarray, replicas: int, sequenc
         raise ConfigError("gear.pack.tokens", rule, pack.tokens, 'raise it, or set "too_long": "truncate"')
     packed = np.minimum(lengths, most)
     planned = PlannedPacks(packed, pack, replicas, load_backend("auto").on_host())
-    num_micro, width = planned.plan.num_micro, planned.plan.width
     of_rank = planned.costs.sum(axis=(0, 2))
-    return PackPreview(
-        trajectories=len(lengths),
-        tokens=int(packed.sum()),
-        longest=longest,
-        truncated=int((lengths > most).sum()),
-        micro_batches=num_micro * planned.per_rank,
-        bound=-(-int(packed.sum()) // (most * width)) * planned.per_rank,
-        rows=int(planned.rows.sum()),
-        step_imbalance=planned.imbalance,
-        rank_imbalance=float(of_rank.max() * replicas / of_rank.sum() - 1),
-    )
+    tokens, rows, steps = int(packed.sum()), int(planned.rows.sum()), planned.per_rank
+    return {
+        "trajectories": len(lengths),
+        "tokens": tokens,
+        "longest": longest,  # steps of the longest trajectory
+        "truncated": int((lengths > most).sum()),  # trajectories of which only the first steps are trained
+        "micro_batches": planned.plan.num_micro * steps,  # K of every rank
+        "bound": -(-tokens // (most * planned.plan.width)) * steps,  # the least K that any plan could have
+        "rows": rows,  # places of all micro batches, padding included
+        # Cost of the slowest rank in each micro step, summed, or in all / the mean, minus 1.
+        "step_imbalance": planned.imbalance,
+        "rank_imbalance": float(of_rank.max() * replicas / of_rank.sum() - 1),
+        "fill": tokens / rows,  # part of the places that hold a trajectory's step
+    }
 
 
-def format_pack_preview(found: PackPreview, replicas: int) -> Sequence[str]:
+def format_pack_preview(found: Mapping[str, int | float], replicas: int) -> Sequence[str]:
     """Return the lines that `gear preview --lengths` prints."""
-    truncated = f", {found.truncated} of them truncated" if found.truncated else ""
-    return [
-        f"{found.trajectories:,} trajectories, {found.tokens:,} tokens, longest {found.longest:,}{truncated}",
-        f"micro batches of each of {replicas} replicas: {found.micro_batches} (at least {found.bound})",
-        f"fill: {found.fill:.1%} of {found.rows:,} places",
-        f"imbalance: {found.step_imbalance:.2%} over micro steps, {found.rank_imbalance:.2%} over ranks",
+    truncated = ", {truncated} of them truncated" if found["truncated"] else ""
+    lines = [
+        f"{{trajectories:,}} trajectories, {{tokens:,}} tokens, longest {{longest:,}}{truncated}",
+        f"micro batches of each of {replicas} replicas: {{micro_batches}} (at least {{bound}})",
+        "fill: {fill:.1%} of {rows:,} places",
+        "imbalance: {step_imbalance:.2%} over micro steps, {rank_imbalance:.2%} over ranks",
     ]
+    return [line.format(**found) for line in lines]

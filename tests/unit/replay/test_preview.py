@@ -185,30 +185,30 @@ def test_numbers_are_those_of_the_trained_packs(
         steps = [next(loop) for loop in loops]
         imbalance = steps[0].packs.imbalance
         for number, step in enumerate(steps):
-            assert len(step) == found.micro_batches
+            assert len(step) == found["micro_batches"]
             micros = list(step)
             places += sum(micro["tokens"].numel() for micro in micros)
             if number % sequence == 0:
                 lengths = [micro.lengths.numpy() for micro in micros]
                 costs.append([int((COST[0] * own + COST[1] * own * own).sum()) for own in lengths])
     by_rank = np.array(costs)
-    assert (found.trajectories, found.tokens) == (rollout.num_trajectories, rollout.num_tokens)
-    assert (found.longest, found.truncated) == (int(rollout.lengths.max()), 0)
-    assert found.rows == places
-    assert found.fill == pytest.approx(rollout.num_tokens / places)
+    assert (found["trajectories"], found["tokens"]) == (rollout.num_trajectories, rollout.num_tokens)
+    assert (found["longest"], found["truncated"]) == (int(rollout.lengths.max()), 0)
+    assert found["rows"] == places
+    assert found["fill"] == pytest.approx(rollout.num_tokens / places)
     slowest = by_rank.max(axis=0).sum() * replicas / by_rank.sum() - 1
-    assert found.step_imbalance == pytest.approx(slowest)
+    assert found["step_imbalance"] == pytest.approx(slowest)
     assert imbalance == pytest.approx(slowest)
-    assert found.rank_imbalance == pytest.approx(by_rank.sum(axis=1).max() * replicas / by_rank.sum() - 1)
-    assert found.bound <= found.micro_batches
-    assert found.bound >= rollout.num_tokens / (128 * replicas)
+    assert found["rank_imbalance"] == pytest.approx(by_rank.sum(axis=1).max() * replicas / by_rank.sum() - 1)
+    assert found["bound"] <= found["micro_batches"]
+    assert found["bound"] >= rollout.num_tokens / (128 * replicas)
 
 
 def test_truncated_trajectories_have_the_budget() -> None:
     config = parse(packed(tokens=40, too_long="truncate"))  # 32, the multiple below
     found = pack_preview(config, np.array([10, 32, 33, 500]), 2)
-    assert (found.tokens, found.longest, found.truncated) == (10 + 3 * 32, 500, 2)
-    assert (found.micro_batches, found.rows, found.bound) == (2, 16 + 3 * 32, 2)
+    assert (found["tokens"], found["longest"], found["truncated"]) == (10 + 3 * 32, 500, 2)
+    assert (found["micro_batches"], found["rows"], found["bound"]) == (2, 16 + 3 * 32, 2)
 
 
 def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
