@@ -72,7 +72,7 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
         remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
         raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)
 
-    steps = PackedSteps(engine, partial(replay.metrics.trained_step, skipped=owns))
+    steps = PackedSteps(engine, partial(replay.metrics.add, skipped=owns))
     deepspeed_compat.wrap(engine, "step", steps.step)
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout

@@ -93,7 +93,7 @@ class BatchLoader:
                 if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
                     self._barrier.reach(self.take_digest())
                     self._barrier.begin()
-        self._metrics.waited(time.perf_counter() - begin, made.heads[0][Head.EPOCH])
+        self._metrics.add(made.heads[0][Head.EPOCH], wait_s=time.perf_counter() - begin, batches=1)
         batch = made.batch if self._transfer is None else self._transfer.hand_over(made.batch)
         self._lent.add(batch)
         return batch
@@ -177,7 +177,7 @@ class BatchLoader:
                 digest = _as_int64(hashlib.blake2b(b"".join(seen), digest_size=8).digest())
             for stream in self._streams:
                 self._assembler.release(stream, key)
-        self._metrics.produced(time.perf_counter() - begin)
+        self._metrics.add(sample_s=time.perf_counter() - begin, made=1)
         return PreparedBatch(batch, [own.head for _, own in taken], digest)
 
 

@@ -32,51 +32,41 @@ class Metrics:
     """Sums that only increase. Thread safe: a prefetch thread adds, the main thread adds and reads."""
 
     def __init__(self) -> None:
-        self.num_batches, self.num_made, self.epoch = 0, 0, 0
+        self.epoch = 0
         self.digest: tuple[int, int] | None = None  # the last verified global batch, and its digest
-        self.wait_s = 0.0  # in all calls of `sample`, or for rollout batches and their packs
-        self._sample_s = 0.0
-        self._taken: np.ndarray | float = 0.0  # sums at the last `take`
-        # Sums over optimizer steps of packed batches; skipped: those whose update was, for an overflow.
-        self.trained = dict.fromkeys(("steps", "skipped", *TRAINED), 0.0)
-        self._trained_before = dict(self.trained)
+        # `wait_s`: in all calls of `sample`, or for rollout batches and their packs; `made`, `sample_s`:
+        # micro batches that were gathered; the others are of optimizer steps of packed batches, and `skipped`
+        # those whose update was, for an overflow.
+        names = ("batches", "wait_s", "made", "sample_s", "real", "rows", "bytes", "steps", "skipped")
+        self.sums = dict.fromkeys((*names, *TRAINED), 0.0)
+        self._taken = dict(self.sums)  # at the last `take`
 
-    def produced(self, seconds: float) -> None:
-        self._sample_s += seconds
-        self.num_made += 1
-
-    def gathered(self, seconds: float) -> None:
-        """Count time in which packs of a rollout batch were gathered, or other ranks were waited for."""
-        self.wait_s += seconds
-
-    def trained_step(self, **sums: float) -> None:
-        """Count an optimizer step of packed batches (its `TRAINED`), or one that was skipped."""
+    def add(self, epoch: int | None = None, **sums: float) -> None:
+        """Add to sums by name; `epoch` is that of a batch that was used."""
+        self.epoch = self.epoch if epoch is None else epoch
         for name, value in sums.items():
-            self.trained[name] += value
+            self.sums[name] += value
 
-    def waited(self, seconds: float, epoch: int) -> None:
-        self.num_batches += 1
-        self.epoch = epoch
-        self.wait_s += seconds
+    def _new(self) -> dict[str, float]:
+        now, before = dict(self.sums), self._taken
+        self._taken = now
+        return {name: value - before[name] for name, value in now.items()}
 
     def take_trained(self) -> dict[str, float]:
         """Return means per optimizer step of packed batches since the last call, and all skipped ones."""
-        now, before = dict(self.trained), self._trained_before
-        self._trained_before, steps = now, now["steps"] - before["steps"]
-        means = {f"step_{name}": (now[name] - before[name]) / max(steps, 1) for name in TRAINED}
-        return {**means, "train_steps": steps, "skipped_steps": now["skipped"]}
+        new = self._new()
+        means = {f"step_{name}": new[name] / max(new["steps"], 1) for name in TRAINED}
+        return {**means, "train_steps": new["steps"], "skipped_steps": self.sums["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
         """Return means per micro batch since the last call. `counters`: real rows, all rows, bytes. [3]."""
-        sums = [*counters.tolist(), self._sample_s, self.num_made, self.wait_s, self.num_batches]
-        now = np.array(sums, np.float64)
-        real, rows, size, sample_s, made, wait_s, batches = (now - self._taken).tolist()
-        self._taken = now
+        self.sums |= zip(("real", "rows", "bytes"), counters.tolist(), strict=True)
+        new = self._new()
         return {
-            "sample_ms": 1e3 * sample_s / max(made, 1),
-            "wait_ms": 1e3 * wait_s / max(batches, 1),
-            "bytes": size / max(made, 1),
-            "padding": 1 - real / rows if rows else 0.0,  # fraction of rows
+            "sample_ms": 1e3 * new["sample_s"] / max(new["made"], 1),
+            "wait_ms": 1e3 * new["wait_s"] / max(new["batches"], 1),
+            "bytes": new["bytes"] / max(new["made"], 1),
+            "padding": 1 - new["real"] / new["rows"] if new["rows"] else 0.0,  # fraction of rows
             "epoch": float(self.epoch),
         }
 

@@ -670,11 +670,11 @@ class Replay(ReplayBase):
 
     def _totals(self) -> Progress:
         if self.config.pack is None:
-            samples = self.metrics.num_batches * self.batch_info.micro * self.batch_info.data_world
+            samples = int(self.metrics.sums["batches"]) * self.batch_info.micro * self.batch_info.data_world
         else:
-            samples = int(self.metrics.trained["trajectories"])
+            samples = int(self.metrics.sums["trajectories"])
         elapsed_s, lag = time.perf_counter() - self._begin_s, metrics.policy_lag(self._parts.train)
-        return Progress(samples, elapsed_s, self.metrics.wait_s, lag)
+        return Progress(samples, elapsed_s, self.metrics.sums["wait_s"], lag)
 
     def statistics(self) -> dict[str, Any]:
         """Return sizes of the store, how the training stream draws, and times since the last call.
@@ -685,7 +685,7 @@ class Replay(ReplayBase):
         transfer = self._parts.assembler.transfer
         return {
             **metrics.of_store(self._sampled),
-            "batches": self.metrics.num_batches,
+            "batches": int(self.metrics.sums["batches"]),
             "digest": self.metrics.digest,
             **metrics.of_streams(self._parts.train),
             **self.take_metrics(),

@@ -389,11 +389,11 @@ class TrainStep(PublicNames):
         if session.is_spread:
             session.exchange.compare(f"the train step of rollout batch {data.number}", self.number)
         data.fetch(packs)
-        data.metrics.gathered(time.perf_counter() - begin)
+        data.metrics.add(wait_s=time.perf_counter() - begin)
         for number in range(len(packs)):
             yield data.pack(packs, number)
             self._rollout.check_open()  # the loop may be resumed after the batch has ended
-        data.metrics.trained_step(
+        data.metrics.add(
             steps=1,
             trajectories=self.num_trajectories,
             tokens=self.num_tokens,

@@ -503,7 +503,7 @@ class RolloutData:
         loss, known = PackLoss(mask.to(device), weigh, *how), (self.item[at], self._is_weight[at])
         sources = PackSources(index, self.records.numpy()[at], source, *known, fill, opaque, read_media)
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
-        self.metrics.gathered(time.perf_counter() - begin)
+        self.metrics.add(wait_s=time.perf_counter() - begin)
         return micro
 
     def _read_media(self, numbers: np.ndarray) -> PackMedia:

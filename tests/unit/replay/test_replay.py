@@ -190,7 +190,7 @@ def test_statistics_and_the_progress_since_the_last_call(data: Path) -> None:
         assert set(known) >= {"huge_bytes", "payload_bytes", "bytes", "epoch"}
         found = replay.progress()
         assert found.num_samples == 5 * 4
-        assert 0 < found.wait_s == replay.metrics.wait_s < found.elapsed_s
+        assert 0 < found.wait_s == replay.metrics.sums["wait_s"] < found.elapsed_s
         assert found.lag is None
         take(replay, 1)
         assert replay.progress().num_samples == 4
