@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 import torch
@@ -42,20 +42,8 @@ _REGIONS = (
 ).split()
 
 
-class _LateRanks(NamedTuple):
-    """A selection waits for ranks; for none: the leader of this node has yet to select."""
-
-    late: list[int]  # local ranks that still read the selection in its ring entry
-    slow: list[int]  # those whose priorities are not complete
-    held: int  # number of the selection in that entry
-
-
-class _FewItems(NamedTuple):
-    """A selection waits for items."""
-
-    awaited: int  # count of the table's changes before the limiter was evaluated
-    alone: bool  # whether no other process may add the items
-    empty: NothingToSampleError | None  # why the limiter's items cannot be sampled; None: it admits none
+# A wait of a moment for what keeps a process from selecting: takes the deadline so far, returns the new one.
+Wait = Callable[[float | None], float | None]
 
 
 class BatchStream:
@@ -164,13 +152,12 @@ class BatchStream:
             self._check_going_on()
             if self.follows and state.failure is not None:
                 state.failure.check(key)
-            if isinstance(obstacle, _FewItems):
-                self._wait_for_items(key, obstacle)
-            else:
-                deadline = self._wait_for_ranks(key, obstacle, deadline)
+            deadline = obstacle(deadline)
 
-    def _obstacle(self, key: int, entry: int) -> _LateRanks | _FewItems | None:
-        """Return what keeps this process from selecting, None if nothing or selected. Requires the lock."""
+    def _obstacle(self, key: int, entry: int) -> Wait | None:
+        """Return the wait for what keeps this process from selecting; None: nothing does, or it is selected.
+        Requires the lock.
+        """
         state = self.state
         state.catch_up()
         held = self._heads[entry][Head.KEY]
@@ -189,29 +176,33 @@ class BatchStream:
         limiter = state.limiter if limits_here and not late else None
         if limiter is not None and not limiter.is_open(self.spec.num_samples(key), exact=False):
             return self._few_items(key)
-        return _LateRanks(late, slow, held) if late or slow or self.follows else None
+        waits = late or slow or self.follows
+        return partial(self._wait_for_ranks, key, late, slow, held) if waits else None
 
-    def _wait_for_ranks(self, key: int, ranks: _LateRanks, deadline: float | None) -> float | None:
-        """Wait a moment for other ranks; return the deadline of the wait, which is None when it begins."""
+    def _wait_for_ranks(
+        self, key: int, late: list[int], slow: list[int], held: int, deadline: float | None
+    ) -> float | None:
+        """Wait for local ranks that still read the selection `held` in the ring entry (`late`), or whose
+        priorities are not complete (`slow`); for none: the leader of this node has yet to select.
+        """
         if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits for items
             if not self._is_ahead(key):
                 self._waits[0] += 1
                 self.state.limiter_wait.wait()
             deadline = None
         elif deadline is None:
-            self.readers.wait_awake(ranks.held + 1)
+            self.readers.wait_awake(held + 1)
             if self.state.reports is not None:
                 self.state.reports.wait_awake(key)
             # A leader that waits for another node as long names that node first.
             return time.monotonic() + self._timeout_s * (_LEADER_FIRST if self.follows else 1)
-        elif time.monotonic() > deadline and {*ranks.late, *ranks.slow} != {self._peer}:
-            # Else its own device is late.
-            if ranks.late:
+        elif time.monotonic() > deadline and {*late, *slow} != {self._peer}:  # else its own device is late
+            if late:
                 rule = f"find room in the ring of {self.spec.depth} selections"
-                raise self.readers.error(key, ranks.late, rule, "still needs an older one")
-            if ranks.slow or not self.follows:
+                raise self.readers.error(key, late, rule, "still needs an older one")
+            if slow or not self.follows:
                 missing = "has not requested the batch after them"
-                raise self.readers.error(key, ranks.slow, "have the priorities of all ranks", missing)
+                raise self.readers.error(key, slow, "have the priorities of all ranks", missing)
             rule = "be selected by the leader of this node"
             raise self.readers.error(key, [0], rule, "has not done it")
         time.sleep(_POLL_S)
@@ -330,36 +321,42 @@ class BatchStream:
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
-    def _wait_for_items(self, key: int, few: _FewItems) -> None:
-        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`."""
+    def _wait_for_items(
+        self, key: int, awaited: int, alone: bool, empty: NothingToSampleError | None, deadline: float | None
+    ) -> float | None:
+        """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`. `awaited`:
+        count of the table's changes before the limiter was evaluated; `alone`: no other process may add them;
+        `empty`: why the limiter's items cannot be sampled, None: it admits none.
+        """
         limiter, wait, groups = self.state.limiter, self.state.limiter_wait, self.table.groups
         comes = groups is not None and groups.waits_for_time  # without any process that adds
         may_wait = self.state.may_wait or self._writes_here or comes
         if not self._is_ahead(key):
-            if few.empty is not None and (limiter is None or not may_wait):
-                raise few.empty.final()
+            if empty is not None and (limiter is None or not may_wait):
+                raise empty.final()
             assert limiter is not None
-            waited, waits_for_itself = wait.wait(), few.alone and not comes
+            waited, waits_for_itself = wait.wait(), alone and not comes
             if waits_for_itself or waited > wait.timeout_s:
                 wait.end()
                 waited = 0.0 if waits_for_itself else waited
                 with self.table.lock:
                     count = self.spec.num_samples(key)
-                    raise limiter.too_late(key, count, waited, is_empty=few.empty is not None)
+                    raise limiter.too_late(key, count, waited, is_empty=empty is not None)
             self._waits[0] += 1  # a rank that is about to raise does not wait: the others get its error
         if self._events is None:
             time.sleep(_IDLE_S)
         else:
-            self._events.wait(0, few.awaited, _LISTEN_S)
+            self._events.wait(0, awaited, _LISTEN_S)
         if self.table.ledger is not None:
             time.sleep(_LOOK_S)
+        return deadline
 
     def _is_ahead(self, key: int) -> bool:
         """Return whether this thread prefetches a global batch that the program has not requested yet."""
         return self.state.limiter_wait.note(self._requested is not None and key > self._requested)
 
-    def _few_items(self, key: int, empty: NothingToSampleError | None = None) -> _FewItems:
-        """Return what a wait for items needs, and request a wake-up at a slot's next change.
+    def _few_items(self, key: int, empty: NothingToSampleError | None = None) -> Wait:
+        """Return the wait for items, and request a wake-up at a slot's next change.
 
         No other process may add them if this one writes, or all ranks of the node wait: none of them has
         added since its latest look, and this one has evaluated the limiter under the lock. Requires the lock.
@@ -367,10 +364,11 @@ class BatchStream:
         alone, limiter = False, self.state.limiter
         if limiter is not None and not self._is_ahead(key):
             alone = self._writes_here or not limiter.may_be_filled
-        if self._events is None:
-            return _FewItems(0, alone, empty)
-        self._control[Control.LISTENING] = 1
-        return _FewItems(self._events.count(0), alone, empty)
+        awaited = 0
+        if self._events is not None:
+            self._control[Control.LISTENING] = 1
+            awaited = self._events.count(0)
+        return partial(self._wait_for_items, key, awaited, alone, empty)
 
     def _end_wait(self) -> None:
         self._words[Position.LIMITED] = 0
