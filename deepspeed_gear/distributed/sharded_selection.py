@@ -72,7 +72,9 @@ class SelectionAgreement(LocalSelector):
         self._waiting = False
         self._key: int | None = None  # of the selection that is being made
         self.num_selections = 0
-        self._late_us = np.zeros(self._num_nodes, np.int64)  # wait of the others for each node
+        #: How long the others have waited for each node. [S], float64, seconds.
+        self.late_s = np.zeros(self._num_nodes)
+        self._due: list[tuple[int, np.ndarray]] = []  # priority updates that the selection takes
         self._received: list[np.ndarray] = []  # priority updates from each node, packed where it is a shard
 
     def _exchange_status(
@@ -93,7 +95,8 @@ class SelectionAgreement(LocalSelector):
         messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
         records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
         waited_us = records[:, StatusMessage.WAITED_US]
-        self._late_us += waited_us.max() - waited_us  # the node that has waited least was the last to arrive
+        # The node that has waited least was the last to arrive.
+        self.late_s += (waited_us.max() - waited_us) * 1e-6
         agreed = words[StatusMessage.KEY], False, False
         if (records[:, : StatusMessage.STOP + 1] != agreed).any():
             self._raise_refusal(records, error)
@@ -141,11 +144,6 @@ class SelectionAgreement(LocalSelector):
         words[StatusMessage.WAITED_US] = int(self.channel.last_wait_s * 1e6)
         return words
 
-    @property
-    def late_s(self) -> np.ndarray:
-        """How long the others have waited for each node. [S], float64, seconds."""
-        return self._late_us * 1e-6
-
     def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
         """Raise if a node has failed: its own error there, an error with its text elsewhere."""
         own = None if error is None else Outcome.of(error)
@@ -154,11 +152,13 @@ class SelectionAgreement(LocalSelector):
             raise there if error is None else error
 
     def _apply_together(self, action: Callable[[], None]) -> None:
-        """Change this node's masses, and exchange the new totals."""
+        """Change this node's masses, take the priority updates that are due, and exchange the new totals."""
         error: Exception | None = None
         try:
             with self._table.lock:
                 action()
+                if self._due:
+                    self.state.with_priorities.reports.take(self._due)
         except Exception as caught:
             error = caught
         records = self.channel.gather(self._record(error))
@@ -183,14 +183,7 @@ class ReplicatedSelector(SelectionAgreement):
         return count
 
     def apply(self, key: int) -> int:
-        priorities = self.state.with_priorities
-
-        def change() -> None:
-            priorities.apply_reports(key, self._received)
-            if self._due:
-                priorities.reports.take(self._due)
-
-        self._apply_together(change)
+        self._apply_together(lambda: self.state.with_priorities.apply_reports(key, self._received))
         return self.total
 
 
@@ -335,8 +328,6 @@ class ShardedSelector(SelectionAgreement):
             reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
             masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
             masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
-            if self._due:
-                masses.reports.take(self._due)
 
         self._apply_together(change)
 
