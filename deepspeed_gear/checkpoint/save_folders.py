@@ -236,26 +236,29 @@ def is_replaced(folder: Path, state: State) -> bool:
     return named is not None and named != (state.get("save") or {}).get("id")
 
 
-def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
-    """Return the folder of a table's save: `<table>/` or one next to it, with unchanged manifests.
-
-    `save` is what `save_of` returned. Where a name in the folder changes meanwhile, it is looked up again.
+def while_renamed(folder: Path, read: Callable[[], T]) -> T:
+    """Return what `read` returns; it is tried again where a save of another process has renamed folders of
+    tables meanwhile, whose names are then those of other saves.
     """
-    files = save["tables"].get(table)
-    if files is None:
-        rule, remedy = f"must name a save of table {table}", "use the tables of the run that saved it"
-        raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     for _ in range(_MOST_RENAMES):
         before = _changed_at(folder)
         try:
-            return _find(folder, table, save["id"], files)
+            return read()
         except CheckpointError:
             if _changed_at(folder) == before:
                 raise
-    return _find(folder, table, save["id"], files)
+    return read()
 
 
-def _find(folder: Path, table: str, save_id: str, files: Mapping[str, str]) -> Path:
+def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
+    """Return the folder of a table's save: `<table>/` or one next to it, with unchanged manifests.
+
+    `save` is what `save_of` returned. To be called in `while_renamed`.
+    """
+    files, save_id = save["tables"].get(table), save["id"]
+    if files is None:
+        rule, remedy = f"must name a save of table {table}", "use the tables of the run that saved it"
+        raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     problems: list[CheckpointError] = []
     found = {}
     for path in _versions(folder, table):
@@ -302,7 +305,9 @@ def newest_tables(folder: Path) -> list[Path]:
             path for path in folder.glob("*") if manifests_in(path) and path.suffix not in _NAMES[1:]
         )
     save = read_position(folder).get("save")
-    return [] if save is None else [find(folder, table, save) for table in sorted(save["tables"])]
+    if save is None:
+        return []
+    return while_renamed(folder, lambda: [find(folder, table, save) for table in sorted(save["tables"])])
 
 
 def table_in(folder: Path) -> str:

@@ -476,22 +476,14 @@ class TableLoader:
         """Read and check everything except the rows; nothing changes."""
         save = save_folders.save_of(state)
 
-        def find() -> dict[str, Path]:
-            return {name: save_folders.find(folder, name, save) for name in self._names}
+        def read() -> None:
+            folders = {name: save_folders.find(folder, name, save) for name in self._names}
+            for one in folders.values():  # so that every rank reports what is missing
+                find_shards(one, save["id"])
+            for name, table in self._tables.items():
+                self._read(name, table, folders[name], save["id"], state["data"].get(name, ""))
 
-        folders = find()
-        while True:
-            try:
-                for one in folders.values():  # so that every rank reports what is missing
-                    find_shards(one, save["id"])
-                for name, table in self._tables.items():
-                    self._read(name, table, folders[name], save["id"], state["data"].get(name, ""))
-                return
-            except CheckpointError:
-                before, folders = folders, find()
-                if folders == before:
-                    raise
-                # A save of another process has renamed them meanwhile, once: after that it removes them.
+        save_folders.while_renamed(folder, read)
 
     def _read(self, name: str, table: Table, folder: Path, save_id: str, data: str) -> None:
         """Read and check a table; `data` is the fingerprint of its data set when it was saved, if it has one.

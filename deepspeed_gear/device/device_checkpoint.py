@@ -122,7 +122,7 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
 
     exchange.agree(what, lambda: position.check(state, plan))
     save_folders.compare(exchange.gather(state))
-    content, left_out = exchange.agree(what, read)
+    content, left_out = exchange.agree(what, lambda: save_folders.while_renamed(folder, read))
     every = exchange.gather(left_out if _leads(plan) else {})
     for name in tables if plan.topology.rank == 0 else ():
         if count := sum(of_rank.get(name, 0) for of_rank in every):
