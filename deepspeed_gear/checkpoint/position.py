@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from deepspeed_gear.ops.reference.select import philox
 from deepspeed_gear.store.records import Head
 
 FORMAT = 2
+AT = "the gear state"
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
 _LEAST = {"epoch_first": -(1 << 62)}  # items that were evicted move the beginning of their epoch back
 Position = dict[str, dict[str, int]]  # by sampled table
@@ -48,9 +49,13 @@ def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
     }
 
 
-def of(state: Mapping[str, Any], tables: Sequence[str]) -> Position:
-    """Return the position in a checked state."""
-    return {table: {word: int(state["train"][table][word]) for word in WORDS} for table in tables}
+def of(state: Mapping[str, Any], tables: Iterable[str] | None = None) -> Position:
+    """Return the position of some tables in a state, None: of all; CheckpointError: one is not whole."""
+    train, found = entry(state, "train", dict, AT), Position()
+    for table in train if tables is None else tables:
+        words, at = entry(train, table, dict, f"{AT}: train"), f"{AT}: train.{table}"
+        found[table] = {word: entry(words, word, int, at, _LEAST.get(word, 0)) for word in WORDS}
+    return found
 
 
 def batches(position: Position) -> int:
@@ -90,12 +95,11 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
 
     With `may_grow` the state may also be of a data set that this run's has grown from.
     """
-    at = "the gear state"
     if not isinstance(state, Mapping):
-        raise CheckpointError(at, "must be a mapping", type(state).__name__, "pass a state from `save`")
+        raise CheckpointError(AT, "must be a mapping", type(state).__name__, "pass a state from `save`")
     if state.get("format") != FORMAT:
-        raise CheckpointError(at, f"must have format {FORMAT}", state.get("format"), ANOTHER)
-    now, data = fingerprint(plan), entry(state, "data", dict, at)
+        raise CheckpointError(AT, f"must have format {FORMAT}", state.get("format"), ANOTHER)
+    now, data = fingerprint(plan), entry(state, "data", dict, AT)
     is_known = data.keys() == now.keys() and all(
         str(data[name]) in (dataset.versions if may_grow else (now[name],))
         for name, dataset in plan.datasets.items()
@@ -104,18 +108,15 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
         rule = f"must be of the data that this run reads ({now})"
         rule += " or of what they have grown from by gear ingest --append" if may_grow else ""
         remedy = "use the data set that the checkpoint was trained on, or load without gear's state"
-        raise CheckpointError(at, rule, data, remedy)
-    if entry(state, "options", str, at) != plan.config.resume_digest:
+        raise CheckpointError(AT, rule, data, remedy)
+    if entry(state, "options", str, AT) != plan.config.resume_digest:
         rule = "must be of the same seed, tables, sampler, fields and n_step"
         remedy = "use the gear section that is stored in the checkpoint's config"
-        raise CheckpointError(at, rule, None, remedy)
-    passes, train = entry(state, "passes", dict, at), entry(state, "train", dict, at)
+        raise CheckpointError(AT, rule, None, remedy)
+    passes = entry(state, "passes", dict, AT)
     for name in passes:
-        entry(passes, name, int, f"{at}: passes")
-    for table in plan.config.sampled_tables:
-        words = entry(train, table, dict, f"{at}: train")
-        for word in WORDS:
-            entry(words, word, int, f"{at}: train.{table}", _LEAST.get(word, 0))
+        entry(passes, name, int, f"{AT}: passes")
+    of(state, plan.config.sampled_tables)
 
 
 def describe(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,16 +126,13 @@ def describe(state: Mapping[str, Any]) -> dict[str, Any]:
     of the `epoch`, its `epoch_items`, and how many were used, `epoch_samples`. `passes`: begun, by split.
     `data`: fingerprint of each data set.
     """
-    at = "the gear state"
     train: dict[str, dict[str, int]] = {}
-    for table, words in entry(state, "train", dict, at).items():
-        batches, samples, epoch, first, size = (
-            entry(words, word, int, f"{at}: train", _LEAST.get(word, 0)) for word in WORDS
-        )
+    for table, words in of(state).items():
+        batches, samples, epoch, first, size = words.values()
         train[table] = {"global_batches": batches, "samples": samples}
         if size:
             train[table] |= {"epoch": epoch, "epoch_samples": samples - first, "epoch_items": size}
-    return {"train": train, **{name: entry(state, name, dict, at) for name in ("passes", "data")}}
+    return {"train": train, **{name: entry(state, name, dict, AT) for name in ("passes", "data")}}
 
 
 def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def position_of(plan: Resolved, tables: Tables, save: Mapping[str, Any] | None =
 def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
     """Continue at a position; where it is of another format, config or data set, nothing changes."""
     position.check(state, plan)
-    for name, words in position.of(state, list(tables)).items():
+    for name, words in position.of(state, tables).items():
         of = tables[name].state
         of[RingState.BATCH], of[RingState.SAMPLES] = words["batches"], words["samples"]
 
