@@ -13,7 +13,6 @@ from deepspeed_gear.distributed.sharded_selection import agree_on_prompts, may_s
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
 _POLL_S = 100e-6
 _CALLS = "can_sample() or missing_groups()"
@@ -37,7 +36,7 @@ class Readiness:
         exchange, streams = plan.exchange, [s for s in self._streams if not s.spec.is_optional]
         self._wait_for_slowest(number)
         if plan.topology.num_nodes == 1:
-            answer = bool(self._first(number, lambda: all(self._can_select(s, key) for s in streams)))
+            answer = bool(self._first(number, lambda: all(s.can_select(key) for s in streams)))
             self._asked[self._peer] = number + 1
             return answer
         self._asked[self._peer] = number + 1
@@ -49,8 +48,7 @@ class Readiness:
                 prepares = any(prefetcher.is_alive for prefetcher in self._parts.prefetchers)
                 may = may_select(exchange, plan.leads_shard, stream, key, prepares)
             else:
-                look = partial(self._can_select, stream, key)
-                answers = exchange.collect("looking at its node's items", look)
+                answers = exchange.collect("looking at its node's items", partial(stream.can_select, key))
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found
@@ -63,18 +61,15 @@ class Readiness:
         self._wait_for_slowest(number)
         self._asked[self._peer] = number + 1
         self._wait_for_slowest(number + len(self._answers))
-
-        def count() -> list[ItemsHeld | None]:
-            with stream.table.lock:
-                return [stream.held_items(key)]
-
         if stream.spec.num_shards > 1:
             exchange, leads = self._parts.plan.exchange, self._parts.plan.leads_shard
             agree_on_prompts(exchange, leads, stream)
-            held = exchange.collect("counting the items of its node", lambda: count() if leads else [])
+            held = exchange.collect(
+                "counting the items of its node", lambda: [stream.held_items(key)] if leads else []
+            )
             missing = stream.missing_items(key, [one for of_rank in held for one in of_rank])
         else:
-            here = stream.missing_items(key, count())
+            here = stream.missing_items(key, [stream.held_items(key)])
             missing = self._first(number, lambda: here)
         share, rest = divmod(missing, place.data_world)
         return share + int(place.data_rank < rest)
@@ -89,10 +84,6 @@ class Readiness:
             if entry[0] != number + 1:
                 entry[:] = number + 1, own
             return int(entry[1])
-
-    def _can_select(self, stream: BatchStream, key: int) -> bool:
-        with stream.table.lock:
-            return stream.can_select(key)
 
     def _wait_for_slowest(self, number: int) -> None:
         """Wait until all living readers have read the answer that would be overwritten."""

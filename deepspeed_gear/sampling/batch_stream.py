@@ -47,8 +47,7 @@ Wait = Callable[[float | None], float | None]
 
 
 class BatchStream:
-    """A batch stream in this process. `get` and `release` take the table's lock; `can_select` and `prepare`
-    require it.
+    """A batch stream in this process, whose methods take the table's lock, but `prepare`, which requires it.
 
     Args:
         selector: The items, of this store or of all nodes; None: of this store.
@@ -228,20 +227,22 @@ class BatchStream:
         self.state.ask(NEVER_LATE)
 
     def can_select(self, key: int) -> bool:
-        """Return whether a global batch is selected, or could be now from this store. Requires the lock."""
-        self.state.catch_up()
-        if self.prepare(key) or self.spec.is_optional:
-            return True
+        """Return whether a global batch is selected, or could be now from this store."""
         limiter = self.state.limiter
-        if limiter is None:
-            return self.masses.will_have_mass()
-        return limiter.is_open(self.spec.num_samples(key))
+        with self.table.lock:
+            self.state.catch_up()
+            if self.prepare(key) or self.spec.is_optional:
+                return True
+            if limiter is None:
+                return self.masses.will_have_mass()
+            return limiter.is_open(self.spec.num_samples(key))
 
     def held_items(self, key: int) -> ItemsHeld | None:
-        """Return what this store holds for a global batch; None: it needs no more. Requires the lock."""
-        self.state.catch_up()
+        """Return what this store holds for a global batch; None: it needs no more."""
         limiter = self.state.limiter
-        return None if self.prepare(key) or limiter is None else limiter.held()
+        with self.table.lock:
+            self.state.catch_up()
+            return None if self.prepare(key) or limiter is None else limiter.held()
 
     def missing_items(self, key: int, held: Sequence[ItemsHeld | None]) -> int:
         """Return how many items must be added for a global batch, given `held_items` of each store."""
