@@ -24,7 +24,8 @@ from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, show_bytes
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.exclusions import count_exclusions, rule_of_json
+from deepspeed_gear.sampling.exclusions import count_exclusions
+from deepspeed_gear.sampling.mass_rules import MassRule
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
@@ -137,7 +138,7 @@ def of_living(store: LiveStore) -> dict[str, Any]:
         return as_numbers(views[f"column/{name}"][slots], schema[name])
 
     is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
-    rule = rule_of_json(train)
+    rule = TypeAdapter(MassRule).validate_python(train)
     excluded, waiting = count_exclusions(rule, schema, TRAIN, views, values if is_readable else None)
     priorities, draws = views.get(TRAIN + "priorities"), views.get(TRAIN + "draws")
     leaves = np.array(views[TRAIN + "sums"][: len(slots if priorities is None else priorities)])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.ops.records import Slot, SlotState
-from deepspeed_gear.sampling.mass_rules import AgeWindow, AnchorRule, Condition, MassRule
+from deepspeed_gear.sampling.mass_rules import MassRule
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.records import SlotRetention
 
@@ -129,22 +129,3 @@ def summary_of(masses: ItemMasses) -> tuple[str, str]:
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
     remedy = max(found, key=lambda one: one.steps).remedy if found else ""
     return "; ".join([held, *map(str, found)]), remedy
-
-
-def rule_of_json(described: Mapping[str, Any]) -> MassRule:
-    """Return the rule that `StreamSpec.describe` has described; a program's own masses are left out."""
-    where = tuple(
-        Condition(column, low, high, None if among is None else tuple(among))
-        for column, low, high, among in described["where"]
-    )
-    return MassRule(
-        described["unit"],
-        False,
-        AnchorRule(*described["anchors"]),
-        where,
-        described["split"],
-        described["split_index"],
-        described["weight"] and tuple(described["weight"]),
-        window=AgeWindow() if described["has_window"] else None,
-        late=tuple(described["late"]),
-    )

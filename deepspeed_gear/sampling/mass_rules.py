@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
@@ -77,9 +78,9 @@ class Condition:
     """A filter on a per-trajectory column; every given bound must hold."""
 
     column: str
-    minimum: float | None = None
-    maximum: float | None = None
-    among: tuple[float, ...] | None = None
+    minimum: int | float | None = None
+    maximum: int | float | None = None
+    among: tuple[int | float, ...] | None = None
 
     def holds(self, values: np.ndarray) -> np.ndarray:
         """Return which values pass. [n] -> [n], bool."""
@@ -208,17 +209,9 @@ class MassRule:
         return MassUnit.LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
 
     def describe(self) -> dict[str, Any]:
-        """Return the conditions for sampling a trajectory, for readers of a store; JSON-able."""
-        return {
-            "unit": self.unit,
-            "anchors": self.anchors.as_list(),
-            "late": list(self.late),
-            "where": [[c.column, c.minimum, c.maximum, c.among and list(c.among)] for c in self.where],
-            "split": dict(self.split),
-            "split_index": self.split_index,
-            "weight": None if self.weight is None else list(self.weight),
-            "has_window": self.window is not None,
-        }
+        """Return the rule for readers of a store, without a program's own masses; JSON-able."""
+        found: dict[str, Any] = TypeAdapter(MassRule).dump_python(self, mode="json", exclude={"custom"})
+        return found
 
     def masses(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]

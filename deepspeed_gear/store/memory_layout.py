@@ -16,7 +16,7 @@ import numpy as np
 from deepspeed_gear.errors import StoreError
 
 MAGIC = b"GEARSTOR"
-FORMAT = 2
+FORMAT = 3
 ALIGNMENT = 128
 HEADER_BYTES = 4096
 _MOST_TEXT = 1 << 26  # bytes of a description

@@ -99,7 +99,7 @@ def cut(size: int) -> Callable[[bytearray], None]:
     [
         (set_word("magic", b"GEARSTOP"), "F must be a gear store, got b'GEARSTOP'"),
         (set_word("magic", b""), "F must be a gear store"),
-        (set_word("format", 1), "F must have store format 2, got 1"),
+        (set_word("format", 1), "F must have store format 3, got 1"),
         (set_word("total_bytes", LAYOUT.total_bytes + 1), r"F must have \d+ bytes, got \d+; it is truncated"),
         (set_word("description_bytes", 5), "F must have an undamaged layout"),
         (set_word("description_bytes", 1 << 40), "F must have an undamaged layout"),

@@ -212,7 +212,7 @@ def test_a_run_of_another_version_is_named() -> None:
         memory = replay.tables["main"].memory
         header = np.ndarray((), HEADER, buffer=memory.buffer)
         header["format"] -= 1
-        with pytest.raises(StoreError, match=f"got '{memory.path} must have store format 2, got 1"):
+        with pytest.raises(StoreError, match=f"got '{memory.path} must have store format 3, got 2"):
             TrajectoryWriter.attach(section(), wait_s=0.0)
         header["format"] += 1
 
