@@ -220,7 +220,13 @@ class PriorityMasses(ItemMasses):
         self._set_items(items, np.where(admitted, self._initial, np.float32(0)))
         if self._steps is not None:
             longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
-            self._set_grown(slots[longer])
+            if longer.any():  # open trajectories have grown: other steps keep their priorities
+                records, admits = self.table.slots[slots[longer]], self.spec.rule.anchors.admits
+                items, steps, owner = rows_of(records)
+                now = admits(steps, records[owner, Slot.NUM_STEPS])
+                before = admits(steps, self._steps[slots[longer]][owner])
+                self._set_items(items[now & ~before], self._initial)
+                self._set_items(items[before & ~now], np.zeros((), np.float32))
             self._steps[slots] = self.table.slots[slots, Slot.NUM_STEPS]
         self._bases[slots] = masses
         self._generations[slots] = self.table.slots[slots, Slot.GENERATION]
@@ -231,18 +237,6 @@ class PriorityMasses(ItemMasses):
         exponents = self.words[TreeChanges.ALPHA], self.rule.most_bits
         self.ops.slot_priorities_(*self._trees, *self._slot_words, *given, *exponents)
         self.words[TreeChanges.APPLYING] = 0
-
-    def _set_grown(self, slots: np.ndarray) -> None:
-        """Set the first priority of new steps of open trajectories; other steps keep theirs."""
-        if not len(slots):
-            return
-        assert self._steps is not None
-        items, steps, owner = rows_of(self.table.slots[slots])
-        admits = self.spec.rule.anchors.admits
-        now = admits(steps, self.table.slots[slots, Slot.NUM_STEPS][owner])
-        before = admits(steps, self._steps[slots][owner])
-        self._set_items(items[now & ~before], self._initial)
-        self._set_items(items[before & ~now], np.zeros((), np.float32))
 
     def _set_items(self, items: np.ndarray, priorities: np.ndarray) -> None:
         self.values[items] = priorities
