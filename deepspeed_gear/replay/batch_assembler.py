@@ -22,7 +22,7 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import SelectionPart
+from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
 
 Transform = Callable[[Batch, torch.Tensor], Batch]
@@ -78,7 +78,7 @@ class BatchAssembler:
 
     def assemble(
         self,
-        taken: Sequence[tuple[BatchStream, SelectionPart]],
+        taken: Sequence[tuple[BatchStream, Selection]],
         part: int,
         num_parts: int,
         pass_size: int | None = None,
@@ -157,7 +157,7 @@ class BatchAssembler:
                 self._releases.drain()
             self.transfer.close()
 
-    def _change(self, batch: Batch, taken: Sequence[tuple[BatchStream, SelectionPart]]) -> Batch:
+    def _change(self, batch: Batch, taken: Sequence[tuple[BatchStream, Selection]]) -> Batch:
         """Compute the program's rewards, and call its transform."""
         self._relabelling.reward(batch)
         if self._transform is None:
@@ -173,7 +173,7 @@ class BatchAssembler:
             batch.lifetime.follow(changed)  # it may have the same tensors
         return changed
 
-    def _opaque(self, taken: Sequence[tuple[BatchStream, SelectionPart]]) -> dict[str, list[Any]]:
+    def _opaque(self, taken: Sequence[tuple[BatchStream, Selection]]) -> dict[str, list[Any]]:
         found: dict[str, list[Any]] = {}
         for field in self._needs.opaque:
             assert field.column is not None
@@ -190,16 +190,16 @@ class BatchAssembler:
         return self.transfer.gatherer(stream.table, depth + 1)
 
 
-def _joined(every: Sequence[SelectionPart]) -> SelectionPart:
+def _joined(every: Sequence[Selection]) -> Selection:
     """Return the samples of tables one after the other; each has epochs and weights."""
     _, *of_each, _ = zip(*every, strict=True)
     slots = [own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every]
     origins = torch.cat(slots) if any(own.origins is not None for own in every) else None
     records, weights, epochs = map(torch.cat, of_each)
-    return SelectionPart(every[0].head, records, weights, epochs, origins)
+    return Selection(every[0].head, records, weights, epochs, origins)
 
 
-def _probability(stream: BatchStream, own: SelectionPart) -> torch.Tensor:
+def _probability(stream: BatchStream, own: Selection) -> torch.Tensor:
     """Return the probabilities of samples within their table. [B], float64."""
     total = max(own.head[Head.TOTAL], 1)
     if stream.state.has_unit_masses:

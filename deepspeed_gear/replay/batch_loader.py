@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch, LentTensors
@@ -23,7 +22,7 @@ from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.selection import PASS_SHIFT, SelectionPart
+from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.records import Head
 
 
@@ -167,13 +166,14 @@ class BatchLoader:
             taken = [(stream, stream.take(key, part, info.num_micro))]
         else:
             shares, chosen = self._mixture.shares(key), self._mixture.part(key, part, info.num_micro)
-            taken = [(s, _chosen(s, key, which)) for s, which in zip(self._streams, chosen, strict=True)]
+            parts = zip(self._streams, map(torch.from_numpy, chosen), strict=True)
+            taken = [(s, s.part_of(s.get(key), which, of_mixture=True)) for s, which in parts]
         batch = self._assembler.assemble(taken, part, info.num_micro, shares=shares)
         digest = None
         if micro == info.accumulation - 1:
             if self._verify_every and key % self._verify_every == 0:
                 selections = [stream.get(key) for stream in self._streams]
-                seen = [_ids_and_anchors(one.resolutions[: one.head[Head.COUNT]]) for one in selections]
+                seen = [_ids_and_anchors(one.records[: one.head[Head.COUNT]]) for one in selections]
                 digest = _as_int64(hashlib.blake2b(b"".join(seen), digest_size=8).digest())
             for stream in self._streams:
                 self._assembler.release(stream, key)
@@ -217,7 +217,7 @@ class Evaluation:
             selection = stream.get(key)
             size = int(selection.head[Head.EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
-            taken = [(stream, stream.part_of(selection, place.data_rank, place.data_world))]
+            taken = [(stream, stream.part_of(selection, slice(place.data_rank, None, place.data_world)))]
             batch = assembler.assemble(taken, place.data_rank, place.data_world, pass_size=size)
             assembler.release(stream, key)
             if assembler.transfer is not None:
@@ -225,15 +225,6 @@ class Evaluation:
             lent.add(batch)
             yield batch
             index += 1
-
-
-def _chosen(stream: BatchStream, key: int, which: np.ndarray) -> SelectionPart:
-    """Return samples of a selection by their indices; arguments of a mixture."""
-    selection, index = stream.get(key), torch.from_numpy(which)
-    records, origins = selection.resolutions[index], selection.origins
-    weights = stream.weights(selection.head, records)
-    taken = None if origins is None else origins[index]
-    return SelectionPart(selection.head, records, weights, selection.epochs[index], taken)
 
 
 def give_up(streams: Sequence[BatchStream], error: Exception) -> None:

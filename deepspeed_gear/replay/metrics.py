@@ -14,7 +14,7 @@ import torch
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.sample_counts import recent_selections
-from deepspeed_gear.sampling.selection import SelectionPart
+from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Control, Head, SlotRetention
@@ -118,7 +118,7 @@ class Progress:
         return ", ".join(parts)
 
 
-Selections = list[tuple[BatchStream, SelectionPart]]  # of one global batch: one a table
+Selections = list[tuple[BatchStream, Selection]]  # of one global batch: one a table
 
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
@@ -251,14 +251,14 @@ def _duplicates(batch: Selections) -> float:
     return 1 - different / max(total, 1)
 
 
-def _ages(stream: BatchStream, selection: SelectionPart) -> np.ndarray:
+def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
     spec, counter = stream.table.spec, int(stream.table.control[Control.NEXT_ID])
     count = spec.own_shard.count if spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids alternate between nodes
     return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
 
 
-def _age(stream: BatchStream, selections: Sequence[SelectionPart]) -> dict[str, Any] | None:
+def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any] | None:
     """Return mean and largest age, in newer trajectories and in global batches."""
     ages = np.concatenate([_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)])
     if not len(ages):
@@ -285,7 +285,7 @@ def _lag(batch: Selections) -> float | None:
     return float(each.mean()) if len(each) else None
 
 
-def _slots(stream: BatchStream, selection: SelectionPart) -> np.ndarray:
+def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
     """Return the slots of the samples whose trajectories are still in this node's store. [n], int64."""
     records = selection.records.numpy()
     records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]

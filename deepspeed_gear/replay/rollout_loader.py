@@ -242,7 +242,7 @@ class RolloutLoader:
         self._epoch = heads[0][Head.EPOCH]
         parts = []
         for stream, selection, head in zip(self._streams, selections, heads, strict=True):
-            records = selection.resolutions[: head[Head.COUNT]].clone()
+            records = selection.records[: head[Head.COUNT]].clone()
             origins = records[:, Resolution.SLOT] if selection.origins is None else selection.origins
             is_cut = records[:, Resolution.NUM_STEPS] > longest
             records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained

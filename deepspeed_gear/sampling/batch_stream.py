@@ -20,7 +20,7 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
-from deepspeed_gear.sampling.selection import Selection, SelectionPart, SelectionReaders
+from deepspeed_gear.sampling.selection import Selection, SelectionReaders
 from deepspeed_gear.sampling.selector import LocalSelector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
@@ -87,7 +87,7 @@ class BatchStream:
         """Sum of all masses over all nodes; in an evaluation pass, the number of its items."""
         return self.masses.total if self._num_items is None else self._num_items
 
-    def take(self, key: int, part: int, num_parts: int) -> SelectionPart:
+    def take(self, key: int, part: int, num_parts: int) -> Selection:
         """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one end of
         it. One native call makes and reads a plain selection; `get`, whose errors it has, makes the others.
         """
@@ -95,16 +95,20 @@ class BatchStream:
             found = self._native.take(key, part, num_parts)
             if found is not None:
                 return found
-        return self.part_of(self.get(key), part, num_parts)
+        return self.part_of(self.get(key), slice(part, None, num_parts))
 
-    def part_of(self, selection: Selection, part: int, num_parts: int) -> SelectionPart:
-        """Return every num_parts-th sample of a selection; arguments as `take`."""
-        head, records = selection.head, selection.resolutions[part::num_parts]
-        records = records.clone(memory_format=torch.contiguous_format)
-        weights = None if self.spec.priorities is None else self.weights(head, records)
-        epochs = selection.epochs[part::num_parts].clone() if self.spec.sampler.walks else None
-        origins = None if selection.origins is None else selection.origins[part::num_parts].clone()
-        return SelectionPart(head, records, weights, epochs, origins)
+    def part_of(
+        self, selection: Selection, which: slice | torch.Tensor, of_mixture: bool = False
+    ) -> Selection:
+        """Return copies of samples of a selection; of a mixture with the weights and epochs that another
+        table of it may have.
+        """
+        records = selection.records[which].clone(memory_format=torch.contiguous_format)
+        weighs, walks = self.spec.priorities is not None or of_mixture, self.spec.sampler.walks or of_mixture
+        weights = self.weights(selection.head, records) if weighs else None
+        epochs = selection.epochs[which].clone() if walks and selection.epochs is not None else None
+        origins = None if selection.origins is None else selection.origins[which].clone()
+        return Selection(selection.head, records, weights, epochs, origins)
 
     def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
         """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8], contiguous."""
@@ -290,7 +294,8 @@ class BatchStream:
                 self.selector.draw_ahead(key + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
-        return Selection(head, *state.entries[entry], origins)
+        records, epochs = state.entries[entry]
+        return Selection(head, records, None, epochs, origins)
 
     def _select_together(self, key: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting for them."""
@@ -407,12 +412,12 @@ class NativeStream:
         self._take, self._address = native.stream_take, self._stream.address
         self._priorities = state.priorities
 
-    def take(self, key: int, part: int, num_parts: int) -> SelectionPart | None:
+    def take(self, key: int, part: int, num_parts: int) -> Selection | None:
         """Return a part of a global batch, as `BatchStream.take`; None: Python must make its selection."""
         masses = self._priorities
         alpha, beta = (0, 0) if masses is None else (masses.alpha_at(key), masses.beta_at(key))
         found = self._take(self._address, key, alpha, beta, part, num_parts)
-        return None if found is None else SelectionPart(*found)
+        return None if found is None else Selection(*found)
 
 
 def is_plain(state: StreamState) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.ops.records import Resolution, Slot
-from deepspeed_gear.sampling.selection import SelectionPart
+from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.memory_layout import Region
@@ -80,7 +80,7 @@ class SampleCounts:
         return rows_of(self._table.slots[slots])[0] if self._by_step else slots
 
 
-def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, SelectionPart]:
+def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Selection]:
     """Return copies of the latest selections of a stream by their numbers, ascending. Takes the lock."""
     heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
     with table.lock:
@@ -91,5 +91,5 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Se
     for head, records in copies:
         known = records[: head[Head.COUNT]]
         known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
-        found[head[Head.KEY]] = SelectionPart(head, torch.from_numpy(known))
+        found[head[Head.KEY]] = Selection(head, torch.from_numpy(known))
     return found

@@ -19,25 +19,17 @@ PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass 
 
 
 class Selection(NamedTuple):
-    """The selection of one global batch, as views of the store that are valid until `release`."""
+    """Samples of the selection of one global batch: all, as views of the store that are valid until
+    `release`, or those of one micro batch, as copies.
+    """
 
     head: list[int]  # position after the selection, and totals: the words of `Head`
-    resolutions: torch.Tensor  # the record of each sample. [batch, 8], int64.
-    epochs: torch.Tensor  # epoch (or pass) of each sample. [batch], int64.
-    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its resolution holds
-    # the place of its rows on this node. [batch], int64.
+    records: torch.Tensor  # the resolution of each sample. [B, 8], int64.
+    weights: torch.Tensor | None = None  # PER weights, of a micro batch with priorities. [B], float32.
+    epochs: torch.Tensor | None = None  # epoch (or pass) of each sample; None: there are none. [B], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record holds the
+    # place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
-
-
-class SelectionPart(NamedTuple):
-    """Every num_parts-th sample of a selection, for one micro batch: copies, which outlive the selection."""
-
-    head: list[int]
-    records: torch.Tensor  # the samples' resolutions. [B, 8], int64.
-    # Their PER weights; None: the stream has no priorities. [B], float32.
-    weights: torch.Tensor | None = None
-    epochs: torch.Tensor | None = None  # their epochs; None: the sampler has none. [B], int64.
-    origins: torch.Tensor | None = None  # as `Selection`. [B], int64.
 
 
 _AWAKE_S = 500e-6

@@ -47,7 +47,7 @@ Item = tuple[int, int]
 def sampled(stream: Any, key: int) -> list[list[int]]:
     """Return trajectory, step, mass and number of each sample of a selection, and release it."""
     stream.state.ask(key)
-    found: list[list[int]] = stream.get(key).resolutions[:, [0, 5, 6, 7]].tolist()
+    found: list[list[int]] = stream.get(key).records[:, [0, 5, 6, 7]].tolist()
     stream.release(key)
     return found
 
@@ -402,7 +402,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
             mine.release(key - 1)  # it always wants the newest
             # Another process may have made newer ones meanwhile, or the table is empty for a moment.
             with contextlib.suppress(StoreError):
-                records = mine.get(key).resolutions.numpy().copy()
+                records = mine.get(key).records.numpy().copy()
                 mine.release(key)
                 if has_priorities:
                     values = np.exp(np.random.default_rng(key).normal(size=len(records))).astype(np.float32)

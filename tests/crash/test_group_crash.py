@@ -47,7 +47,7 @@ def sampled(stream: Any, key: int) -> list[list[int]]:
     selection = stream.get(key)
     stream.release(key)
     words = [Resolution.ID, Resolution.MASS, Resolution.SAMPLE_NUMBER]
-    return selection.resolutions[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
+    return selection.records[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
 
 
 @pytest.mark.parametrize("kind", ["random", "epoch", "fifo", "priorities"])

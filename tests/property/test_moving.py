@@ -58,7 +58,7 @@ def take(scene: StoreScene, key: int) -> np.ndarray:
     """Return what a selection draws, checked to be what is stored. [B, 8], int64."""
     stream, table = scene.streams[0], scene.table
     stream.state.ask(key)
-    records = np.array(stream.get(key).resolutions.numpy())
+    records = np.array(stream.get(key).records.numpy())
     check_drawn(scene, records)
     assert (table.slots[records[:, 1], Slot.STATE] == SlotState.COMMITTED).all()
     return records

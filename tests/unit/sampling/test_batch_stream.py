@@ -31,7 +31,7 @@ ITEMS = {(number, step) for number, steps in enumerate(LENGTHS) for step in rang
 
 def rows(stream: BatchStream, key: int) -> np.ndarray:
     """Return the resolutions of a selection, and release it."""
-    found = stream.get(key).resolutions.numpy().copy()
+    found = stream.get(key).records.numpy().copy()
     stream.release(key)
     return found
 
@@ -42,7 +42,7 @@ def draws(stream: BatchStream, first: int, count: int) -> np.ndarray:
 
 
 def items(cut: Selection) -> list[tuple[int, int]]:
-    return [(int(r[0]), int(r[5])) for r in cut.resolutions.numpy()]
+    return [(int(r[0]), int(r[5])) for r in cut.records.numpy()]
 
 
 # ---- distributions -------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
     for key in range(20):
         cut = scene.streams[0].get(key)
         assert len(set(cut.epochs[:3].tolist())) == 1
-        seen.setdefault(int(cut.epochs[0]), []).extend(cut.resolutions[:, 0].tolist())
+        seen.setdefault(int(cut.epochs[0]), []).extend(cut.records[:, 0].tolist())
         scene.streams[0].release(key)
         oldest = min(scene.table.slots[scene.table.slots[:, 0] == 2, 2].tolist())
         table_access.remove(scene.table, [oldest] * (key % 2))
@@ -149,7 +149,7 @@ def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
         while index * batch < size:
             cut = stream.get(number << PASS_SHIFT | index)
             size = int(cut.head[4])
-            found += zip(items(cut), cut.resolutions[:, 7].tolist(), strict=True)
+            found += zip(items(cut), cut.records[:, 7].tolist(), strict=True)
             assert set(cut.epochs.tolist()) == {number}
             stream.release(number << PASS_SHIFT | index)
             index += 1
@@ -304,11 +304,11 @@ def test_nothing_is_drawn_over_a_cut_that_a_peer_reads(pair: Any) -> None:
     for key in range(3):
         rows(first, key)
     late = second.get(0)
-    kept = late.resolutions.numpy().copy()
+    kept = late.records.numpy().copy()
     rows(first, 3)
-    assert (second.get(3).resolutions.numpy() == rows(first, 3)).all()
+    assert (second.get(3).records.numpy() == rows(first, 3)).all()
     assert first.position[Position.AHEAD] != 4, "the ring has no room for cut 4"
-    assert (late.resolutions.numpy() == kept).all()
+    assert (late.records.numpy() == kept).all()
 
 
 def test_a_death_while_drawing_ahead_leaves_a_whole_stream(scenes: Any, alone: Any) -> None:

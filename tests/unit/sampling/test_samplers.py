@@ -37,7 +37,7 @@ Item = tuple[int, int]
 
 def taken(stream: Any, key: int) -> list[Item]:
     stream.state.ask(key)
-    found = [(int(r[0]), int(r[5])) for r in stream.get(key).resolutions]
+    found = [(int(r[0]), int(r[5])) for r in stream.get(key).records]
     stream.release(key)
     return found
 
@@ -248,7 +248,7 @@ def test_a_dropped_tail(scenes: Any, batch: int) -> None:
         for _ in range(60 // batch):
             made = stream.get(len(numbers))
             assert set(made.epochs.tolist()) == {epoch}
-            numbers.append(int(made.resolutions[0, 7]))
+            numbers.append(int(made.records[0, 7]))
             visited += taken(stream, len(numbers) - 1)
         assert len(set(visited)) == len(visited) == 60 // batch * batch
         orders.append(visited)

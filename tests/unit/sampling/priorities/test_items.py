@@ -23,7 +23,7 @@ from deepspeed_gear.store.records import Head
 def test_only_anchors_are_items(scenes: Any, rule: AnchorRule) -> None:
     scene = scenes(anchors=rule, batch=400)
     stream = scene.streams[0]
-    found = cut(stream, 0).resolutions
+    found = cut(stream, 0).records
     places = {
         (number, step)
         for number, steps in enumerate(LENGTHS)
@@ -54,13 +54,13 @@ def test_weights_are_those_of_the_formula(
     made = cut(stream, 0)
     weights = torch.empty(16)
     words = [int(made.head[word]) for word in (Head.NUMERATOR, Head.DIVISOR, Head.EXPONENT)]
-    scene.ops.importance_(weights, made.resolutions.contiguous(), *words)
+    scene.ops.importance_(weights, made.records.contiguous(), *words)
     priorities = np.array(stored(stream, items), np.float64)
     share = priorities**alpha * (priorities > 0)
     share /= share.sum()
     everything = (31 * share[5:]) ** -beta
     place = {item: i for i, item in enumerate(items)}
-    drawn = [place[int(r[0]), int(r[5]) if unit == "step" else 0] for r in made.resolutions]
+    drawn = [place[int(r[0]), int(r[5]) if unit == "step" else 0] for r in made.records]
     wanted = (31 * share[drawn]) ** -beta
     if normalize is not None:
         wanted /= wanted.max() if normalize == "batch" else everything.max()
@@ -81,7 +81,7 @@ def test_clamped_updates_are_counted(scenes: Any, most_bits: int) -> None:
     items = [(3, step) for step in range(33)]
     report(stream, items, 1e30)
     masses = stream.masses
-    made = cut(stream, 0).resolutions
+    made = cut(stream, 0).records
     assert (masses.leaves[masses.leaves > ONE] == 1 << most_bits).all()
     assert (made[made[:, 0] == 3][:, Resolution.MASS] == 1 << most_bits).all()
     assert (masses.counts[UpdateCount.CLAMPED], masses.recent()) == (33, (33, 33))

@@ -144,7 +144,7 @@ def test_what_is_exported_goes_on_alike(scenes: Any, unit: str) -> None:
         position = [int(stream.position[word]) for word in range(5)]
     wanted = []
     for key in (2, 3, 4):
-        wanted.append(cut(stream, key).resolutions.clone())
+        wanted.append(cut(stream, key).records.clone())
     priorities = stream.masses.values.copy()
     with scene.table.lock:
         stream.masses.restore(slots, saved)
@@ -152,7 +152,7 @@ def test_what_is_exported_goes_on_alike(scenes: Any, unit: str) -> None:
     assert (stream.masses.reports.asked == NEVER).all()
     check_whole(scene.table, scene.streams)
     for key, resolutions in zip((2, 3, 4), wanted, strict=True):
-        assert cut(stream, key).resolutions.equal(resolutions)
+        assert cut(stream, key).records.equal(resolutions)
     assert (stream.masses.values == priorities).all()
     assert max(stored(stream, [(2, 3), (3, 9), (5, 0)])) == 15
     check_whole(scene.table, scene.streams)
