@@ -205,8 +205,6 @@ class ShardedSelector(SelectionAgreement):
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
         self._is_first, self._has_window = True, self.spec.rule.window is not None
         self._moments = np.empty((0, 0))  # of all shards
-        #: Resolutions of the latest selection's samples that this node holds.
-        self._drawn = np.empty((0, Resolution.NUM_WORDS), np.int64)
 
     @property
     def total(self) -> int:
@@ -404,9 +402,6 @@ class ShardedSelector(SelectionAgreement):
                     masses.take_out(int(slots[before]))
         return num_valid
 
-    def own_samples(self, rows: np.ndarray) -> np.ndarray:
-        return self._drawn
-
     def highest(self, count: int) -> torch.Tensor:
         masses = self.state.with_priorities
         with self._table.lock:
@@ -436,10 +431,9 @@ class ShardedSelector(SelectionAgreement):
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
 
-    def finish(self, key: int, entry: int, count: int) -> int:
+    def finish(self, key: int, entry: int, count: int) -> tuple[int, np.ndarray]:
         """Exchange the resolutions and the rows of the selection; see `LocalSelector.finish`."""
-        self._drawn = self._exchange.fill(self._selection)
-        return self._exchange.num_records
+        return self._exchange.fill(self._selection)
 
     def deliver(
         self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor

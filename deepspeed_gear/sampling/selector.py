@@ -106,10 +106,6 @@ class LocalSelector:
         """The running moments of all stores, as of the selection. [6, elements], float64."""
         return self.state.table.extents.moments
 
-    def own_samples(self, rows: np.ndarray) -> np.ndarray:
-        """Return those of the latest selection's resolutions that lie in this store. [n, 8], int64."""
-        return rows
-
     def highest(self, count: int) -> torch.Tensor:
         """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
         masses = self.state.with_priorities
@@ -121,11 +117,14 @@ class LocalSelector:
         _, masses, first = self.state.with_ages.ends(count, newest)
         return items_of(masses, first, count, newest)
 
-    def finish(self, key: int, entry: int, count: int) -> int:
-        """Pin the samples of `count` items for the gather; return the number of records (groups' in all)."""
+    def finish(self, key: int, entry: int, count: int) -> tuple[int, np.ndarray]:
+        """Pin the samples of `count` items for the gather. Returns the number of records, of groups those of
+        all members, and the records that lie in this store, [n, 8], int64.
+        """
         with self.lock:
             self.state.pin(key, self.state.drawn[entry][0][:count])
-            return self.state.expand(entry, count) if self.spec.by_group else count
+            num_records = self.state.expand(entry, count) if self.spec.by_group else count
+            return num_records, self.state.ring_words[entry, :num_records]
 
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
@@ -136,9 +135,6 @@ class LocalSelector:
         if normalize == "table":
             return masses.least, 1, beta
         return total, masses.num_drawable, beta
-
-    def restart(self) -> None:
-        """Reset the selector after the table's contents were replaced."""
 
     def select(self, key: int, entry: int) -> bool:
         """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
@@ -168,7 +164,7 @@ class LocalSelector:
             elif not is_ahead:
                 first = after[Head.SAMPLES]
                 self.resolve(rows, 0, self._coordinates_of(count, first, after[Head.TOTAL]), first)
-        num_records = self.finish(key, entry, count)
+        num_records, samples = self.finish(key, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
             after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(key, masses, after[Head.TOTAL])
@@ -176,7 +172,6 @@ class LocalSelector:
         after[Head.SAMPLES] += count
         with self.lock:
             _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
-            samples = self.own_samples(state.ring_words[entry, : after[Head.COUNT]])
             if self._counting is not None:
                 self._counting.count(samples)
             if state.numbers is not None:

@@ -70,10 +70,11 @@ class ResolutionExchange:
         self._samples = torch.empty(0, RowSample.NUM_WORDS, dtype=torch.int64)
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
-        self.num_records = 0  # of the latest selection
 
-    def fill(self, selection: NodeSelection) -> np.ndarray:
-        """Exchange a selection: resolutions to the ring, rows to the arrivals; return this node's. [n, 8]."""
+    def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
+        """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number of records,
+        and this node's, [n, 8], int64.
+        """
         own, records = selection.drawn()
         ring = self._state.ring[selection.entry][: selection.count]
         assert self._state.origins is not None
@@ -107,8 +108,7 @@ class ResolutionExchange:
             counts[self._index] = 0
             sizes = [1 + count * self._words for count in counts]
             self._rows.fill(selection.entry, ring, which, samples, received, sizes)
-        self.num_records = selection.count
-        return records.numpy()
+        return selection.count, records.numpy()
 
     def _encode(
         self,
@@ -136,11 +136,10 @@ class RecordExchange:
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         self._state, self._channel = state, channel
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
-        self.num_records = 0  # of the latest selection
 
-    def fill(self, selection: NodeSelection) -> np.ndarray:
+    def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
         """Exchange all records to the ring; the selection has leaders, or of a checkpoint all members.
-        Returns those of this node, [m, 8], int64.
+        Returns their number, and those of this node, [m, 8], int64.
         """
         state, entry = self._state, selection.entry
         own, drawn = selection.drawn()
@@ -154,7 +153,7 @@ class RecordExchange:
         order = np.argsort(every[:, 0], kind="stable")
         places, records, shard = every[order, 0], every[order, 1:], shard[order]
         masses = records[:, Resolution.MASS]
-        self.least_drawn, self.num_records = int(masses.min(initial=MOST_MASS)), len(records)
+        self.least_drawn = int(masses.min(initial=MOST_MASS))
         assert state.origins is not None
         state.origins.numpy()[entry, : len(records)] = shard << SHARD_BITS | records[:, Resolution.SLOT]
         elsewhere = shard != self._channel.index
@@ -164,4 +163,4 @@ class RecordExchange:
         if expands:
             epochs = state.drawn[entry][1]
             state.entries[entry][1][: len(places)] = epochs[torch.from_numpy(places)]
-        return words
+        return len(records), words
