@@ -51,20 +51,16 @@ def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
         of[RingState.BATCH], of[RingState.SAMPLES] = words["batches"], words["samples"]
 
 
-def _saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
+def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
     """Return the names of the tensors that are saved: all but the columns of a data set."""
     return [key for key in table.content if not (name in plan.datasets and key.startswith("column/"))]
 
 
-def saved_content(plan: Resolved, name: str, table: RingTable) -> dict[str, Tensor]:
-    return table.copied(_saved_names(plan, name, table))
-
-
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
-    """Copy what `saved_content` returned of each table into its tensors; if one does not fit, nothing."""
+    """Copy the saved tensors (`saved_names`) of each table into its tensors; if one does not fit, nothing."""
     for name, table in tables.items():
         saved = save_folders.entry(content, name, dict, "the saved content")
-        _check_content(table, saved, f"table {name}", _saved_names(plan, name, table))
+        _check_content(table, saved, f"table {name}", saved_names(plan, name, table))
         for key, values in saved.items():
             if table.content[key].shape != values.shape:
                 rule = "must be of a table of this size"
@@ -86,7 +82,7 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
         for name, table in tables.items() if _leads(plan) else ():
             part = save_folders.partial_of(folder, name) / f"shard-{plan.topology.place.data_rank}"
             part.mkdir()
-            torch.save(saved_content(plan, name, table), part / CONTENT)
+            torch.save(table.copied(saved_names(plan, name, table)), part / CONTENT)
             manifest = {"format": FORMAT, "save": save_id, "replicas": plan.info.data_world}
             digest = save_folders.complete(part, manifest, {})
             written[name] = {f"{part.name}/{save_folders.MANIFEST}": digest}

@@ -166,7 +166,7 @@ def check_elasticity(config: Mapping[str, Any]) -> None:
 class GradientSettings:
     """What an engine does with the gradients of the losses that `backward` gets."""
 
-    optimizer: str  # class name of the engine's optimizer
+    optimizer: str  # class name of the engine's optimizer, or "zenflow"
     stage: int
     losses: int  # ranks with a loss of their own: replicas times sequence ranks
     sequence: int  # sequence ranks of a replica
@@ -184,7 +184,6 @@ class GradientSettings:
     has_sparse: bool = False  # whether an embedding has sparse gradients
     is_reduced: bool = True  # whether the engine reduces gradients, and not the optimizer
     is_quantized: bool = False
-    is_zenflow: bool = False
     is_compiled: bool = False
     is_fp16: bool = False  # whether losses are scaled
     weights: str = "float32"  # dtype of the weights
@@ -206,7 +205,7 @@ def gradient_settings(engine: Any) -> GradientSettings:
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     largest = max((getattr(one, "ds_numel", one.numel()) for one in trained), default=0)
     return GradientSettings(
-        optimizer=type(engine.optimizer).__name__,
+        optimizer="zenflow" if engine.zenflow_config() is not None else type(engine.optimizer).__name__,
         stage=int(engine.zero_optimization_stage()),
         losses=place.data_world * place.sequence_world,
         sequence=int(engine.sequence_parallel_size),
@@ -224,7 +223,6 @@ def gradient_settings(engine: Any) -> GradientSettings:
         has_sparse=any(getattr(layer, "sparse", False) is True for layer in engine.module.modules()),
         is_reduced=bool(engine.enable_backward_allreduce) or dist.get_world_size() == 1,
         is_quantized=bool(engine.zero_quantized_gradients()),
-        is_zenflow=engine.zenflow_config() is not None,
         is_compiled=bool(engine.is_deepcompile_enabled()),
         is_fp16=bool(engine.fp16_enabled()),
         weights=_name(weights),

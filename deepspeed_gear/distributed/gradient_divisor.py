@@ -98,10 +98,10 @@ def _check_exact(settings: GradientSettings) -> None:
     if not settings.is_reduced:
         rule = "must leave the reduction of gradients to DeepSpeed"
         raise ConfigError("optimizer", rule, settings.optimizer, "use one that is not a 1-bit optimizer")
-    if settings.is_zenflow or (settings.stage > 0 and settings.optimizer not in ZERO_OPTIMIZERS):
-        value = "zenflow" if settings.is_zenflow else settings.optimizer
+    used = settings.optimizer
+    if used == "zenflow" or (settings.stage > 0 and used not in ZERO_OPTIMIZERS):
         remedy = "give an optimizer, and leave zenflow, super_offload and MiCS out"
-        raise ConfigError("zero_optimization", "must use ZeRO's own optimizers", value, remedy)
+        raise ConfigError("zero_optimization", "must use ZeRO's own optimizers", used, remedy)
     if settings.is_quantized:
         rule = "must be false: gradients would be rounded to 4 bits"
         raise ConfigError("zero_optimization.zero_quantized_gradients", rule, True, "leave it out")

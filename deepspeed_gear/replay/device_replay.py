@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -421,8 +422,8 @@ class DeviceReplay(ReplayBase):
             StoreError: Some micro batches of a global batch were used, and not all.
         """
         self._settle()
-        saved = device_checkpoint.saved_content
-        content = {name: saved(self._plan, name, table) for name, table in self.tables.items()}
+        saved = partial(device_checkpoint.saved_names, self._plan)
+        content = {name: table.copied(saved(name, table)) for name, table in self.tables.items()}
         return {**device_checkpoint.position_of(self._plan, self.tables), "content": content}
 
     def import_table(self, exported: Mapping[str, Any]) -> None:
