@@ -14,10 +14,10 @@ from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError
 from deepspeed_gear.sampling.mass_rules import Condition
 from deepspeed_gear.schema import DTYPES, Column, Schema
+from deepspeed_gear.writer.autoreset import MODES
 
 Columns = Mapping[str, Tensor]
 _PER_ENVIRONMENT = ", a row per environment"
-AUTORESET = ("same_step", "next_step", "disabled")
 
 
 def _check_names(what: str, given: Columns, known: Collection[str], needed: Collection[str]) -> None:
@@ -101,8 +101,8 @@ def check_step(
     table: RingTable, columns: Columns, following: Columns, mask: Tensor | None, mode: str
 ) -> None:
     """Raise if a step of every environment cannot be added, from shapes and dtypes alone."""
-    if mode not in AUTORESET:
-        raise ConfigError("autoreset", f"must be one of {', '.join(AUTORESET)}", mode)
+    if mode not in MODES:
+        raise ConfigError("autoreset", f"must be one of {', '.join(MODES)}", mode)
     schema, of_step = table.schema, (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
     known, needed = {column.name: column for column in schema}, [*schema.names]
     for role in ("terminated", "truncated"):

@@ -26,12 +26,8 @@ Tables = Mapping[str, RingTable]
 Content = Mapping[str, Tensor]
 _DRAWABLE = RingState.COUNTS + UpdateCount.DRAWABLE
 _HIGHEST = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
-_COUNTED = (
-    RingState.REFUSED,
-    RingState.EMPTY,
-    RingState.DROPPED,
-    *(RingState.COUNTS + word for word in (UpdateCount.APPLIED, UpdateCount.STALE, UpdateCount.CLAMPED)),
-)
+_COUNTED = [RingState.REFUSED, RingState.EMPTY, RingState.DROPPED]
+_COUNTED += [RingState.COUNTS + at for at in (UpdateCount.APPLIED, UpdateCount.STALE, UpdateCount.CLAMPED)]
 
 
 def position_of(plan: Resolved, tables: Tables, save: Mapping[str, Any] | None = None) -> dict[str, Any]:

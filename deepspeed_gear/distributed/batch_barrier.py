@@ -292,10 +292,8 @@ class BatchBarrier:
             if waited_s > self._timeout_s + (GRACE_S if self._follows else 0.0):
                 part = "publish the outcome of the other nodes" if self._follows else "have its batch"
                 rule = f"must {part} within {self._timeout_s} s"
-                remedy = (
-                    "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; with "
-                )
-                remedy += "gear.pack, where it may generate, the timeout_s of the table's rate_limiter"
+                remedy = "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; "
+                remedy += "with gear.pack, where it may generate, the timeout_s of the table's rate_limiter"
                 raise PeerError(f"rank {self._ranks[peer]}", rule, self._passed(peer), remedy)
 
     def _died(self, peer: int) -> PeerError:

@@ -61,11 +61,8 @@ class RankCoordinates:
         return tuple(getattr(self, f"{axis}_rank") for axis in AXES)
 
     def __str__(self) -> str:
-        return ", ".join(
-            f"{axis} {rank} of {world}"
-            for axis, rank, world in zip(AXES, self.coordinates, self.worlds, strict=True)
-            if world > 1 or axis == "data"
-        )
+        axes = zip(AXES, self.coordinates, self.worlds, strict=True)
+        return ", ".join(f"{axis} {rank} of {n}" for axis, rank, n in axes if n > 1 or axis == "data")
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,6 @@ class _Rows(NamedTuple):
 
     argument: str
     column: Column
-    dtype: np.dtype[Any]
     shape: tuple[int, ...]  # [N, *shape]
     others: tuple[tuple[int, ...], ...]  # shapes that are admitted too
 
@@ -66,7 +65,7 @@ class _Rows(NamedTuple):
         others = [column.shape] if num_envs == 1 else []
         if not column.shape:
             others.append((num_envs, 1))
-        return cls(argument, column, column.numpy_dtype, (num_envs, *column.shape), tuple(others))
+        return cls(argument, column, (num_envs, *column.shape), tuple(others))
 
     def read(self, value: Any) -> np.ndarray:
         """Return a value as rows of the stored dtype. [N, *shape]."""
@@ -81,10 +80,10 @@ class _Rows(NamedTuple):
                 rule = f"must have shape {list(self.shape)}"
                 raise DataError(self.argument, rule, list(rows.shape), remedy)
             rows = rows.reshape(self.shape)
-        if rows.dtype == self.dtype:
+        if rows.dtype == self.column.numpy_dtype:
             return rows
         if rows.dtype.kind == "f" and self.column.is_floating:
-            return rows.astype(self.dtype)  # the writer refuses what overflows
+            return rows.astype(self.column.numpy_dtype)  # the writer refuses what overflows
         return as_stored(rows, self.column, "the transition", len(rows))
 
 

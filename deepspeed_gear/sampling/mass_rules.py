@@ -17,18 +17,9 @@ from deepspeed_gear.ops.constants import MOST_MASS_BITS
 from deepspeed_gear.ops.records import MassUnit, Normalize
 
 Unit = Literal["trajectory", "step", "group"]
-UNIT_CODES: dict[str, int] = {
-    "trajectory": MassUnit.TRAJECTORY,
-    "step": MassUnit.STEP,
-    "group": MassUnit.TRAJECTORY,  # of its leader
-}
-NORMALIZE_CODES: dict[str | None, int] = {
-    None: Normalize.NONE,
-    "batch": Normalize.BATCH,
-    "table": Normalize.TABLE,
-}
-
-
+# A group's mass is that of its leader.
+UNIT_CODES = {"trajectory": MassUnit.TRAJECTORY, "step": MassUnit.STEP, "group": MassUnit.TRAJECTORY}
+NORMALIZE_CODES = {None: Normalize.NONE, "batch": Normalize.BATCH, "table": Normalize.TABLE}
 UNBOUNDED = 2**62
 
 
@@ -103,8 +94,6 @@ class Condition:
 
 
 CustomMasses = Callable[[np.ndarray, np.ndarray, Callable[[str], np.ndarray]], np.ndarray]
-
-
 NO_ID = -1  # every id is newer
 _PARTS = 64  # parts into which each exchange divides the remaining range of ids
 
