@@ -301,9 +301,8 @@ def _changed_at(folder: Path) -> int:
 def newest_tables(folder: Path) -> list[Path]:
     """Return the folders of the tables of a folder's newest save; [] if the save has no table."""
     if not (folder / POSITION).is_file():
-        return sorted(
-            path for path in folder.glob("*") if manifests_in(path) and path.suffix not in _NAMES[1:]
-        )
+        named = [path for path in folder.glob("*") if path.suffix not in _NAMES[1:]]
+        return sorted(path for path in named if manifests_in(path))
     save = read_position(folder).get("save")
     if save is None:
         return []

@@ -206,9 +206,8 @@ def _write_array(path: Path, column: Column, parts: list[np.ndarray]) -> str:
     digest, header = hashlib.sha256(), io.BytesIO()
     described = np.lib.format.dtype_to_descr(column.numpy_dtype)
     rows = sum(len(part) for part in parts)
-    np.lib.format.write_array_header_1_0(
-        header, {"descr": described, "fortran_order": False, "shape": (rows, *column.shape)}
-    )
+    form = {"descr": described, "fortran_order": False, "shape": (rows, *column.shape)}
+    np.lib.format.write_array_header_1_0(header, form)
     with path.open("wb", buffering=0) as file:
         for part in (np.frombuffer(header.getvalue(), np.uint8), *parts):
             payload = memoryview(part.reshape(-1).view(np.uint8).data)
@@ -366,9 +365,8 @@ def load_rows(
         slots, placed = np.arange(len(chosen)), reshard.packed(records)
         table.slots[:, Slot.STATE] = 0
     order = reshard.in_rows(records)
-    extents = np.stack(
-        [placed[order, Slot.FIRST_ROW], records[order, Slot.FIRST_ROW], records[order, Slot.NUM_ROWS]], axis=1
-    )
+    in_files = records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
+    extents = np.column_stack([placed[order, Slot.FIRST_ROW], in_files])
     for column in table.spec.schema:
         files = list(chain.from_iterable(columns[column.name] for columns in found.columns))
         data = table.columns[column.name]

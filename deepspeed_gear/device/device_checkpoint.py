@@ -118,10 +118,9 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     every = exchange.gather(left_out if _leads(plan) else {})
     for name in tables if plan.topology.rank == 0 else ():
         if count := sum(of_rank.get(name, 0) for of_rank in every):
-            LOG.warning(
-                f"gear.tables.{name}: {count} of the oldest trajectories of {folder} do not fit into "
-                f"{replicas} replicas and were left out; raise capacity_steps to keep them"
-            )
+            what = f"{count} of the oldest trajectories of {folder} do not fit into {replicas} replicas"
+            remedy = "raise capacity_steps to keep them"
+            LOG.warning(f"gear.tables.{name}: {what} and were left out; {remedy}")
     exchange.agree(what, lambda: restore(plan, tables, content))
     return dict(state)
 

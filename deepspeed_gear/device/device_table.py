@@ -149,10 +149,10 @@ class TableMixture:
             if count == 0 or abs(share - count / num_samples) > SHARES_TOLERANCE:
                 rule = f"must be a whole number of {num_samples} samples where tables lie on devices"
                 least = max(count, 1)
-                remedy = (
-                    f"a captured step has fixed numbers: use {least / num_samples} ({least} samples), "
-                    "another batch size, or leave the table out"
+                use = (
+                    f"use {least / num_samples} ({least} samples), another batch size, or leave the table out"
                 )
+                remedy = f"a captured step has fixed numbers: {use}"
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
         # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts, micro batch 0
         # has the samples 0, 2 | 4, 6 and micro batch 1 has 1 | 3, 5, 7.
@@ -253,11 +253,9 @@ def table_of(plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torc
     elif envs is not None:
         partial = [str(field.derived) for field in plan.fields if field.needs_episode]
         if partial:
-            why = (
-                f'must not be "{partial[0]}" where steps are added one by one: an episode longer than '
-                "max_length is stored as several trajectories"
-            )
-            raise ConfigError("gear.fields.*.derived", why, None, "leave num_envs out, and use add_")
+            why = "an episode longer than max_length is stored as several trajectories"
+            rule = f'must not be "{partial[0]}" where steps are added one by one: {why}'
+            raise ConfigError("gear.fields.*.derived", rule, None, "leave num_envs out, and use add_")
         rows, slots = (size * envs for size in environment_sizes(name, options, schema))
     else:
         steps, slots = capacity_of(name, options, schema, 1)

@@ -301,10 +301,8 @@ class RingTable:
     ) -> None:
         """Add a step that `added_columns` has checked to the open trajectory of every environment."""
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
-        placed, begun = (
-            torch.empty(self.num_envs, words, dtype=torch.int64, device=self.device)
-            for words in (PlacedStep.NUM_WORDS, 3)
-        )
+        sizes = (self.num_envs, PlacedStep.NUM_WORDS), (self.num_envs, 3)
+        placed, begun = (torch.empty(size, dtype=torch.int64, device=self.device) for size in sizes)
         known = (self.state, self.slots, self.opened, self.owners, self.sums, self.minima, self.priorities)
         given = (columns[self._ends["terminated"]], columns.get(self._ends["truncated"]), mask)
         flags = [None if each is None else each.contiguous() for each in given]

@@ -198,9 +198,8 @@ def _fsdp_divisor(module: Any, parts: list[Any]) -> float:
             _refuse_hook("FSDP", getattr(part._comm_hook, "__name__", repr(part._comm_hook)))
         found.add(part._gradient_predivide_factor * part._gradient_postdivide_factor)
     ignored = {id(parameter) for parameter in module._ignored_params}
-    _check_reduced(
-        [name for name, one in module.named_parameters() if one.requires_grad and id(one) in ignored]
-    )
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    _check_reduced([name for name, one in trained if id(one) in ignored])
     return _only(found)
 
 

@@ -93,8 +93,8 @@ class DeviceReplay(ReplayBase):
             if resolved.dataset is not None and sampler.kind == "top_k" and info.data_world > 1:
                 rule = (
                     f'must not be "top_k" for a data set on the devices of {info.data_world} replicas: each '
-                    "takes the highest priorities of its own copy, so all would train on the same samples"
                 )
+                rule += "takes the highest priorities of its own copy, so all would train on the same samples"
                 remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
                 raise ConfigError("gear.sampler.kind", rule, sampler.kind, remedy)
             train = resolved.streams[TRAIN]
@@ -394,18 +394,14 @@ class DeviceReplay(ReplayBase):
         """
         refused = sum(int(table.state[RingState.REFUSED]) for table in self.tables.values())
         if refused:
-            rule = (
-                "must be in range: lengths in [0, T], end flags at last steps only, priorities finite and at "
-                "least 0, beta in [0, 1]"
-            )
+            rule = "must be in range: lengths in [0, T], end flags at last steps only, priorities finite and "
+            rule += "at least 0, beta in [0, 1]"
             raise DataError("input of the device", rule, f"{refused} that were not")
         empty = next((n for table in self.tables.values() if (n := int(table.state[RingState.EMPTY]))), 0)
         if empty:
             rule = "must have an item with a mass whenever a batch is drawn"
-            remedy = (
-                "add trajectories that have an anchor before sample_, and report priorities above 0; "
-                "batch.valid and batch.is_weight mark the samples that exist"
-            )
+            remedy = "add trajectories that have an anchor before sample_, and report priorities above 0; "
+            remedy += "batch.valid and batch.is_weight mark the samples that exist"
             given = f"{empty} global batches without samples"
             raise DataError("the table on the device", rule, given, remedy)
         for warning in self._clamp_warnings:

@@ -267,9 +267,8 @@ def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any]
     if stream.table.spec.dataset is None:
         # Global batches from the commit of each trajectory that is stored to the one that drew it.
         born = stream.table.slots[:, Slot.BORN]
-        since = np.maximum(
-            np.concatenate([one.head[Head.KEY] - born[_slots(stream, one)] for one in selections]), 0
-        )
+        of_each = [one.head[Head.KEY] - born[_slots(stream, one)] for one in selections]
+        since = np.maximum(np.concatenate(of_each), 0)
         found["batches"] = _mean_and_max(since) if len(since) else None
     return found
 

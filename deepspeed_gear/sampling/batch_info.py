@@ -38,7 +38,5 @@ class BatchInfo:
         rest = "".join(f", {name} {world}" for name, world in others.items() if world > 1)
         if self.items is not None:
             return f"packed batches of at most {self.items} items, data {self.data_world}{rest}"
-        return (
-            f"global batch {self.global_batch} = micro batch {self.micro} x accumulation "
-            f"{self.accumulation} x data {self.data_world}{rest}"
-        )
+        product = f"micro batch {self.micro} x accumulation {self.accumulation} x data {self.data_world}"
+        return f"global batch {self.global_batch} = {product}{rest}"

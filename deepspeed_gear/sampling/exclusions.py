@@ -110,9 +110,8 @@ def _admitted(
     short = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]) == 0
     exclude(short, 'without an anchor (too short for the windows of "fields")', "check sampler.anchors")
     if values is not None and rule.has_weights:
-        masses = rule.masses(
-            slots[left, Slot.ID], slots[left, Slot.NUM_STEPS], lambda name: values(name, left)
-        )
+        ids, steps = slots[left][:, [Slot.ID, Slot.NUM_STEPS]].T
+        masses = rule.masses(ids, steps, lambda name: values(name, left))
         exclude(masses == 0, "of weight or mass 0", "give weights, or masses, above 0")
     return found, left
 

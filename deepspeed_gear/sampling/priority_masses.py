@@ -180,9 +180,8 @@ class PriorityMasses(ItemMasses):
         by_id = reports[:, PriorityUpdate.SLOT] < 0
         if not by_id.any():
             return reports
-        updates, known = self.handles_of(
-            reports[by_id, PriorityUpdate.GENERATION], reports[by_id, PriorityUpdate.ANCHOR]
-        )
+        ids, anchors = reports[by_id][:, [PriorityUpdate.GENERATION, PriorityUpdate.ANCHOR]].T
+        updates, known = self.handles_of(ids, anchors)
         found = reports.copy()
         found[by_id, : PriorityUpdate.ANCHOR + 1] = updates
         keep = ~by_id

@@ -119,10 +119,8 @@ class VectorWriter(ProcessBound, PublicNames):
         return int(self._counts[StepCount.STEPS_TAKEN])
 
     def __repr__(self) -> str:
-        return (
-            f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", '
-            f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added)"
-        )
+        counts = f"{self.num_steps:,} steps, {self.num_trajectories:,} trajectories added"
+        return f'{type(self).__name__}({self.num_envs} environments, "{self.autoreset}", {counts})'
 
     def _use(self, staging: Staging, native: ModuleType | None) -> None:
         self._staging = staging
@@ -386,9 +384,8 @@ class VectorWriter(ProcessBound, PublicNames):
             self._look(publish)
         # Steps of each environment's episode that are not stored any more.
         evicted = [] if self._returns is None else self._growing_words[:, Growing.FIRST].tolist()
-        events: int = self._vector_step(
-            self._steps_address, columns, final, observed, publish and self._publishes
-        )
+        publishes = publish and self._publishes
+        events: int = self._vector_step(self._steps_address, columns, final, observed, publishes)
         if events == 0:
             return 0 if self._publishes else _PUBLISH_LEFT
         if self._counts[StepCount.NUM_COMPLETED]:
