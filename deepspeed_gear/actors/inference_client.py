@@ -71,8 +71,6 @@ class InferenceClient(VectorWriter):
 
         If it raises, the requests stay posted: the next call waits for the same answers.
 
-        Args:
-            timeout_s: Longest wait.
         Returns:
             Column -> [N, *shape], copies; zeros for environments whose next step resets them.
         Raises:

@@ -14,6 +14,7 @@ table is in docs/design/0013-gradient-divisor.md. In their files: `runtime/engin
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -185,8 +186,7 @@ def _ddp_divisor(module: DistributedDataParallel) -> float:
         if not is_torchs or hook.__name__ not in AVERAGING_HOOKS:
             _refuse_hook("DistributedDataParallel", getattr(hook, "__name__", repr(hook)))
     ignored: set[str] = getattr(module, "parameters_to_ignore", set())
-    trained = [name for name, one in module.module.named_parameters() if one.requires_grad]
-    _check_reduced([name for name in trained if name in ignored])
+    _check_reduced(module.module, lambda name, _: name not in ignored)
     return float(dist.get_world_size(module.process_group))
 
 
@@ -198,8 +198,7 @@ def _fsdp_divisor(module: Any, parts: list[Any]) -> float:
             _refuse_hook("FSDP", getattr(part._comm_hook, "__name__", repr(part._comm_hook)))
         found.add(part._gradient_predivide_factor * part._gradient_postdivide_factor)
     ignored = {id(parameter) for parameter in module._ignored_params}
-    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-    _check_reduced([name for name, one in trained if id(one) in ignored])
+    _check_reduced(module, lambda _, parameter: id(parameter) not in ignored)
     return _only(found)
 
 
@@ -222,8 +221,7 @@ def _fully_shard_divisor(module: nn.Module) -> float:
             factor, mesh = group.gradient_divide_factor, group.mesh_info
             ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
             found.add(float(ranks if factor is None else factor))
-    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
-    _check_reduced([name for name, one in trained if not isinstance(one, DTensor)])
+    _check_reduced(module, lambda _, parameter: isinstance(parameter, DTensor))
     return _only(found)
 
 
@@ -232,8 +230,10 @@ def _refuse_hook(framework: str, name: str) -> None:
     raise ConfigError(framework, rule, name, "its division of gradients is not known")
 
 
-def _check_reduced(names: list[str]) -> None:
-    if names:
+def _check_reduced(module: Any, is_reduced: Callable[[str, nn.Parameter], bool]) -> None:
+    """Raise unless all trained parameters are reduced."""
+    trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
+    if names := [name for name, one in trained if not is_reduced(name, one)]:
         rule = "must all be reduced over the ranks"
         raise ConfigError("trained parameters", rule, f"not {', '.join(names)}", "freeze these, or wrap them")
 

@@ -262,7 +262,15 @@ class StreamState:
         unused = np.nonzero(self.heads[:, Head.KEY] >= since)[0]
         if self.origins is not None and self.spec.sampler.is_pass:
             unused = unused[:0]  # a pass begins again
-        ring, own = self._own_samples(unused)
+        ring = self.ring_words[unused].copy()
+        own = drawn = np.arange(self.spec.most_records) < self.heads[unused, Head.COUNT, None]
+        ring[~drawn] = 0
+        if self.origins is not None:  # this store's samples keep their words, those of others the id UNKNOWN
+            origins, index = self.origins.numpy()[unused], self.table.spec.own_shard.index
+            own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == index)
+            ring[own, Resolution.SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
+            ring[drawn & ~own] = 0
+            ring[drawn & ~own, Resolution.ID] = UNKNOWN
         sampled = ring[own][:, Resolution.SLOT]
         is_held = self.table.slots[sampled, Slot.GENERATION] == ring[own][:, Resolution.GENERATION]
         if not (is_held & np.isin(sampled, slots)).all():
@@ -279,21 +287,6 @@ class StreamState:
             **({} if self.numbers is None else {"numbers": self.numbers[unused]}),
             **({} if self.numbers is None else {"newest_numbers": self.newest_numbers}),
         }
-
-    def _own_samples(self, entries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return copies of ring entries with this store's samples, and the mask of these samples."""
-        ring = self.ring_words[entries].copy()
-        drawn = np.arange(self.spec.most_records) < self.heads[entries, Head.COUNT, None]
-        ring[~drawn] = 0
-        if self.origins is None:
-            return ring, drawn
-        shard, origins = self.table.spec.shard, self.origins.numpy()[entries]
-        assert shard is not None
-        own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == shard.index)
-        ring[own, Resolution.SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
-        ring[drawn & ~own] = 0
-        ring[drawn & ~own, Resolution.ID] = UNKNOWN
-        return ring, own
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
         """Restore what `export` returned; the table's slots are restored already.
