@@ -172,7 +172,7 @@ class BatchStream:
             name, rule = f"stream {self.spec.name}: global batch {key}", "must be the next one or in the ring"
             remedy = "ranks of a node must request the same batches in the same order"
             raise StoreError(name, f"{rule} of selections", f"the stream is at {at}", remedy)
-        late = self.readers.late(held)
+        late = self.readers.lagging(held + 1)  # none for an empty entry, whose key is -1
         slow = [] if state.reports is None else state.reports.late(key)
         self.prepare(key)
         limits_here = state.is_limited and state.joint_limiter is None and not self.spec.is_optional
@@ -290,7 +290,7 @@ class BatchStream:
         # Several ranks read the stream: draw for the next selection, if its ring entry is released.
         if turn and shared and follows:
             held = self._heads[(key + 1) % self.spec.depth][Head.KEY]
-            if not self.readers.late(held):
+            if not self.readers.lagging(held + 1):
                 self.selector.draw_ahead(key + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()

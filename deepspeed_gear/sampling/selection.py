@@ -12,7 +12,7 @@ import torch
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.store.records import NOTHING, Peer
+from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
 
 PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
@@ -43,9 +43,6 @@ class SelectionReaders:
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:
         self._spec, self._table = spec, table
         self._reached: memoryview = reached.data
-
-    def late(self, old_key: int) -> list[int]:
-        return [] if old_key == NOTHING else self.lagging(old_key + 1)
 
     def lagging(self, key: int) -> list[int]:
         """Return the living peers whose counter has not reached a key."""
