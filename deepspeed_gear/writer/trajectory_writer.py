@@ -20,8 +20,7 @@ from deepspeed_gear.writer.attach_writer import attach
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
 from deepspeed_gear.writer.late_columns import fill
-from deepspeed_gear.writer.open_trajectory import OpenTrajectory
-from deepspeed_gear.writer.partial_publish import OpenWriter, Publisher
+from deepspeed_gear.writer.partial_publish import OpenTrajectory, OpenWriter, Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
 _CHECK_S = 0.5  # how often a writer checks that the run goes on
