@@ -20,7 +20,7 @@ from deepspeed_gear.cli.main import main
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import HEADER
-from deepspeed_gear.writer import attach_writer as attach_module
+from deepspeed_gear.writer import trajectory_writer
 
 COLUMNS: dict[str, dict[str, Any]] = {
     "observation": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
@@ -163,7 +163,7 @@ def test_an_actor_waits_for_its_own_run() -> None:
 def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between finding and opening the store, and with it still there: a writer is attached."""
     runs: list[Replay] = []
-    look, ends = attach_module.named_stores, 0
+    look, ends = trajectory_writer.named_stores, 0
 
     def find(prefix: str) -> Any:
         nonlocal ends
@@ -176,7 +176,7 @@ def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch
 
     runs.append(Replay(section()))
     lingers = TrajectoryWriter.attach(section())
-    monkeypatch.setattr(attach_module, "named_stores", find)
+    monkeypatch.setattr(trajectory_writer, "named_stores", find)
     with TrajectoryWriter.attach(section(), wait_s=30.0) as writer:
         assert ends == 2
         assert writer.run == runs[-1].run != lingers.run
