@@ -25,9 +25,8 @@ from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import RingState
-from deepspeed_gear.replay.metrics import Progress
+from deepspeed_gear.replay.metrics import ClampWarning, Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
-from deepspeed_gear.replay.table_warnings import ClampWarning
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.schema import Schema
 

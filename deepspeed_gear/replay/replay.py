@@ -28,13 +28,12 @@ from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
-from deepspeed_gear.replay.metrics import Metrics, Progress
+from deepspeed_gear.replay.metrics import Metrics, Progress, warnings_of
 from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_loader import RolloutLoader, forward
-from deepspeed_gear.replay.table_warnings import warnings_of
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
