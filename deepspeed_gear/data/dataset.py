@@ -32,7 +32,6 @@ from deepspeed_gear.data.dataset_files import (
     fingerprint_of,
     payload_digest,
     read_json,
-    read_npy_header,
 )
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.opaque_rows import decode
@@ -175,15 +174,16 @@ class Dataset(MapDataset[dict[str, Any]]):
         return self._records[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
-        """Map an array file after checks of its header, size and probe. Cost: at most 128 KiB read."""
-        path, record = self.path / name, self._record(name)
+        """Map an array file after checks of its size, probe and header. Cost: at most 128 KiB read."""
+        path = self.path / name
         self.files.record(path)
-        found_dtype, found_shape, offset = read_npy_header(path)
-        if (found_dtype, found_shape) != (dtype, shape):
-            rule = f"must be {dtype.name}{list(shape)} as in schema.json"
-            raise DataError(str(path), rule, f"{found_dtype.name}{list(found_shape)}", REMAKE)
-        check_file(path, record, offset + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
-        array = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+        check_file(path, self._record(name))
+        with DataError.on(str(path), "must be a NumPy array", OSError, ValueError, remedy=REMAKE):
+            array = np.lib.format.open_memmap(path, mode="r")
+        order = "" if array.flags.c_contiguous else " in Fortran order"
+        found, wanted = (f"{of.name}{list(s)}" for of, s in ((array.dtype, array.shape), (dtype, shape)))
+        if (found, array.dtype, order) != (wanted, dtype, ""):
+            raise DataError(str(path), f"must be {wanted} as in schema.json", found + order, REMAKE)
         self.files.add(path, array)
         return array
 
@@ -261,7 +261,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         for name, record in self._records.items():
             path = self.path / name
             check_file(path, record)
-            offset = 0 if name == STATS_FILE else read_npy_header(path)[2]
+            offset = 0 if name == STATS_FILE else np.lib.format.open_memmap(path, mode="r").offset
             if payload_digest(path, offset) != record.sha256:
                 raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 

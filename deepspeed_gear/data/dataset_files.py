@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -25,8 +26,6 @@ EXTENTS_FILE = "extents.npy"
 COMPRESSED = "compressed/"  # folder of the files of compressed columns
 PROBE_BYTES = 64 * 1024
 _BLOCK_BYTES = 4 * 1024 * 1024
-_HEADER_STEP = 128
-_MAGIC = b"\x93NUMPY\x01\x00"
 REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
 _REMAKE_PARTS = "the file is not the one that was written; make the parts again with gear split"
 
@@ -104,30 +103,11 @@ def column_file(column: Column) -> str:
 
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return a NumPy 1.0 header whose length depends on neither the first axis nor the NumPy version.
-
-    The first axis is known only when the last row is written, so space for any count is reserved.
-    """
-    descr = np.lib.format.dtype_to_descr(dtype)
-    room, text = (
-        f"{{'descr': {descr!r}, 'fortran_order': False, 'shape': {(rows, *shape[1:])!r}, }}".encode("latin1")
-        for rows in (10**19, shape[0])
-    )
-    total = -(-(len(_MAGIC) + 2 + len(room) + 1) // _HEADER_STEP) * _HEADER_STEP
-    length = total - len(_MAGIC) - 2
-    return _MAGIC + length.to_bytes(2, "little") + text + b" " * (length - len(text) - 1) + b"\n"
-
-
-def read_npy_header(path: Path) -> tuple[np.dtype[Any], tuple[int, ...], int]:
-    """Return dtype, shape and payload offset of a NumPy file; a DataError unless it is 1.0 and in C order."""
-    rule, kinds = "must have a readable NumPy header", (OSError, ValueError)
-    with DataError.on(str(path), rule, *kinds, remedy=REMAKE), path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise DataError(str(path), "must be a NumPy 1.0 array file", None, REMAKE)
-        shape, in_fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
-        if in_fortran_order:
-            raise DataError(str(path), "must be in C order", None, REMAKE)
-        return dtype, shape, file.tell()
+    """Return a NumPy 1.0 header, in which NumPy leaves room for any number of rows."""
+    header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(dtype)
+    description = {"descr": descr, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(header, description)
+    return header.getvalue()
 
 
 def payload_digest(path: Path, offset: int) -> str:
@@ -202,15 +182,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def check_file(path: Path, record: FileRecord, expected: int | None = None) -> None:
+def check_file(path: Path, record: FileRecord) -> None:
     """Raise DataError unless size and probe of a file are those that were recorded."""
-    expected = record.bytes if expected is None else expected
     if not path.is_file():
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
-    size = path.stat().st_size
-    if size != expected or size != record.bytes:
-        what = "truncated" if size < expected else "not the one that was written"
-        raise DataError(str(path), f"must have {expected} bytes", size, f"the file is {what}; copy it again")
+    size, rule = path.stat().st_size, f"must have {record.bytes} bytes"
+    if size != record.bytes:
+        what = "truncated" if size < record.bytes else "not the one that was written"
+        raise DataError(str(path), rule, size, f"the file is {what}; copy it again")
     if probe_digest(path) != record.probe:
         raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 

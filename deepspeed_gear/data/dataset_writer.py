@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from array import array as packed
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -299,16 +299,25 @@ class DatasetWriter:
             self.close()
 
 
-def check_destination(dest: Path, overwrite: bool) -> None:
-    """Raise DataError if `dest` exists, unless it is a data set that may be replaced."""
-    if not dest.exists() and not dest.is_symlink():
+def is_dataset(path: Path) -> bool:
+    """Return whether a data set, or an empty folder, is at a path."""
+    return (path / SCHEMA_FILE).is_file() or (path.is_dir() and not any(path.iterdir()))
+
+
+def check_destination(
+    dest: Path,
+    overwrite: bool,
+    may_replace: Callable[[Path], bool] = is_dataset,
+    rule: str = "must be a gear data set",
+    instead: str = "overwrite it (--overwrite) or append to it (--append)",
+) -> None:
+    """Raise DataError if `dest` exists, unless it is no link and what `may_replace` admits."""
+    if not os.path.lexists(dest):
         return
     if not overwrite:
-        remedy = "choose another DEST, overwrite it (--overwrite) or append to it (--append)"
-        raise DataError(str(dest), "must not exist yet", None, remedy)
-    empty = dest.is_dir() and not dest.is_symlink() and not any(dest.iterdir())
-    if not empty and (dest.is_symlink() or not (dest / SCHEMA_FILE).is_file()):
-        raise DataError(str(dest), "must be a gear data set to be overwritten", None, "choose another DEST")
+        raise DataError(str(dest), "must not exist yet", None, f"choose another place, {instead}")
+    if dest.is_symlink() or not may_replace(dest):
+        raise DataError(str(dest), f"{rule} to be overwritten", None, "choose another place")
 
 
 class PartialFolder:
@@ -396,7 +405,8 @@ def write_parts(
     if not are_ends or (np.diff(bounds) < 1).any():
         rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
         raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
-    _check_parts(folder, overwrite)
+    holds, instead = "must hold parts only", "or overwrite it (--overwrite)"
+    check_destination(folder, overwrite, _holds_parts, holds, instead)
     digests = {column.name: hashlib.sha256() for column in dataset.schema}
     sizes = {"trajectories": len(dataset), "rows": dataset.num_rows, "steps": dataset.num_steps}
     of_whole: dict[str, Any] = {**sizes, "longest": dataset.longest, "whole": dataset.fingerprint}
@@ -415,15 +425,7 @@ def write_parts(
     return [Dataset.open(folder / f"part-{index}") for index in range(len(bounds) - 1)]
 
 
-def _check_parts(folder: Path, overwrite: bool) -> None:
-    """Raise DataError if the folder exists, unless it holds nothing but parts and may be replaced."""
-    if not folder.exists() and not folder.is_symlink():
-        return
-    if not overwrite:
-        remedy = "choose another OUT or overwrite it (--overwrite)"
-        raise DataError(str(folder), "must not exist yet", None, remedy)
-    is_folder = folder.is_dir() and not folder.is_symlink()
-    if not is_folder or not all(re.fullmatch(r"part-\d+", entry.name) for entry in folder.iterdir()):
-        raise DataError(str(folder), "must hold parts only to be overwritten", None, "choose another OUT")
-    for entry in folder.iterdir():
-        check_destination(entry, overwrite)
+def _holds_parts(folder: Path) -> bool:
+    entries = [*folder.iterdir()] if folder.is_dir() else [folder]
+    is_part = re.compile(r"part-\d+").fullmatch
+    return all(is_part(one.name) and is_dataset(one) and not one.is_symlink() for one in entries)

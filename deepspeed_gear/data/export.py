@@ -20,7 +20,7 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset_files import ArrayFile, write_json
-from deepspeed_gear.data.dataset_writer import PartialFolder, writing
+from deepspeed_gear.data.dataset_writer import PartialFolder, check_destination, writing
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
 from deepspeed_gear.data.ingest.exported import LENGTHS_KEY, ROWS_FILE, SCHEMA_KEY, ExportedReader
 from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
@@ -290,9 +290,8 @@ def export(
     derived = [c for c in schema if replace(c, allow_nan=False) in names]
     kept = Schema([c for c in schema if c not in derived and (c.role in GROUPS.values() or select(c.name))])
     select.check_used(dest)
-    if dest.exists() and not (overwrite and kind.replaces(dest)):
-        rule = "must not exist yet" if not overwrite else f"must be of the format {format} to be overwritten"
-        raise DataError(str(dest), rule, None, "choose another DEST, or overwrite it (--overwrite)")
+    rule, instead = f"must be of the format {format}", "or overwrite it (--overwrite)"
+    check_destination(dest, overwrite, kind.replaces, rule, instead)
     partial, count = PartialFolder(dest), 0
     with ExitStack() as stack, writing(dest):
         stack.callback(partial.discard)

@@ -105,33 +105,24 @@ def _files_in(folder: Path) -> Iterator[Path]:
 
 
 def _check_hdf5(path: Path, expansion: Expansion) -> None:
-    total, seen = 0, set()
+    names: list[bytes] = []  # of all links
+    sizes: dict[int, int] = {}  # of the arrays, by address: one may have several names
     kinds = OSError, RuntimeError, KeyError
     is_readable = DataError.on(str(path), "must be a readable HDF5 file", *kinds, remedy=DAMAGED)
     with is_readable, h5py.File(path, "r") as file:
-        waiting = [file["/"]]
-        while waiting:
-            group = waiting.pop()
-            for name in group:
-                where = f"{path}: {group.name.strip('/')}/{name}".replace(": /", ": ")
-                with DataError.on(where, "must be a link of HDF5's own", TypeError):
-                    link = group.get(name, getlink=True)
-                if isinstance(link, h5py.ExternalLink):
-                    target = f"{link.filename}: {link.path}"
-                    raise DataError(where, "must not be a link to another file", target, _OWN)
-                if isinstance(link, h5py.SoftLink) and group.get(name) is None:
-                    rule, remedy = "must not be a link to nothing", "take a complete file"
-                    raise DataError(where, rule, link.path, remedy)
-                node = group[name]
-                address = h5py.h5o.get_info(node.id).addr
-                if address in seen:
-                    continue
-                seen.add(address)
-                if isinstance(node, h5py.Group):
-                    waiting.append(node)
-                elif isinstance(node, h5py.Dataset):
-                    total += _declared_bytes(where, node)
-    expansion.check(str(path), total, path.stat().st_size)
+        file.id.links.visit(names.append)
+        for name in names:
+            where = f"{path}: {name.decode(errors='replace')}"
+            with DataError.on(where, "must be a link of HDF5's own", TypeError):
+                link = file.get(name, getlink=True)
+            if isinstance(link, h5py.ExternalLink):
+                target = f"{link.filename}: {link.path}"
+                raise DataError(where, "must not be a link to another file", target, _OWN)
+            if isinstance(link, h5py.SoftLink) and file.get(name) is None:
+                raise DataError(where, "must not be a link to nothing", link.path, "take a complete file")
+            if isinstance(node := file[name], h5py.Dataset):
+                sizes[h5py.h5o.get_info(node.id).addr] = _declared_bytes(where, node)
+    expansion.check(str(path), sum(sizes.values()), path.stat().st_size)
 
 
 def _declared_bytes(where: str, array: Any) -> int:

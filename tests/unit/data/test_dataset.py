@@ -120,7 +120,7 @@ def test_headers_are_numpys_and_of_one_length(tmp_path: Path, dtype: str) -> Non
         headers = {rows: npy_header(stored, (rows, *shape)) for rows in (0, 1, 10**6, 10**19)}
         assert len({len(header) for header in headers.values()}) == 1
         for rows, header in headers.items():
-            assert len(header) % 128 == 0
+            assert len(header) % 64 == 0
             assert int.from_bytes(header[8:10], "little") == len(header) - 10
             assert ast.literal_eval(header[10:].decode())["shape"] == (rows, *shape)
         (tmp_path / "x.npy").write_bytes(headers[1] + bytes(stored.itemsize * int(np.prod(shape))))
@@ -182,7 +182,7 @@ def test_an_exception_leaves_nothing_and_two_writers_do_not_meet(tmp_path: Path)
 def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
     dest = tmp_path / "set"
     first = write(dest)
-    rule = r"set must not exist yet; choose another DEST, overwrite it \(--overwrite\) or append to it \("
+    rule = r"set must not exist yet; choose another place, overwrite it \(--overwrite\) or append to it \("
     with pytest.raises(DataError, match=rule):
         write(dest)
     second = write(dest, (5,), overwrite=True)
@@ -191,7 +191,7 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
     assert sorted(os.listdir(dest)) == ["columns", "extents.npy", "schema.json", "stats.json"]
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").touch()
-    with pytest.raises(DataError, match="must be a gear data set to be overwritten; choose another DEST"):
+    with pytest.raises(DataError, match="must be a gear data set to be overwritten; choose another place"):
         write(tmp_path / "home", overwrite=True)
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "thesis.txt").touch()

@@ -52,6 +52,13 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def other(path: Path, rows: np.ndarray) -> None:
+    """Replace a column's file consistently with every digest."""
+    np.save(path, rows)
+    folder = path.parent.parent
+    forge(folder, np.load(folder / EXTENTS))
+
+
 ACTION, EXTENTS, MANIFEST, STATS = "columns/action.npy", "extents.npy", "schema.json", "stats.json"
 WRITTEN = f" must hold the bytes that were written; {REMAKE}"
 OTHER, ROWS = {"columns": [{"name": "x", "dtype": "f4"}]}, np.zeros((40, 4), np.int32)
@@ -72,10 +79,12 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     (ACTION, Path.unlink, " must exist; a file of the data set is missing"),
     (ACTION, lambda p: os.truncate(p, 300), " must have 448 bytes, got 300; the file is truncated; copy it"),
     (ACTION, lambda p: os.truncate(p, 600), " must have 448 bytes, got 600; the file is not the one that"),
-    (ACTION, lambda p: os.truncate(p, 60), " must have a readable NumPy header, got "),
-    (ACTION, lambda p: p.write_bytes(b"hello" * 100), f" must be a NumPy 1.0 array file; {REMAKE}"),
-    (ACTION, lambda p: np.save(p, ROWS), " must be uint16[40, 4] as in schema.json, got 'int32[40, 4]'"),
-    (ACTION, lambda p: np.save(p, np.asfortranarray(ROWS)), f" must be in C order; {REMAKE}"),
+    (ACTION, lambda p: os.truncate(p, 60), " must have 448 bytes, got 60; the file is truncated; copy it"),
+    (ACTION, lambda p: p.write_bytes(b"hello" * 100), " must have 448 bytes, got 500; the file is not the"),
+    (ACTION, lambda p: other(p, ROWS), " must be uint16[40, 4] as in schema.json, got 'int32[40, 4]'"),
+    (ACTION, lambda p: other(p, ROWS.astype("u2", "F")), " must be uint16[40, 4] as in schema.json, got 'u"),
+    (ACTION, lambda p: other(p, ROWS[:39].astype("u2")), " must be uint16[40, 4] as in schema.json, got 'u"),
+    (ACTION, lambda p: other(p, np.array([{}])), ' must be a NumPy array, got "Array can'),
     (ACTION, lambda p: poke(p, -1), WRITTEN),
     (EXTENTS, lambda p: poke(p, -8), WRITTEN),
 ]

@@ -83,7 +83,7 @@ def test_what_is_there_is_replaced_only_when_asked_and_a_part_is_no_whole(
 ) -> None:
     out = tmp_path / "out"
     write_parts(whole, out, np.arange(7))
-    with pytest.raises(DataError, match=r"out must not exist yet; choose another OUT or overwrite it"):
+    with pytest.raises(DataError, match=r"out must not exist yet; choose another place, or overwrite it"):
         write_parts(whole, out, BOUNDS)
     assert len(list(out.iterdir())) == 6
     parts = write_parts(whole, out, BOUNDS, overwrite=True)

@@ -183,7 +183,7 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=text):
             run_command(command, source, str(tmp_path / "out"), "--format", format, *options)
     (tmp_path / "there.npz").write_text("mine")
-    with pytest.raises(DataError, match=r"there.npz must not exist yet; choose another DEST, or overwrite"):
+    with pytest.raises(DataError, match=r"there.npz must not exist yet; choose another place, or overwrite"):
         run_command(command, source, str(tmp_path / "there.npz"), "--format", "npz")
     with pytest.raises(DataError, match="must be of the format minari to be overwritten"):
         run_command(command, source, source, "--format", "minari", "--columns", "code", "--overwrite")
