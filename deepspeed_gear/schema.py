@@ -171,12 +171,10 @@ class Schema:
     """The columns of a table, in a fixed order. Immutable and hashable."""
 
     def __init__(self, columns: Iterator[Column] | list[Column] | tuple[Column, ...]) -> None:
-        if isinstance(columns, torch.Tensor) or not isinstance(columns, Iterable):
-            raise SchemaError("schema", "must be a list of Columns", type(columns).__name__)
-        self.columns: tuple[Column, ...] = tuple(columns)
-        for column in self.columns:
-            if not isinstance(column, Column):
-                raise SchemaError("schema", "must be a list of Columns", type(column).__name__)
+        is_list = isinstance(columns, Iterable) and not isinstance(columns, torch.Tensor)
+        for one in (given := tuple(columns) if is_list else (columns,)):
+            _check("schema", isinstance(one, Column), "must be a list of Columns", type(one).__name__)
+        self.columns: tuple[Column, ...] = given  # type: ignore[assignment]
         self._by_name = {column.name: column for column in self.columns}
         self.names = tuple(self._by_name)
         self.step_columns = tuple(c for c in self.columns if c.rows != "1")
@@ -187,14 +185,11 @@ class Schema:
         self.has_final_row = any(c.rows == "T+1" for c in self.columns)
         #: Columns of the roles terminated and truncated.
         self.end_columns = tuple(c for c in self.columns if c.role in ("terminated", "truncated"))
-        if not self.columns:
-            raise SchemaError("schema", "must have at least one column")
-        if len(self._by_name) != len(self.columns):
-            raise SchemaError("schema", "must have unique column names", [c.name for c in self.columns])
-        if len(self.late_columns) > MOST_LATE:
-            raise SchemaError("schema", f"must have at most {MOST_LATE} late columns")
-        if not self.step_columns:
-            raise SchemaError("schema", "must have at least one column with a row per step")
+        names, few_late = [c.name for c in self.columns], len(self.late_columns) <= MOST_LATE
+        _check("schema", bool(names), "must have at least one column")
+        _check("schema", len(self.names) == len(names), "must have unique column names", names)
+        _check("schema", few_late, f"must have at most {MOST_LATE} late columns")
+        _check("schema", bool(self.step_columns), "must have at least one column with a row per step")
         for role, dtypes in _SCALAR_ROLES.items():
             found = [c for c in self.columns if c.role == role]
             if len(found) > 1:
@@ -252,7 +247,14 @@ class Schema:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON-able description; `from_json` reverses it."""
-        return {"columns": [_entry_of(column) for column in self.columns]}
+        entries = [{**asdict(column), "shape": list(column.shape)} for column in self.columns]
+        for entry in entries:
+            if entry["max_bytes"]:
+                del entry["shape"]  # follows from it
+            for name in ("late", "allow_nan", "max_bytes"):  # later options: old fingerprints stay equal
+                if not entry[name]:
+                    del entry[name]
+        return {"columns": entries}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Schema:
@@ -264,33 +266,15 @@ class Schema:
         if not isinstance(data, Mapping):
             raise SchemaError("schema", "must be a mapping that has columns", type(data).__name__)
         entries = data.get("columns")
-        if isinstance(entries, Mapping):
-            if not all(isinstance(entry, Mapping) for entry in entries.values()):
-                raise SchemaError("schema.columns", "must hold name, dtype, shape, role and rows", entries)
-            entries = [{"name": name, **entry} for name, entry in entries.items()]
-        if not isinstance(entries, list):
+        if not isinstance(entries, (Mapping, list)):
             raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
-        columns = []
-        for entry in entries:
-            try:
-                columns.append(Column(**{**entry, "shape": tuple(entry.get("shape", ()))}))
-            except (TypeError, AttributeError) as error:
-                rule = "must hold name, dtype, shape, role and rows"
-                raise SchemaError("schema.columns", rule, entry) from error
-        return cls(columns)
+        rule, kinds = "must hold name, dtype, shape, role and rows", (TypeError, AttributeError)
+        with SchemaError.on("schema.columns", rule, *kinds, value=entries):
+            if isinstance(entries, Mapping):
+                entries = [{"name": name, **entry} for name, entry in entries.items()]
+            return cls([Column(**{**one, "shape": tuple(one.get("shape", ()))}) for one in entries])
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the canonical JSON, hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
-
-
-def _entry_of(column: Column) -> dict[str, Any]:
-    """Return a column as JSON without defaults of later options, so that old fingerprints stay equal."""
-    entry = {**asdict(column), "shape": list(column.shape)}
-    for name in ("late", "allow_nan", "max_bytes"):
-        if not entry[name]:
-            del entry[name]
-    if column.is_opaque:
-        del entry["shape"]  # follows from max_bytes
-    return entry
