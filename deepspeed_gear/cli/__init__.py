@@ -1,4 +1,4 @@
-"""The `gear` command: one module a subcommand, each with `OPTIONS` and `run`, or also `DESCRIPTION`."""
+"""The `gear` command: one module a subcommand, each with `OPTIONS`, `run` and its help."""
 
 from __future__ import annotations
 

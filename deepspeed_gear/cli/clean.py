@@ -1,7 +1,8 @@
-"""`gear clean`: remove stores of runs that have ended, and buffers that DeepSpeed's ranks did not remove.
+"""`gear clean`: remove from /dev/shm what no process of this user is attached to: stores of runs that have
+ended, and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves.
 
-DeepSpeed's CPU communication (`csrc/cpu/comm/shm.cpp`) makes a buffer of 66 MiB in /dev/shm for each rank,
-named `deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps the buffers of all
+That (`csrc/cpu/comm/shm.cpp`) makes a buffer of 66 MiB for each rank, named
+`deepspeed_allreduce_buffer_UID_ADDRESS_PORT_RANK`, and never removes it. A rank maps the buffers of all
 ranks from `init_distributed` to its end.
 """
 
@@ -19,11 +20,6 @@ from deepspeed_gear.store.shared_memory import SHM, is_held, is_kept, opened, re
 
 _PROC = Path("/proc")
 
-
-DESCRIPTION = (
-    "Remove from /dev/shm what no process of this user is attached to: stores of runs that have ended, "
-    "and the deepspeed_allreduce_buffer files that DeepSpeed's CPU communication leaves."
-)
 OPTIONS = {
     "--prefix PREFIX": (
         "first part of the names in /dev/shm (gear.shared_memory.prefix)",

@@ -1,4 +1,7 @@
-"""`gear doctor`: whether one machine, or all hosts of a hostfile, are fit to train together."""
+"""`gear doctor`: show devices, driver, shared memory and limits of this machine, and check them, versions and
+native op; with --hostfile of all its hosts, over ssh, and whether each two of them reach each other. The exit
+status is 1 if there is a problem.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,6 @@ _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 _MARK = "GEAR-NODE "
 _HERE = "here"
 
-
-DESCRIPTION = (
-    "Show devices, driver, shared memory and limits of this machine, and check them, versions and native "
-    "op; with --hostfile of all its hosts, over ssh, and whether each two of them reach each other. The "
-    "exit status is 1 if there is a problem."
-)
 _TIMEOUT = "seconds for each host to answer; the first build of the native op counts (default: 300)"
 OPTIONS: Options = {
     "--hostfile F": "check the hosts of this file, as DeepSpeed reads it",

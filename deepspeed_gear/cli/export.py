@@ -1,4 +1,6 @@
-"""`gear export DATA DEST`: write trajectories in formats of other programs."""
+"""`gear export`: write the trajectories of a data set, of a checkpoint's table or of a running process's
+table. `gear ingest` reads them back bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,6 @@ from deepspeed_gear.store.table import holders_of
 
 _COPY = "export the data set itself, which has the same rows"
 
-
-DESCRIPTION = (
-    "Write the trajectories of a data set, of a checkpoint's table or of a running process's table. gear "
-    "ingest reads them back bit for bit."
-)
 OPTIONS: Options = {
     "DATA": ("folder of a data set or checkpoint", {"nargs": "?"}),
     "DEST": "file (parquet, npz) or folder (minari, jsonl) to make",

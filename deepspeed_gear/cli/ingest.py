@@ -1,4 +1,4 @@
-"""`gear ingest SOURCE... DEST`: turn files of a known format into a data set."""
+"""`gear ingest`: turn one or more sources into a data set that training maps in place."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ _PAIRS = {  # options that are repeated: form, example, help
     "role": ("COLUMN=ROLE", "score=reward", "role of a column"),
 }
 
-
-DESCRIPTION = "Turn one or more sources into a data set that training maps in place."
 _COLUMNS = "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all"
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
 _COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"

@@ -1,4 +1,4 @@
-"""`gear init DATA`: a config and a training script that fit a data set."""
+"""`gear init`: write a config and a training script that fit a data set."""
 
 from __future__ import annotations
 

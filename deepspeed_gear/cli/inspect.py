@@ -1,4 +1,6 @@
-"""`gear inspect`: what is in a data set, a checkpoint or a running process, as a table or JSON."""
+"""`gear inspect`: show trajectories, steps, returns, columns, bytes and statistics of a data set; or the
+position of a checkpoint and what its tables hold; or also what the tables of running processes draw from.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,6 @@ _GEAR = "gear"  # folder of an engine's checkpoint, in that of its tag
 _LATEST = "latest"  # file beside the tags, with the name of the newest
 _SHARES = (0.01, 0.1)
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
-DESCRIPTION = (
-    "Show trajectories, steps, returns, columns, bytes and statistics of a data set; or the position of "
-    "a checkpoint and what its tables hold; or also what the tables of running processes draw from."
-)
 ANOTHER = "  contents      cannot be read: it is a store of another version of the package"
 _LIVING = "show stores of a running process, or all of this user and those that are kept; touch none"
 OPTIONS: Options = {

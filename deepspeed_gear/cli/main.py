@@ -34,8 +34,8 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_line in COMMANDS.items():
         module = importlib.import_module(f"{__package__}.{name}") if name == command else None
-        description = getattr(module, "DESCRIPTION", f"{help_line.capitalize()}.")
-        subparser = subparsers.add_parser(name, help=help_line, description=description)
+        text = str(getattr(module, "__doc__", "")).partition("`: ")[2].partition("\n\n")[0]
+        subparser = subparsers.add_parser(name, help=help_line, description=text[:1].upper() + text[1:])
         if module is not None:
             add_options(subparser, module.OPTIONS)
             known = [name for action in subparser._actions for name in action.option_strings]

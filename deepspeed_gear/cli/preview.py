@@ -1,4 +1,7 @@
-"""`gear preview CONFIG`: the batches of every rank of a run, without starting it."""
+"""`gear preview`: show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel
+between nodes; and the digests of the first global batches, which a run with gear.verify_every writes to its
+log. Ranks and nodes that are equal share a line. One process, no GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,6 @@ def _count(text: str) -> int:
     return int(text)
 
 
-DESCRIPTION = (
-    "Show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel between "
-    "nodes; and the digests of the first global batches, which a run with gear.verify_every writes to "
-    "its log. Ranks and nodes that are equal share a line. One process, no GPU."
-)
 OPTIONS: Options = {
     "CONFIG": "a ds_config with a gear section, or the section",
     **{f"--{option} N": (f"{axis} ranks", {"type": _count, "default": 1}) for option, axis in _AXES.items()},

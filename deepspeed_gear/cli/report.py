@@ -1,4 +1,4 @@
-"""`gear report`: the report of `ds_report`, with GEAR's ops among them and what they are built with."""
+"""`gear report`: show the report of `ds_report`, with GEAR's ops among them and what they are built with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ..ops.backends import load_native, load_native_cuda
 from ..ops.builder import GearBuilder, GearCudaBuilder, register
 
 _WIDTH = 26
-
 
 OPTIONS = {
     "--load": "load the native ops, building them if need be",

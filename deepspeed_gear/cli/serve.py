@@ -1,4 +1,7 @@
-"""`gear serve`: a gateway to this node's store for actors on machines without one."""
+"""`gear serve`: add what remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker) send to a
+table of this node's store. It is one of its writers, waits for the run to begin, and ends with it or with
+SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,6 @@ import signal
 from ..errors import ConfigError, undo_on_error
 from . import Options
 
-DESCRIPTION = (
-    "Add what remote actors (RemoteWriter) or rollout workers (RemoteRolloutWorker) send to a table of this "
-    "node's store. It is one of its writers, waits for the run to begin, and ends with it or with SIGTERM."
-)
 _RUN = "name or id of the run, where several of one config share this node"
 _MESSAGE = "most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)"
 _TOKEN = "file of mode 0600 with the token that actors show"

@@ -1,4 +1,6 @@
-"""`gear simulate CONFIG`: the pace of rollout workers and ranks under each rule for slow groups.
+"""`gear simulate`: predict throughput, lag, dropped work and the bias of lengths of a run with rollout
+workers, for the config's rule of order and slow groups and the others. The members of a prompt are generated
+at once.
 
 Simulates the run of a table with prompts: its ledger (`store/prompt_ledger.py`) admits, orders and drops, and
 only time, lengths and trajectories are made up.
@@ -28,10 +30,6 @@ from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_ledger import LeasedPrompt, Left, PromptLedger, PromptSpec
 from deepspeed_gear.store.records import Head
 
-DESCRIPTION = (
-    "Predict throughput, lag, dropped work and the bias of lengths of a run with rollout workers, for the "
-    "config's rule of order and slow groups and the others. The members of a prompt are generated at once."
-)
 OPTIONS: Options = {
     "CONFIG": "a ds_config with a gear section that has prompts, or the section",
     "--lengths L": (

@@ -1,4 +1,6 @@
-"""`gear split DATASET OUT --nodes N`: divide a data set into the parts that nodes keep on their own disks."""
+"""`gear split`: divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per
+node that consumes. Each is read like any data set; copy part i to node i.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,6 @@ from pathlib import Path
 from deepspeed_gear.cli import Options
 from deepspeed_gear.errors import ConfigError, show_bytes
 
-DESCRIPTION = (
-    "Divide a data set into contiguous parts of about equal bytes, OUT/part-0 and so on, one per node "
-    "that consumes. Each is read like any data set; copy part i to node i."
-)
 OPTIONS: Options = {
     "DATASET": "folder of a whole data set",
     "OUT": "folder to make",
