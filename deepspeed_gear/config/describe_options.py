@@ -129,31 +129,23 @@ SYNONYMS = {
 }
 
 
-def _inside(annotation: Any, key: Any) -> tuple[Any, tuple[Any, ...]] | None:
-    """Return the annotation and metadata of the option under a key, or None if there is none."""
-    for member in alternatives(annotation):
-        model, (bare, _) = as_model(member), parts(member)
-        if model is not None and key in options(model):
-            info = options(model)[key]
-            return info.annotation, tuple(info.metadata)
-        if get_origin(bare) in (dict, list):
-            return get_args(bare)[-1], ()
-    return None
-
-
 def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[Any, ...], list[Any]]:
     """Follow a pydantic location; members that name a branch of a union are not part of the option's name."""
     annotation: Any = model
     metadata: tuple[Any, ...] = ()
     path: list[Any] = []
     for key in where:
-        if key == "[key]":
-            continue
-        found = _inside(annotation, key)
-        if found is None:
-            continue
-        annotation, metadata = found
-        path.append(key)
+        for member in [] if key == "[key]" else alternatives(annotation):
+            within = as_model(member)
+            if within is not None and key in options(within):
+                info = options(within)[key]
+                annotation, metadata = info.annotation, tuple(info.metadata)
+            elif get_origin(bare := parts(member)[0]) in (dict, list):
+                annotation, metadata = get_args(bare)[-1], ()
+            else:
+                continue
+            path.append(key)
+            break
     return annotation, metadata, path
 
 
