@@ -12,13 +12,11 @@ import argparse
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from deepspeed_gear.errors import show_bytes
+from deepspeed_gear.file_system import is_open
 from deepspeed_gear.store.shared_memory import SHM, is_held, is_kept, opened, remove_garbage, stores
-
-_PROC = Path("/proc")
 
 OPTIONS = {
     "--prefix PREFIX": (
@@ -56,36 +54,14 @@ def buffers() -> list[Path]:
 
 
 def remove_unused_buffers() -> list[Path]:
-    """Remove and return this user's buffers that no visible process of this user maps or holds open.
+    """Remove and return this user's buffers that no process maps or holds open.
 
-    Where containers share /dev/shm but not their process ids, ranks of another container are not visible.
-    Removal leaves their mapped memory intact; it fails them only while they open each other's buffers.
+    Removal leaves mapped memory intact; it fails ranks only while they open each other's buffers.
     """
-    found = buffers()
-    used = set(_files_in_use()) if found else set()
     removed = []
-    for path in found:
-        with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino not in used:
+    for path in buffers():
+        with contextlib.suppress(OSError):  # removed meanwhile
+            if not is_open(path):
                 path.unlink()
                 removed.append(path)
     return removed
-
-
-def _files_in_use() -> Iterator[int]:
-    """Yield the inodes in shared memory that processes map or hold; those of other users cannot be read."""
-    device = os.stat(SHM).st_dev
-    for process in _PROC.iterdir():
-        if not process.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            for line in (process / "maps").read_text(errors="replace").splitlines():
-                words = line.split(maxsplit=5)
-                if len(words) == 6 and words[5].startswith(f"{SHM}/"):
-                    yield int(words[4])
-        with contextlib.suppress(OSError):
-            for entry in (process / "fd").iterdir():
-                with contextlib.suppress(OSError):
-                    status = entry.stat()
-                    if status.st_dev == device:
-                        yield status.st_ino

@@ -8,13 +8,11 @@ it compiles, so a lock that no process has open is stale.
 
 from __future__ import annotations
 
-import fcntl
-import os
-import signal
 import time
 from pathlib import Path
 
 from deepspeed_gear.context import LOG
+from deepspeed_gear.file_system import is_open
 
 from ..errors import BuildError
 from .jit import build_folder, build_lock
@@ -56,10 +54,10 @@ def _remove(lock: Path) -> BuildError | None:
         kind = "".join(output(["stat", "-f", "-c", "%T", str(lock)]))
         if kind not in _LOCAL:
             raise OSError(f"other machines may use its file system, {kind}")
-        if age_s < _LEAST_AGE_S or _is_open(lock):
+        if age_s < _LEAST_AGE_S or is_open(lock):
             return None
         time.sleep(_SECOND_LOOK_S)
-        if _is_open(lock) or lock.stat().st_ctime_ns != made.st_ctime_ns:
+        if is_open(lock) or lock.stat().st_ctime_ns != made.st_ctime_ns:
             return None
         lock.unlink()  # no process creates it while it exists, and only its dead holder would remove it
         LOG.warning("gear: removed %s, made %.0f s ago by a build that has died", lock, age_s)
@@ -69,19 +67,3 @@ def _remove(lock: Path) -> BuildError | None:
             remedy = f"rm {lock}, if no process builds"
             return BuildError(str(lock), "must be held by a process that builds", value, remedy)
     return None
-
-
-def _is_open(lock: Path) -> bool:
-    """Return whether a process of this machine, in any container, has a file of this user open: the kernel
-    grants a write lease to its only descriptor. Who opens it before the lease ends causes SIGURG here:
-    ignored.
-    """
-    fd = os.open(lock, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
-    return False

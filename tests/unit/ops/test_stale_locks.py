@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from warm_python import PIPE, WarmProcess
 
+from deepspeed_gear import file_system
 from deepspeed_gear.ops import stale_locks
 
 HOLDER = """
@@ -101,7 +102,7 @@ def test_a_lock_whose_holder_cannot_be_seen_is_only_named(
 ) -> None:
     """It is on a file system of other machines, or on one without leases."""
     if why == "Invalid argument":
-        monkeypatch.setattr(stale_locks.fcntl, "F_SETLEASE", -1)
+        monkeypatch.setattr(file_system.fcntl, "F_SETLEASE", -1)
     else:
         monkeypatch.setattr(stale_locks, "_LOCAL", frozenset())
     end(hold())
