@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from dataclasses import dataclass
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
@@ -19,7 +18,6 @@ from deepspeed_gear.ops.reference import (
 )
 
 
-@dataclass(frozen=True)
 class ReferenceOps(Ops):
     """The ops in plain PyTorch, for host memory as they are."""
 
