@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
-    """Return the schema and the trajectories of what is exported."""
     if args.living is not None:
         stores = {store.table: store for store in living_stores(args.living)}
         store = stores[_chosen(args.table, list(stores))]

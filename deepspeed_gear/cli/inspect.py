@@ -380,7 +380,6 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
-    """Return the lines printed of a table, saved or living."""
     what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "none: it is not sampled"
     lines = [f"  sampler       {what}", f"  trajectories  {summary['trajectories']:,}"]
     if summary["steps"] is not None:

@@ -85,7 +85,6 @@ def as_json(found: Preview) -> dict[str, Any]:
 
 
 def _groups_of_ranks(found: Preview) -> list[str]:
-    """Return a paragraph for the ranks with the same fields."""
     lines = []
     for ranks in grouped(found.ranks, lambda rank: (*rank.shapes.items(), rank.num_bytes)):
         shares = [f"{share:.1%}" for share in sorted(rank.padding for rank in ranks)]

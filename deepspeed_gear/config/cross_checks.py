@@ -402,7 +402,6 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
 
 
 def _check_names(config: GearOptions) -> None:
-    """Reject names of tables and fields that are unknown, missing, or mean something else."""
     tables, sampler = config.resolved_tables, config.sampler
     for name in tables:
         if name.endswith(_NOT_OF_TABLES):  # its folder in a checkpoint would be that of an earlier save

@@ -166,7 +166,6 @@ def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> N
 
 
 def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
-    """Reject columns that do not suit the options of their table."""
     at, table = dotted("gear", "tables", name), config.resolved_tables[name]
     opaque = [column for column in schema if column.is_opaque]
     if opaque and table.placement == "device":
@@ -192,7 +191,6 @@ def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
 
 
 def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
-    """Reject names in `gear.pipeline` that no batch has."""
     if config.pipeline is None:
         return
     known = [*fields, *(N_STEP_NAMES if config.n_step is not None else ()), *SAMPLE_NAMES]
@@ -398,7 +396,6 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
 
 
 def _check_column(part: Part, column: Column, statistics: Collection[str]) -> None:
-    """Reject options of a field that its column does not suit."""
     if column.rows == "1":
         when = f"as {column.name} has one value per trajectory"
         part.admit("offset", (None, 0), when, "drop it")

@@ -331,7 +331,6 @@ def reopened(path: Path, fingerprint: str) -> Dataset:
 
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
-    """Check the parts of schema.json and return its file records."""
     name = str(path / SCHEMA_FILE)
     if "format" not in manifest or "schema" not in manifest:
         raise DataError(name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST")

@@ -190,7 +190,6 @@ class DatasetWriter:
         self._copy(whole, part.first, part.end, digests)
 
     def _begin_with(self, known: Dataset) -> None:
-        """Copy all trajectories of a data set, and list its sources first."""
         columns = [column for column in self.schema if column != SOURCE or column in known.schema.columns]
         if known.part is not None:
             remedy = "append to the whole, and split it again"

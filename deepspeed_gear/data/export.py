@@ -164,7 +164,6 @@ class ParquetFile(TrajectoryFile):
             self._flush()
 
     def _flush(self) -> None:
-        """Write the trajectories so far as a row group."""
         table = self._arrow.table({column.name: self._array(column) for column in self.schema})
         table = table.replace_schema_metadata({SCHEMA_KEY: json.dumps(self.schema.to_json())})
         self._file = self._file or self._arrow.parquet.ParquetWriter(self.path, table.schema)
@@ -310,7 +309,6 @@ def export(
 
 
 def _check_derived(name: str, trajectory: Mapping[str, Any], derived: list[Column], schema: Schema) -> None:
-    """Raise DataError unless a trajectory's return and length are those that ingest derives."""
     reward = schema.role("reward")
     for column in derived:
         wanted: Any = _num_steps(trajectory, schema)

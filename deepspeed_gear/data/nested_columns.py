@@ -35,7 +35,6 @@ def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str
 
 
 def _divide(flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, Any], names: Set[str]) -> None:
-    """Put values into `flat`, under their dotted names."""
     for key, value in given.items():
         if not isinstance(key, str):
             owner = f"{name}: column {prefix[:-1]}" if prefix else name

@@ -235,7 +235,6 @@ def split_episodes(
     reward = schema.role("reward")
 
     def rows_of(column: Column, index: int, first: int, end: int) -> Any:
-        """Return a column's rows of a part, or its value."""
         rows = arrays[column.name]
         if column.rows == "1" and column.role == "length":
             return np.asarray(end - first)

@@ -290,7 +290,6 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
 
 
 def _carry_state(engine: Any, replay: ReplayBase) -> None:
-    """Make the engine save and load the replay's position in its checkpoints."""
 
     def save_checkpoint(
         original: Callable[..., Any],

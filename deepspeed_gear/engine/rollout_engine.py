@@ -62,7 +62,6 @@ class GearRollout(RolloutEngine):
         return self.generator.generate(request, sampling)
 
     def sync_weights(self, step: int) -> None:
-        """Update the generator's weights."""
         self.generator.sync_weights(step)
 
     def shutdown(self) -> None:

@@ -56,7 +56,6 @@ class _DeepSpeedOp(NativeOp):
         return [*flags, *filter(os.path.isabs, found)]  # its name alone: the compiler has none
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether the op can be built here; a reason is printed when `verbose`."""
         missing = self.missing()
         if missing and verbose:
             self.warning(f"{self.NAME}: {'; '.join(missing)}")  # type: ignore[attr-defined]

@@ -30,7 +30,6 @@ def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) ->
 
 @lru_cache(maxsize=8)
 def _round_keys(seed: int) -> list[np.ndarray]:
-    """Return the keys of the rounds. [2, 1, 1] each, uint64."""
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
     rounds = [((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF) for i in range(10)]
     return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]

@@ -115,7 +115,6 @@ def _reader_class(format: str) -> type[Reader]:
 
 
 def _content(path: Path) -> str:
-    """Describe the contents of a source of an unknown layout, for the error."""
     import h5py
 
     if path.is_dir():

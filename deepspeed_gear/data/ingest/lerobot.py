@@ -112,7 +112,6 @@ class LerobotReader(Reader):
             self.notes.append("next.done is taken for a terminal state, as no feature tells a time limit")
 
     def _add_column(self, key: str, name: str, feature: Any) -> None:
-        """Add the column of a feature, unless it is text."""
         where = f"{self.path / _INFO}: features: {key}"
         kinds = TypeError, KeyError, ValueError, AttributeError
         with DataError.on(where, "must have a dtype and a shape", *kinds, value=repr(feature)):
@@ -217,7 +216,6 @@ class LerobotReader(Reader):
         return read_table(path, self.expansion, chosen)
 
     def _decode(self, pair: tuple[Episode, Any]) -> tuple[str, dict[str, NDArray[Any]]]:
-        """Return the arrays of an episode, of which the rows are given."""
         episode, table = pair
         name, counters = f"episode {episode.index}", {"frame_index": np.arange(episode.length)}
         counters["episode_index"] = np.full(episode.length, episode.index)

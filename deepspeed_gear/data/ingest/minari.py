@@ -245,7 +245,6 @@ class TableStore:
         return self._decode(where, key, array, field)
 
     def _read(self, number: int) -> dict[Key, Any]:
-        """Return (array, field) of every leaf of an episode."""
         path = self._folder / str(number)
         files = sorted(path.glob(f"*.{self._form}"))
         if not files:

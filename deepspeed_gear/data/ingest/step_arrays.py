@@ -120,7 +120,6 @@ class Steps:
                     raise DataError(f"{self._where}{self.keys[name]}", rule, list(rows[name].shape))
 
     def _find_ends(self, limit: int | None, returns: Any) -> None:
-        """Set the ends and their causes."""
         given: dict[str, Any] = {kind: self._flag(kind) for kind in FLAG_KINDS if kind in self.arrays}
         if "start" in given:  # recordings of Stable-Baselines are of whole episodes
             start = given.pop("start")

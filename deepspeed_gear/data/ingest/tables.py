@@ -135,7 +135,6 @@ class TableReader(Reader):
         return "episode"
 
     def _rows(self, is_nested: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the label and the values of each row, without those that are None."""
         number = 0
         for block in self._blocks(is_nested):
             for values in zip(*block.values(), strict=True):
@@ -160,7 +159,6 @@ class TableReader(Reader):
             yield label, arrays, length
 
     def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the label and the rows of each episode of a table of steps."""
         parts: list[Block] = []
         last, seen, ended = None, set(), 0
         for block in self._blocks(False):

@@ -254,7 +254,6 @@ class _Balancing:
                 return
 
     def _lower(self, pack: int) -> bool:
-        """Lower the cost of a pack to its target; return whether anything was changed."""
         for changes in range(_MOST_CHANGES):
             is_low = self._excess[pack] <= self._tolerance[pack]
             if is_low or not (self._give_to_lowest(pack) or self._give_to_similar(pack)):

@@ -450,7 +450,6 @@ def _weigh(
     draw: Sequence[int],
     total: int,
 ) -> None:
-    """Compute the weights of samples, unless there are none to compute."""
     if not len(weights):
         return
     beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
