@@ -15,6 +15,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +197,8 @@ def summary(facts: Facts) -> dict[str, str]:
 
 def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
     """Return the problems of examined machines, alone and compared; `slots`: ranks by host of a hostfile."""
-    problems: list[GearError] = []
-    for host, facts in reports.items():
-        problems += _alone(host, facts, (slots or {}).get(host, 0), len(reports) > 1)
-    return [*problems, *_compared(reports)]
+    alone = (_alone(host, of, (slots or {}).get(host, 0), len(reports) > 1) for host, of in reports.items())
+    return [*chain.from_iterable(alone), *_compared(reports)]
 
 
 def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[GearError]:
