@@ -1,4 +1,4 @@
-"""Philox random words in NumPy, for the few draws of a batch that are not worth an op. Pure."""
+"""Philox random words in NumPy: their definition, and the few draws of a batch that are not worth an op."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest fir
 
 
 def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
-    """Make a random word of 128 bits for each number and purpose, as the reference does, but fast.
+    """Make a random word of 128 bits for each number and purpose.
 
     `numbers` are [n], uint64, `purposes` [p, 1]; the words' quarters, the highest first, [p, n] each.
     """

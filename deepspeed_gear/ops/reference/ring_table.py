@@ -325,8 +325,7 @@ def ring_select_(
             priority_ops.resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
             select.resolve_(one, sums, slots, point, rule, unit, seed, stream, number)
-    _weigh(state, resolutions, weights, sums, minima, betas, draw, total)
-    _advance(state, total, count)
+    _complete(state, resolutions, weights, sums, minima, betas, draw, total)
 
 
 def ring_select_limited_(
@@ -370,8 +369,7 @@ def ring_select_limited_(
             items = _Items(state, (sums, minima, torch.zeros(0)), shape)
             items.set(slot, 0, 0)
             items.repair()
-    _weigh(state, resolutions, weights, sums, minima, betas, draw, first_total)
-    _advance(state, first_total, count)
+    _complete(state, resolutions, weights, sums, minima, betas, draw, first_total)
 
 
 def ring_top_k_(
@@ -440,7 +438,7 @@ def _no_samples(state: Tensor, resolutions: Tensor, weights: Tensor, numbers: Te
     weights.zero_()
 
 
-def _weigh(
+def _complete(
     state: Tensor,
     resolutions: Tensor,
     weights: Tensor,
@@ -450,16 +448,16 @@ def _weigh(
     draw: Sequence[int],
     total: int,
 ) -> None:
-    if not len(weights):
-        return
-    beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
-    numerator, divisor, normalize = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE]), draw[5]
-    if normalize == Normalize.BATCH:
-        numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
-    elif normalize == Normalize.TABLE:
-        top = minima[-32:] if len(minima) else sums[:32]  # of a tree of one level: its leaves
-        numerator, divisor = int(top[top > 0].min()), 1
-    priority_ops.importance_(weights, resolutions, numerator, divisor, beta)
+    if len(weights):
+        beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
+        numerator, divisor, normalize = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE]), draw[5]
+        if normalize == Normalize.BATCH:
+            numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
+        elif normalize == Normalize.TABLE:
+            top = minima[-32:] if len(minima) else sums[:32]  # of a tree of one level: its leaves
+            numerator, divisor = int(top[top > 0].min()), 1
+        priority_ops.importance_(weights, resolutions, numerator, divisor, beta)
+    _advance(state, total, len(resolutions))
 
 
 def ring_update_(

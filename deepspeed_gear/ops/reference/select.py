@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from deepspeed_gear.ops.philox import philox as random_words
 from deepspeed_gear.ops.records import (
     GoalStrategy,
     MassUnit,
@@ -19,9 +21,8 @@ from deepspeed_gear.ops.records import (
 
 from ...errors import ShapeError
 from ..constants import FAN_OUT, tree_levels
-from .integers import LOW_32, less, multiply_high, shift_right, signed
+from .integers import less, multiply_high, shift_right, signed
 
-_PHILOX_ROUNDS = 10
 _FEISTEL_ROUNDS, _LEAST_BITS = 8, 8
 
 
@@ -32,16 +33,10 @@ def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tenso
 
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
     """
-    key_0, key_1 = seed & LOW_32, (seed >> 32) & LOW_32
-    c0, c1 = numbers & LOW_32, shift_right(numbers, 32)
-    c2, c3 = torch.full_like(c0, stream & LOW_32), torch.full_like(c0, purpose & LOW_32)
-    for _ in range(_PHILOX_ROUNDS):
-        product_0, product_1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0 = shift_right(product_1, 32) ^ c1 ^ key_0
-        c2 = shift_right(product_0, 32) ^ c3 ^ key_1
-        c1, c3 = product_1 & LOW_32, product_0 & LOW_32
-        key_0, key_1 = (key_0 + 0x9E3779B9) & LOW_32, (key_1 + 0xBB67AE85) & LOW_32
-    return (c1 << 32) | c0, (c3 << 32) | c2
+    flat, purposes = numbers.reshape(-1).numpy().view(np.uint64), np.array([[purpose]], np.uint64)
+    quarters = random_words(seed, flat, stream, purposes)
+    a, b, c, d = (torch.from_numpy(one.view(np.int64)).reshape(numbers.shape) for one in quarters)
+    return (a << 32) | b, (c << 32) | d
 
 
 def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
