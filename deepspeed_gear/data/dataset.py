@@ -344,10 +344,12 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
     check_types(f"{name}: ", manifest, kinds, REMAKE)
     if (count := manifest["num_trajectories"]) < 1:
         raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)
-    return {
-        file: FileRecord.from_json(f"{name}: files.{file}", entry)
-        for file, entry in manifest["files"].items()
-    }
+    records = {}
+    for file, entry in manifest["files"].items():
+        rule = "must record bytes, sha256 and probe"
+        with DataError.on(f"{name}: files.{file}", rule, TypeError, remedy=REMAKE):
+            records[file] = FileRecord(**entry)
+    return records
 
 
 class MappedFiles:
@@ -366,7 +368,7 @@ class MappedFiles:
         self._folder, opened = folder, os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         # Descriptors of the folder and its files: none of their inodes is used again.
         self._opened: dict[Path, int] = {folder: opened}
-        weakref.finalize(self, _close, self._opened)
+        weakref.finalize(self, lambda opened: [*map(os.close, opened.values())], self._opened)
 
     def record(self, path: Path) -> None:
         """Record a file's identity before it is checked and mapped."""
@@ -421,11 +423,6 @@ class MappedFiles:
             address = np.frombuffer(memory, np.uint8, 1).ctypes.data
             entry = native.map_guard_add(address, len(memory), os.fsencode(path.absolute()))
             weakref.finalize(memory, native.map_guard_remove, entry).atexit = False
-
-
-def _close(opened: Mapping[Path, int]) -> None:
-    for descriptor in opened.values():
-        os.close(descriptor)
 
 
 def _compare(path: Path, known: os.stat_result, file: Path | int) -> None:

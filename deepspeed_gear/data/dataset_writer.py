@@ -73,7 +73,6 @@ class DatasetWriter:
 
         Args:
             dest: The folder to make.
-            schema: The columns of every trajectory.
             split: Share of each held-out part by name; the statistics are those of the rest. None: no part,
                 or the parts of the data set that is appended to.
             overwrite: Replace a data set that is there; anything else is never replaced.

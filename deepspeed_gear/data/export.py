@@ -270,8 +270,7 @@ def export(
     are left out where ingest derives them again. Memory: a trajectory, of Parquet a row group of 32 MiB.
 
     Args:
-        trajectories: As `Dataset.trajectory` returns them.
-        schema: Their columns.
+        trajectories: As `Dataset.trajectory` returns them, with the columns of `schema`.
         dest: The file to make (parquet, npz), or the folder (minari, jsonl).
         format: A key of `FORMATS`.
         columns: Patterns of optional columns to keep, as of `ingest`; None keeps all.

@@ -27,8 +27,6 @@ class GearRollout(RolloutEngine):
     `generate` is that of the generator, so a program of DeepSpeed's interface goes on as it is.
 
     Args:
-        generator: What generates.
-        worker: Leases and commits.
         rewards: Returns the other columns of a group's trajectories, given the prompt's columns and the token
             ids of each response, [n]: `lambda prompt, responses: [{"reward": 1.0} for _ in responses]`.
         pad: Token id of padding, which the attention mask leaves out.

@@ -107,5 +107,5 @@ def test_the_ingest_format_of_the_page(
         "json:JSONDecoder": "subclass of Reader",
         "absent_module:Reader": "must name what can be imported",
     }.items():
-        with pytest.raises(DataError, match=text):
+        with pytest.raises((ConfigError, DataError), match=text):
             ingest([source], modules / "other", format=name)

@@ -31,7 +31,7 @@ from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_memb
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes
+from deepspeed_gear.errors import DataError, near_name, show_bytes, undo_on_error
 from deepspeed_gear.schema import Column, Schema
 
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
@@ -90,11 +90,10 @@ def open_source(
             raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
         option = f"--{name.replace('_', '-')}"
         raise DataError(f"{path}: {option}", f"must be for the format {' or '.join(having)}", kind.format)
-    with ExitStack() as failed:
-        reader = failed.enter_context(kind(path, select, expansion, given))
+    reader = kind(path, select, expansion, given)
+    with undo_on_error(reader.files.close):
         reader.open()
         select.check_used(path)
-        failed.pop_all()
     return reader
 
 
@@ -105,10 +104,7 @@ def _reader_class(format: str) -> type[Reader]:
             remedy = near_name(format, ["auto", *READERS]) or "docs/how-to/add-an-ingest-format.md adds one"
             raise DataError("format", rule, format, remedy)
         return READERS[format]
-    try:
-        found: Any = imported(format, "format")
-    except ConfigError as error:
-        raise DataError("format", error.rule, format, error.remedy) from error
+    found: Any = imported(format, "format")
     if not (isinstance(found, type) and issubclass(found, Reader)):
         raise DataError("format", "must name a subclass of Reader", format)
     return found
