@@ -44,10 +44,8 @@ class GearError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by parts, so that an error crosses a process group unchanged."""
-        value = (
-            self.value if isinstance(self.value, (str, int, float, bool, type(None))) else repr(self.value)
-        )
-        return type(self), (self.name, self.rule, value, self.remedy)
+        is_plain = isinstance(self.value, (str, int, float, bool, type(None)))
+        return type(self), (self.name, self.rule, self.value if is_plain else repr(self.value), self.remedy)
 
 
 class ConfigError(GearError, ValueError):

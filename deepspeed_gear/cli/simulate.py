@@ -77,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
         if value <= 0:
             raise ConfigError(name.removesuffix("_s"), "must be positive", value)
     lengths = lengths_of(args.lengths, spec.seed, size)
-    found = [
-        simulate(replace(spec, order=order, late=late), lengths, pace, args.batches) for order, late in RULES
-    ]
+    rules = [replace(spec, order=order, late=late) for order, late in RULES]
+    found = [simulate(rule, lengths, pace, args.batches) for rule in rules]
     if args.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0

@@ -103,9 +103,8 @@ def check_options(config: GearOptions) -> None:
     media = [one for name in config.sampled_tables if (one := config.resolved_tables[name].media) is not None]
     if any(one.columns != media[0].columns for one in media):
         rule = "must have equal media.columns in all tables of a mixture"
-        part.refuse(
-            "tables", rule, "an item may have no rows of a column: give all tables the columns of all"
-        )
+        remedy = "an item may have no rows of a column: give all tables the columns of all"
+        part.refuse("tables", rule, remedy)
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
@@ -265,9 +264,8 @@ def _check_rate(config: GearOptions, table: TableConfig, rate: RateLimiterConfig
     at_table = part.at.removesuffix(".rate_limiter")
     sampler = config.sampler_of(at_table.removeprefix("gear.tables."))
     if rate.queue is not None:
-        part.leave_out(
-            "error_buffer min_size samples_per_insert", f"together with {part.at}.queue", "drop one"
-        )
+        others = "error_buffer min_size samples_per_insert"
+        part.leave_out(others, f"together with {part.at}.queue", "drop one")
         if sampler.kind != "fifo" or sampler.unit == "step":
             part.refuse("queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"')
         Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
@@ -482,9 +480,7 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
         remedy = "each of them gets an equal slice"
         raise ConfigError("gear.pack.pad.multiple", rule, pack.pad.multiple, remedy)
     if pack.prefix == "share" and sequence > 1:
-        raise ConfigError(
-            "gear.pack.prefix", 'must be "own" with sequence ranks', pack.prefix, "leave it out"
-        )
+        Part("gear.pack", pack).refuse("prefix", 'must be "own" with sequence ranks', "leave it out")
     if stages > 1:
         remedy = "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
         raise ConfigError("gear.pack", "must not be given where the model is a pipeline", None, remedy)

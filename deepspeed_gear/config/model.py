@@ -52,9 +52,8 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
     set's fingerprint shows whether the copies are the same.
     """
     section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
-    section["tables"] = {
-        name: table.model_dump(mode="json", by_alias=True) for name, table in config.resolved_tables.items()
-    }
+    tables = config.resolved_tables.items()
+    section["tables"] = {name: table.model_dump(mode="json", by_alias=True) for name, table in tables}
     for table in section["tables"].values():
         if table["data"] is not None:
             table["data"] = {option: table["data"][option] for option in ("split", "replicate")}

@@ -41,10 +41,7 @@ from deepspeed_gear.schema import Column, Schema
 CHECK_EVERY_S = 1.0
 _ATTRIBUTES = {"device": "st_dev", "inode": "st_ino", "size": "st_size"}
 _ATTRIBUTES["modification time (ns)"] = "st_mtime_ns"
-_REMEDY = (
-    "leave a data set unchanged while a run uses it; end the run, and copy the data set again or make it "
-    "with gear ingest"
-)
+_REMEDY = "leave a data set unchanged while a run uses it; end the run, and copy it again or ingest it"
 
 
 class Dataset(MapDataset[dict[str, Any]]):
@@ -380,9 +377,8 @@ class MappedFiles:
     @property
     def is_replaced(self) -> bool:
         """Whether the folder as a whole is another one than that of the mapped files."""
-        return self._folder.exists() and not os.path.samestat(
-            os.stat(self._folder), os.fstat(self._opened[self._folder])
-        )
+        opened = os.fstat(self._opened[self._folder])
+        return self._folder.exists() and not os.path.samestat(os.stat(self._folder), opened)
 
     def add(self, path: Path, array: np.memmap) -> None:
         """Add the map of a recorded file, unless the file has changed since."""

@@ -79,10 +79,8 @@ class DatasetPart:
         return part
 
     def __str__(self) -> str:
-        return (
-            f"part {self.index} of {self.count}, trajectories {self.first} to {self.end - 1} of "
-            f"{self.trajectories} of {self.whole[:12]}"
-        )
+        ids = f"trajectories {self.first} to {self.end - 1} of {self.trajectories}"
+        return f"part {self.index} of {self.count}, {ids} of {self.whole[:12]}"
 
 
 def check_types(prefix: str, entry: Mapping[str, Any], kinds: Mapping[str, type], remedy: str) -> None:

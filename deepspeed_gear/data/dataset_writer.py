@@ -90,11 +90,8 @@ class DatasetWriter:
         """
         arguments.one_of("schema", schema, Schema, "a Schema")
         if (media := schema.role("media")) is not None:
-            rule, remedy = (
-                "must not have the role media in a data set",
-                "only tables with a capacity hold media",
-            )
-            raise SchemaError(f"column {media.name}", rule, None, remedy)
+            rule = "must not have the role media in a data set"
+            raise SchemaError(f"column {media.name}", rule, None, "only tables with a capacity hold media")
         self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})

@@ -247,10 +247,8 @@ def split_episodes(
         last = finals[column.name][index] if column.name in finals else rows[end - 1]
         return np.concatenate([rows[first:end], last[None]])
 
-    return [
-        {name: rows_of(schema[name], index, first, end) for name in given}
-        for index, (first, end) in enumerate(bounds)
-    ]
+    parts = enumerate(bounds)
+    return [{name: rows_of(schema[name], index, *part) for name in given} for index, part in parts]
 
 
 def _finals(

@@ -137,9 +137,8 @@ class NativeOp(ABC):
         except (OSError, ValueError):
             return None, f"prebuilt, but {stem}.json beside it cannot be read"
         expected = self.prebuilt_record()
-        differing = [
-            f"{k} {record.get(k)} instead of {expected[k]}" for k in expected if record.get(k) != expected[k]
-        ]
+        odd = [key for key, value in expected.items() if record.get(key) != value]
+        differing = [f"{key} {record.get(key)} instead of {expected[key]}" for key in odd]
         return (None, f"prebuilt for {', '.join(differing)}") if differing else (found, "prebuilt")
 
     def fitting(self) -> tuple[Path | None, str]:

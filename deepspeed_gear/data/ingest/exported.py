@@ -57,9 +57,8 @@ class ExportedReader(Reader):
         with (self.path / ROWS_FILE).open("rb") as file:
             for line in file:
                 row = parse_json(line)
-                yield {
-                    c.name: [row[c.name] if c.is_opaque else np.asarray(row[c.name])] for c in self.columns
-                }
+                values = [row[c.name] if c.is_opaque else np.asarray(row[c.name]) for c in self.columns]
+                yield {c.name: [value] for c, value in zip(self.columns, values, strict=True)}
 
     def _npz(self, names: list[str]) -> Iterator[dict[str, Any]]:
         with zipfile.ZipFile(self.path) as archive:

@@ -186,10 +186,8 @@ class Steps:
         """
         low = 0
         for high in self.ends.tolist():
-            is_kept = (
-                has_own_next or self.terminated[high - 1] or self._after(self.states[0], high) is not None
-            )
-            yield low, high if is_kept else high - 1, high
+            is_known = self.terminated[high - 1] or self._after(self.states[0], high) is not None
+            yield low, high if has_own_next or is_known else high - 1, high
             low = high
 
     def _after(self, name: str, high: int) -> tuple[str, int] | None:

@@ -70,9 +70,7 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
     """Yield the blocks of a table of Minari, pandas or HF datasets, known by its methods, or of mappings."""
     if hasattr(source, "iterate_episodes"):
         rows = ({name: getattr(one, name) for name in _MINARI_FIELDS} for one in source.iterate_episodes())
-        filled = (
-            {name: value for name, value in row.items() if value is not None and len(value)} for row in rows
-        )
+        filled = ({name: of for name, of in row.items() if of is not None and len(of)} for row in rows)
         yield from row_blocks(filled, where, is_nested)
     elif hasattr(source, "iloc"):
         arrays = {str(name): source[name].to_numpy() for name in source.columns}
