@@ -15,18 +15,8 @@ import torch
 
 from deepspeed_gear.errors import SchemaError, known_names
 
-DTYPES: dict[str, torch.dtype] = {
-    "bool": torch.bool,
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "int16": torch.int16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
+_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 FLOATING = ("float16", "bfloat16", "float32", "float64")
 OPAQUE = ("bytes", "json")  # one value per trajectory, in a row of fixed size: never a tensor of a batch
 LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian
@@ -41,9 +31,7 @@ ROLES = (
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
 _SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most one each; dtypes: any if empty
-    "reward": (),
-    "terminated": (),
-    "truncated": (),
+    **dict.fromkeys(("reward", "terminated", "truncated"), ()),
     "token": TOKEN_DTYPES,
     "loss_mask": ("bool", "uint8"),
     "timestep": ("int32", "int64"),
