@@ -258,9 +258,7 @@ def _differences(
     """Name up to three hosts of each value: "2.4 on node0, node1; 2.5 on node2"."""
     groups = grouped(values, values.__getitem__)
     if len(groups) > 1:
-        shown = "; ".join(
-            f"{values[hosts[0]]} on {', '.join(hosts[:3])}"
-            + (f" and {len(hosts) - 3} more" if len(hosts) > 3 else "")
-            for hosts in groups
-        )
-        yield kind(name, "must be the same on all hosts", shown, remedy)
+        more = [f" and {len(hosts) - 3} more" if len(hosts) > 3 else "" for hosts in groups]
+        pairs = zip(groups, more, strict=True)
+        shown = [f"{values[hosts[0]]} on {', '.join(hosts[:3])}{rest}" for hosts, rest in pairs]
+        yield kind(name, "must be the same on all hosts", "; ".join(shown), remedy)

@@ -145,16 +145,14 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     if priorities is None and rule.unit == "step":  # drawn by trajectory, and counted by step
         rows, steps, owner = rows_of(slots[drawable])
         counted = rows[rule.anchors.admits(steps, slots[drawable[owner], Slot.NUM_STEPS])]
+    of_items = None if priorities is None else np.array(priorities[drawable])
+    of_draws = None if draws is None else np.array(draws[counted])
     return {
         **found,
         "drawable": len(drawable) + waiting,
         "waiting": waiting,  # those that the next selection adds
         "excluded": [asdict(one) for one in excluded],
-        **drawing(
-            leaves[drawable].astype(np.float64),
-            None if priorities is None else np.array(priorities[drawable]),
-            None if draws is None else np.array(draws[counted]),
-        ),
+        **drawing(leaves[drawable].astype(np.float64), of_items, of_draws),
     }
 
 

@@ -13,11 +13,7 @@ from pydantic import BeforeValidator, PlainSerializer
 from deepspeed_gear.config.types import Words, refuse
 from deepspeed_gear.errors import ConfigError
 
-_ADMITTED = (
-    "a number in [0, 1]",
-    '{"linear": [from, to, steps]}',
-    '{"callable": "module:function"}',
-)
+_ADMITTED = ("a number in [0, 1]", '{"linear": [from, to, steps]}', '{"callable": "module:function"}')
 
 
 def _is_share(value: Any) -> bool:

@@ -36,10 +36,8 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
     Step t of a trajectory is row first_row + t. A trajectory with only some of its steps present may begin
     before its column, at a negative row, and end after it.
     """
-    first, steps, anchor, slot = (
-        resolutions[:, i]
-        for i in (Resolution.FIRST_ROW, Resolution.NUM_STEPS, Resolution.ANCHOR, Resolution.SLOT)
-    )
+    words = Resolution.FIRST_ROW, Resolution.NUM_STEPS, Resolution.ANCHOR, Resolution.SLOT
+    first, steps, anchor, slot = (resolutions[:, word] for word in words)
     good = (steps >= 1) & (steps <= MOST_STEPS) & (anchor >= 0) & (anchor < steps) & (slot >= 0)
     if num_slots is not None:
         good &= slot < num_slots
@@ -248,9 +246,8 @@ def pack_(
     good = (steps >= 1) & (steps <= MOST_STEPS) & (places >= 0) & (places <= MOST_STEPS)
     if not good.all():
         i = int(torch.nonzero(~good)[0])
-        raise ShapeError(
-            f"resolution {i}", f"must have a place and steps in [1, {MOST_STEPS}]", int(steps[i])
-        )
+        rule = f"must have a place and steps in [1, {MOST_STEPS}]"
+        raise ShapeError(f"resolution {i}", rule, int(steps[i]))
     for field, column in zip(fields, columns, strict=True):
         single = field.length == 1 and field.pad == Pad.VALUE and not field.follows
         if not single or field.source == Source.POSITION:

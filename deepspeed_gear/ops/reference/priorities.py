@@ -276,9 +276,8 @@ def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) 
     if not is_slot.any():
         return is_slot
     slot = slots[torch.where(is_slot, index, 0)]
-    is_same = (slot[:, Slot.STATE] == SlotState.COMMITTED) & (
-        slot[:, Slot.GENERATION] == updates[:, PriorityUpdate.GENERATION]
-    )
+    is_newest = slot[:, Slot.GENERATION] == updates[:, PriorityUpdate.GENERATION]
+    is_same = (slot[:, Slot.STATE] == SlotState.COMMITTED) & is_newest
     num_steps = slot[:, Slot.NUM_STEPS]
     is_item = anchors_among(rule, anchor, num_steps) if unit == MassUnit.STEP else anchor < num_steps
     return is_slot & is_same & (anchor >= 0) & is_item

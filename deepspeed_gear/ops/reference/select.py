@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops.philox import philox as random_words
-from deepspeed_gear.ops.records import (
-    GoalStrategy,
-    MassUnit,
-    RandomPurpose,
-    Resolution,
-    Slot,
-    SlotState,
-)
+from deepspeed_gear.ops.records import GoalStrategy, MassUnit, RandomPurpose, Resolution, Slot, SlotState
 
 from ...errors import ShapeError
 from ..constants import FAN_OUT, tree_levels
@@ -67,10 +60,8 @@ def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int
     bits = max(_LEAST_BITS, (size - 1).bit_length())
     right_bits = bits - bits // 2
     left_mask, right_mask = (1 << bits // 2) - 1, (1 << right_bits) - 1
-    keys = [
-        philox(seed, torch.tensor(epoch), stream, RandomPurpose.PERMUTATION + (pair << 8))
-        for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
-    ]
+    purposes = (RandomPurpose.PERMUTATION + (pair << 8) for pair in range(1, _FEISTEL_ROUNDS // 2 + 1))
+    keys = [philox(seed, torch.tensor(epoch), stream, purpose) for purpose in purposes]
     index = torch.arange(len(coordinates)) + first
     outside = torch.ones_like(index, dtype=torch.bool)
     while outside.any():

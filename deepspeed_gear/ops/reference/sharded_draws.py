@@ -149,9 +149,8 @@ def _split(words: Tensor) -> tuple[Tensor, Tensor]:
 def _encode(record: Tensor, steps: Tensor | None) -> Tensor:
     handle = _join(record[Resolution.GENERATION], record[Resolution.SLOT])
     place = _join(record[Resolution.NUM_STEPS], record[Resolution.ANCHOR])
-    return torch.stack(
-        [record[Resolution.ID], record[Resolution.MASS], handle, place, *([] if steps is None else [steps])]
-    )
+    words = [record[Resolution.ID], record[Resolution.MASS], handle, place]
+    return torch.stack([*words, *([] if steps is None else [steps])])
 
 
 def _decode(words: Tensor, number: int) -> Tensor:
