@@ -17,22 +17,9 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset as MapDataset
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data import dataset_files
 from deepspeed_gear.data.compressed_rows import CompressedRows, files_of
-from deepspeed_gear.data.dataset_files import (
-    EXTENTS_FILE,
-    FORMAT,
-    REMAKE,
-    SCHEMA_FILE,
-    STATS_FILE,
-    DatasetPart,
-    FileRecord,
-    check_file,
-    check_types,
-    column_file,
-    fingerprint_of,
-    payload_digest,
-    read_json,
-)
+from deepspeed_gear.data.dataset_files import REMAKE, SCHEMA_FILE, STATS_FILE, DatasetPart, FileRecord
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import DataError, SchemaError
@@ -93,7 +80,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.part: DatasetPart | None = None
         if "part" in manifest:
             self.part = DatasetPart.from_json(f"{name}: part", manifest["part"], num_trajectories)
-        extents = self._map(EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
+        extents = self._map(dataset_files.EXTENTS_FILE, np.dtype(np.int64), (num_trajectories, 2))
         self.first_rows = np.ascontiguousarray(extents[:, 0])
         self.lengths = np.ascontiguousarray(extents[:, 1])
         self._check_extents()
@@ -112,7 +99,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.statistics = self._read_statistics()
         grown_from = dict(manifest.get("grown_from", {}))
         self.versions: dict[str, int] = {**grown_from, self.whole_fingerprint: self.num_trajectories_of_whole}
-        if fingerprint_of(manifest) != self.fingerprint:
+        if dataset_files.fingerprint_of(manifest) != self.fingerprint:
             raise DataError(name, "must match its own fingerprint", self.fingerprint, REMAKE)
 
     @classmethod
@@ -135,7 +122,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         while True:
             folder = os.stat(path)
             try:
-                return cls(path, read_json(path / SCHEMA_FILE))
+                return cls(path, dataset_files.read_json(path / SCHEMA_FILE))
             except DataError:
                 if not path.exists() or os.path.samestat(folder, os.stat(path)):
                     raise  # else it has grown meanwhile: its files are others
@@ -174,7 +161,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         """Map an array file after checks of its size, probe and header. Cost: at most 128 KiB read."""
         path = self.path / name
         self.files.record(path)
-        check_file(path, self._record(name))
+        dataset_files.check_file(path, self._record(name))
         with DataError.on(str(path), "must be a NumPy array", OSError, ValueError, remedy=REMAKE):
             array = np.lib.format.open_memmap(path, mode="r")
         order = "" if array.flags.c_contiguous else " in Fortran order"
@@ -186,7 +173,7 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def _column(self, column: Column, rows: int) -> Any:
         if column.name not in self._digests:
-            return self._map(column_file(column), column.numpy_dtype, (rows, *column.shape))
+            return self._map(dataset_files.column_file(column), column.numpy_dtype, (rows, *column.shape))
         frames_file, offsets_file = files_of(column)
         offsets = self._map(offsets_file, np.dtype(np.int64), (rows + 1,))
         frames = self._map(frames_file, np.dtype(np.uint8), (int(offsets[-1]),))
@@ -212,7 +199,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         )
         if not consistent:
             rule = f"must cover the {self.num_rows} rows without gaps or empty trajectories"
-            raise DataError(str(self.path / EXTENTS_FILE), rule, None, REMAKE)
+            raise DataError(str(self.path / dataset_files.EXTENTS_FILE), rule, None, REMAKE)
 
     def statistics_for(self, split: Mapping[str, float]) -> dict[str, ColumnStatistics]:
         """Compute the statistics over the training part of another split than the data set's own.
@@ -237,8 +224,8 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def _read_statistics(self) -> dict[str, ColumnStatistics]:
         path = self.path / STATS_FILE
-        check_file(path, self._record(STATS_FILE))
-        data = read_json(path)
+        dataset_files.check_file(path, self._record(STATS_FILE))
+        data = dataset_files.read_json(path)
         if data.get("split") != self.split:
             rule = f"must have been computed for the split {self.split}"
             raise DataError(str(path), rule, data.get("split"), REMAKE)
@@ -257,9 +244,9 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         for name, record in self._records.items():
             path = self.path / name
-            check_file(path, record)
+            dataset_files.check_file(path, record)
             offset = 0 if name == STATS_FILE else np.lib.format.open_memmap(path, mode="r").offset
-            if payload_digest(path, offset) != record.sha256:
+            if dataset_files.payload_digest(path, offset) != record.sha256:
                 raise DataError(str(path), "must hold the bytes that were written", None, REMAKE)
 
     def row_of(self, i: int) -> int:
@@ -268,7 +255,7 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def digest_of(self, column: Column) -> str:
         """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is recorded."""
-        return self._digests.get(column.name) or self._records[column_file(column)].sha256
+        return self._digests.get(column.name) or self._records[dataset_files.column_file(column)].sha256
 
     def trajectory(self, i: int) -> dict[str, Any]:
         """Return one trajectory's columns, as `DatasetWriter.add` takes them.
@@ -331,14 +318,14 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
     name = str(path / SCHEMA_FILE)
     if "format" not in manifest or "schema" not in manifest:
         raise DataError(name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST")
-    if manifest["format"] != FORMAT:
+    if manifest["format"] != dataset_files.FORMAT:
         again = "or make the data set again with gear ingest"
         remedy = f"use the version of deepspeed_gear that wrote it, {again}"
-        raise DataError(f"{name}: format", f"must be {FORMAT}", manifest["format"], remedy)
+        raise DataError(f"{name}: format", f"must be {dataset_files.FORMAT}", manifest["format"], remedy)
     numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
     kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
     kinds |= {optional: dict for optional in ("grown_from", "compressed") if optional in manifest}
-    check_types(f"{name}: ", manifest, kinds, REMAKE)
+    dataset_files.check_types(f"{name}: ", manifest, kinds, REMAKE)
     if (count := manifest["num_trajectories"]) < 1:
         raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)
     records = {}

@@ -20,21 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.data import compressed_rows
+from deepspeed_gear.data import compressed_rows, dataset_files
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import (
-    EXTENTS_FILE,
-    FORMAT,
     REMAKE,
     SCHEMA_FILE,
     STATS_FILE,
     ArrayFile,
     DatasetPart,
     FileRecord,
-    column_file,
-    fingerprint_of,
-    read_json,
-    write_json,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
@@ -111,7 +105,7 @@ class DatasetWriter:
             check_destination(self.dest, self._overwrite)
             (self._made / "columns").mkdir(parents=True)
             for column in schema:
-                path = self._made / column_file(column)
+                path = self._made / dataset_files.column_file(column)
                 self._files[column.name] = ArrayFile(path, column.numpy_dtype, column.shape)
             known = Dataset.open(self.dest) if append else None
             kept = () if known is None else known.compressed
@@ -181,7 +175,7 @@ class DatasetWriter:
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
         """Make this a part of a data set by copying its rows, which are added to the digests of columns."""
-        self._part, self._statistics = part, read_json(whole.path / STATS_FILE)
+        self._part, self._statistics = part, dataset_files.read_json(whole.path / STATS_FILE)
         self._grown_from = {name: n for name, n in whole.versions.items() if name != whole.fingerprint}
         self._copy(whole, part.first, part.end, digests)
 
@@ -240,27 +234,27 @@ class DatasetWriter:
         return Dataset.open(self.dest)
 
     def _complete(self) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        lengths, file_of = np.frombuffer(self._lengths, dtype=np.int64), dataset_files.column_file
         ends = np.cumsum(lengths + int(self.schema.has_final_row))
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
-        file = ArrayFile(self._made / EXTENTS_FILE, extents.dtype, (2,))
+        file = ArrayFile(self._made / dataset_files.EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
-        records: dict[str, FileRecord] = {EXTENTS_FILE: file.finish()}
+        records: dict[str, FileRecord] = {dataset_files.EXTENTS_FILE: file.finish()}
         for column in self.schema:
-            records[column_file(column)] = self._files[column.name].finish()
+            records[file_of(column)] = self._files[column.name].finish()
         statistics = self._statistics
         if statistics is None:
-            columns = {c.name: np.load(self._made / column_file(c), mmap_mode="r") for c in self.schema}
+            columns = {c.name: np.load(self._made / file_of(c), mmap_mode="r") for c in self.schema}
             first_rows = np.ascontiguousarray(extents[:, 0])
             computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
             entries = {name: entry.to_json() for name, entry in computed.items()}
             statistics = {"split": self._split, "columns": entries}
-        digests = {column.name: records.pop(column_file(column)).sha256 for column in self._compress}
+        digests = {column.name: records.pop(file_of(column)).sha256 for column in self._compress}
         for column in self._compress:
             records |= compressed_rows.compress(self._made, column)
-        records[STATS_FILE] = write_json(self._made / STATS_FILE, statistics)
+        records[STATS_FILE] = dataset_files.write_json(self._made / STATS_FILE, statistics)
         manifest: dict[str, Any] = {
-            "format": FORMAT,
+            "format": dataset_files.FORMAT,
             "num_trajectories": len(lengths),
             "num_steps": sum(self._lengths),
             "num_rows": self._num_rows,
@@ -272,8 +266,8 @@ class DatasetWriter:
             **({} if not self._grown_from else {"grown_from": self._grown_from}),
             **({} if not digests else {"compressed": digests}),
         }
-        manifest["fingerprint"] = fingerprint_of(manifest)
-        write_json(self._made / SCHEMA_FILE, manifest)
+        manifest["fingerprint"] = dataset_files.fingerprint_of(manifest)
+        dataset_files.write_json(self._made / SCHEMA_FILE, manifest)
 
     def discard(self) -> None:
         """Stop and remove all files; safe to call twice."""

@@ -15,23 +15,13 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import read_json
-from deepspeed_gear.data.ingest.reader import (
-    LEAVE_OUT,
-    Reader,
-    column_name,
-    convert,
-    decode_images,
-    end_episode,
-    hdf5_arrays,
-    hdf5_members,
-    make_column,
-    open_hdf5,
-    read_rows,
-)
 from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
+
+from . import reader
+from .reader import LEAVE_OUT, Reader, column_name, convert, decode_images, end_episode, make_column
 
 Key = tuple[str, ...]
 _MAIN_FILE, _METADATA_FILE = "main_data.hdf5", "metadata.json"
@@ -65,7 +55,7 @@ class Hdf5Store:
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""
-        return [tuple(key.split("/")) for key in hdf5_arrays(self._file[f"episode_{number}"])]
+        return [tuple(key.split("/")) for key in reader.hdf5_arrays(self._file[f"episode_{number}"])]
 
     def load(self, number: int, key: Key) -> NDArray[Any]:
         """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
@@ -73,7 +63,7 @@ class Hdf5Store:
         where = self.where(number, *key)
         if not array.ndim:
             raise DataError(where, "must have a row per step", None, LEAVE_OUT)
-        rows = read_rows(where, array, 0, len(array))
+        rows = reader.read_rows(where, array, 0, len(array))
         ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
         if ragged or packed:
@@ -94,7 +84,7 @@ class MinariReader(Reader):
     def recognises(cls, path: Path) -> bool:
         if path.is_dir():
             return _is_minari(path / "data") or _is_minari(path)
-        return any(re.fullmatch(r"episode_\d+", name) for name in hdf5_members(path))
+        return any(re.fullmatch(r"episode_\d+", name) for name in reader.hdf5_members(path))
 
     def open(self) -> None:
         """Check the layout by the first episode, and the metadata by all."""
@@ -143,7 +133,7 @@ class MinariReader(Reader):
         file = self.path if self.path.is_file() else folder / _MAIN_FILE
         if not file.is_file():
             raise DataError(str(file), "must exist", None, "the data set is incomplete; download it again")
-        return Hdf5Store(file, self.files.enter_context(open_hdf5(file)), self.expansion)
+        return Hdf5Store(file, self.files.enter_context(reader.open_hdf5(file)), self.expansion)
 
     def _ordered_keys(self, number: int) -> list[Key]:
         """Return the keys of an episode: groups in Minari's order, in them by name, tuples by index."""
