@@ -10,22 +10,21 @@ from collections.abc import Mapping
 from itertools import accumulate
 
 import numpy as np
-import torch
 
+from deepspeed_gear.ops.philox import philox
 from deepspeed_gear.ops.records import RandomPurpose
-from deepspeed_gear.ops.reference.select import philox
 
 SPLIT_KEY = 0x6765617273706C69  # "gearspli"
 TRAIN = 0
+_PURPOSE = np.array([[RandomPurpose.SPLIT]], np.uint64)
 
 
 def split_of(ids: np.ndarray, split: Mapping[str, float]) -> np.ndarray:
     """Return the splits of ids, [n], int64 -> [n], uint8: 0 for training, i for the i-th sorted name."""
     if not split:
         return np.zeros(len(ids), np.uint8)
-    numbers = torch.from_numpy(np.ascontiguousarray(ids, np.int64))
-    high, _ = philox(SPLIT_KEY, numbers, 0, RandomPurpose.SPLIT)
-    words = high.numpy().view(np.uint64)
+    high, low, *_ = philox(SPLIT_KEY, np.asarray(ids, np.int64).view(np.uint64), 0, _PURPOSE)
+    words = (high << np.uint64(32) | low)[0]
     totals = accumulate(int(split[name] * 2**64) for name in sorted(split))
     thresholds = np.array([min(total, 2**64 - 1) for total in totals], np.uint64)
     index = np.searchsorted(thresholds, words, side="right")

@@ -232,7 +232,19 @@ class TableStore:
         array, field = leaves[key]
         if key[0] not in ("observations", "infos"):
             array = array.slice(0, len(array) - 1)
-        return self._decode(where, key, array, field)
+        if array.null_count:
+            raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
+        if self._arrow.types.is_binary(array.type):
+            return decode_images(where, array.to_pylist(), self._expansion)
+        if not self._arrow.types.is_fixed_size_list(array.type):
+            return np.asarray(array.to_numpy(zero_copy_only=False))
+        size = array.type.list_size
+        text = (field.metadata or {}).get(b"shape", str(size).encode())
+        # That of its space, else of its field's metadata, else flat.
+        shape = self._shapes.get(key, tuple(int(n) for n in text.decode().split(",") if n))
+        if int(np.prod(shape)) != size:
+            raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
+        return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
 
     def _read(self, number: int) -> dict[Key, Any]:
         path = self._folder / str(number)
@@ -256,21 +268,6 @@ class TableStore:
         for field, column in zip(table.schema, table.combine_chunks().columns, strict=True):
             visit((field.name,), column.chunk(0) if column.num_chunks else column.combine_chunks(), field)
         return leaves
-
-    def _decode(self, where: str, key: Key, array: Any, field: Any) -> NDArray[Any]:
-        if array.null_count:
-            raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
-        if self._arrow.types.is_binary(array.type):
-            return decode_images(where, array.to_pylist(), self._expansion)
-        if not self._arrow.types.is_fixed_size_list(array.type):
-            return np.asarray(array.to_numpy(zero_copy_only=False))
-        size = array.type.list_size
-        text = (field.metadata or {}).get(b"shape", str(size).encode())
-        # That of its space, else of its field's metadata, else flat.
-        shape = self._shapes.get(key, tuple(int(n) for n in text.decode().split(",") if n))
-        if int(np.prod(shape)) != size:
-            raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
-        return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
 
 
 def leaf_shapes(space: Mapping[str, Any], *key: str) -> dict[Key, tuple[int, ...]]:
