@@ -19,17 +19,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from deepspeed_gear import errors
 from deepspeed_gear.cli import Options, grouped, ssh_hosts
-from deepspeed_gear.errors import (
-    ConfigError,
-    DataError,
-    GearError,
-    PeerError,
-    StoreError,
-    error_from_json,
-    error_to_json,
-    show_bytes,
-)
+from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, StoreError, show_bytes
 from deepspeed_gear.ops import stale_locks, toolchain
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, read_file, tightest
 from deepspeed_gear.store.shared_memory import SHM
@@ -85,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"problem: {problem}")
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     if options.json:
-        found = {"hosts": reports, "problems": [*map(error_to_json, problems)]}
+        found = {"hosts": reports, "problems": [*map(errors.error_to_json, problems)]}
         with DataError.on(options.json, "must be a writable file", OSError, remedy="choose another --json"):
             Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return int(bool(problems))
@@ -123,11 +115,11 @@ def examine(data: str | None = None) -> dict[str, Any]:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
         address = ""
-    errors: list[GearError] = [*stale_locks.remove()]
+    failures: list[GearError] = [*stale_locks.remove()]
     try:
         load_native()
     except GearError as error:
-        errors.append(error)
+        failures.append(error)
     try:
         not_registered = why_impossible()
     except (GearError, RuntimeError) as error:
@@ -164,8 +156,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
             sizes = {"num_trajectories": len(dataset), "num_steps": dataset.num_steps}
             facts["data"] = {"fingerprint": dataset.whole_fingerprint, **sizes}  # nodes may have parts of one
         except GearError as error:
-            errors.append(error)
-    return facts | {"errors": [*map(error_to_json, errors)]}
+            failures.append(error)
+    return facts | {"errors": [*map(errors.error_to_json, failures)]}
 
 
 def driver_version(text: str) -> str:
@@ -203,7 +195,7 @@ def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = 
 
 def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[GearError]:
     for parts in facts.get("errors", []):  # of stale locks, the op and the data set
-        yield error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
+        yield errors.error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         free = f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}"
         rule, remedy = f"must have {show_bytes(MIN_SHM_BYTES)} free", f"run gear clean; else {ENLARGE_SHM}"
