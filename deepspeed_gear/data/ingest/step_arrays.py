@@ -30,8 +30,8 @@ _KEYS = {  # the usual names of each kind of array
     "reward": ("rewards", "reward", "rews"),
     "next_observation": ("next_observations", "next_observation", "next_obs", "new_obs"),
     "final_observation": ("final_observations", "final_observation", "final_obs"),
-    "terminated": ("terminals", "terminations", "terminated", "terminateds"),
-    "truncated": ("timeouts", "time_outs", "truncations", "truncation", "truncated", "truncateds"),
+    "terminated": ("terminals", "terminations", "termination", "terminated", "terminateds"),
+    "truncated": ("timeouts", "timeout", "time_outs", "truncations", "truncation", "truncated", "truncateds"),
     "done": ("dones", "done", "terminal"),  # of either cause
     "start": ("episode_starts", "episode_start"),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.data.ingest.reader import SCALARS, Reader, column_name, make_column
+from deepspeed_gear.data.ingest.step_arrays import KINDS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
@@ -24,15 +25,9 @@ from deepspeed_gear.data.opaque_rows import byte_string, json_text
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import Column, Rows
 
-_NAMES = {
-    "observation": ("observations", "obs"),
-    "next_observation": ("next_observations", "next_obs"),
-    "action": ("actions",),
-    "reward": ("rewards",),
-    "terminated": ("termination", "terminations", "terminal", "terminals", "done", "dones"),
-    "truncated": ("truncation", "truncations", "timeout", "timeouts"),
-}
-_USUAL = {name: usual for usual, names in _NAMES.items() for name in names}
+_NAMES = ("observation", "next_observation", "action", "reward", "terminated", "truncated")
+_ENDS = {"done": "terminated"}  # in a table
+_USUAL = {key: name for key, kind in KINDS.items() if (name := _ENDS.get(kind, kind)) in _NAMES}
 _ROLES = {**{name: name for name in _NAMES}, "next_observation": "observation"}
 _FLAGS = ("terminated", "truncated")
 _MEASURES = ("tokens", "action", *SCALARS)  # have a row per step: the first one that is there
