@@ -269,11 +269,11 @@ class Gatherer:
         self._gather_into: Any = self._ops.native.gather_into
         self._device = table.device
         self._of_batch, self._fields = list(fields), read_fields(fields)
-        self._estimated = next((field for field in fields if field.estimate is not None), None)
+        self._estimated = next((field for field in fields if field.inputs), None)
         self._estimates_here = self._estimated is not None  # computed by `fill`
-        if self._estimated is not None and self._estimated.estimate is not None:
-            self._factors, inputs = list(self._estimated.estimate.factors), self._estimated.estimate.inputs
-            self._inputs = [None if field is None else self._fields.index(field) for field in inputs]
+        if (of := self._estimated) is not None:
+            self._factors = list(of.factors)
+            self._inputs = [None if field is None else self._fields.index(field) for field in of.inputs]
         self._n_step = n_step
         self._n_step_here: NStepReturns | None = None  # computed by `fill`
         if n_step is not None:
@@ -405,7 +405,7 @@ class Gatherer:
         known = {field.name: out for field, out in zip(self._fields, outs, strict=True)}
         tensors, mask = {}, {}
         for field in self._of_batch:
-            if field.estimate is None:
+            if not field.inputs:
                 own, real = known[field.name], masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
                 part = slice(field.part_first, field.part_first + (field.collected_length or 1))

@@ -32,16 +32,6 @@ _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts o
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What advantages and value targets are estimated from."""
-
-    #: Windows that are gathered for it alone, in the order of `advantages_`: of reward, value, next_value,
-    #: terminated, truncated, log_prob and behaviour_log_prob; None: there is none.
-    inputs: tuple[ResolvedField | None, ...]
-    factors: tuple[float, ...]  # gamma, lambda, rho_bar, c_bar
-
-
-@dataclass(frozen=True)
 class ResolvedField:
     """A field of a batch with all defaults filled in; options as in `FieldConfig`."""
 
@@ -61,7 +51,10 @@ class ResolvedField:
     part_length: int | None = None
     mask_only: bool = False  # for pipeline stages: the mask is made, the column is not read
     hindsight: Column | None = None  # that a relabelled sample takes the row of a drawn step from
-    estimate: Estimate | None = None  # of an advantage or a value target
+    #: Of an advantage or a value target: windows gathered for it alone in the order of `advantages_`: reward,
+    #: value, next_value, terminated, truncated, log_prob and behaviour_log_prob; None: there is none.
+    inputs: tuple[ResolvedField | None, ...] = ()
+    factors: tuple[float, ...] = ()  # gamma, lambda, rho_bar, c_bar
 
     @property
     def follows(self) -> bool:
@@ -108,8 +101,7 @@ def read_fields(fields: Sequence[ResolvedField]) -> list[ResolvedField]:
     """Return the fields whose rows are read: in place of estimated ones their inputs, each once."""
     found: dict[ResolvedField, None] = {}
     for field in fields:
-        inputs = (field,) if field.estimate is None else field.estimate.inputs
-        found |= dict.fromkeys(each for each in inputs if each is not None)
+        found |= dict.fromkeys(each for each in field.inputs or (field,) if each is not None)
     return list(found)
 
 
@@ -247,12 +239,12 @@ def _fields(
                 rule = 'must be of the same or a later step with "prefix": "share" of gear.pack'
                 remedy = "take micro.position_ids, or store the values in a column"
                 raise ConfigError(dotted("gear", "fields", field.name), rule, field.offset, remedy)
-    estimated = [field for field in resolved if field.estimate is not None]
+    estimated = [field for field in resolved if field.inputs]
     if config.advantage is not None and not estimated:
         rule, remedy = "must have a field that is derived from it", '"advantage": {"length": 32}'
         raise ConfigError("gear.advantage", rule, None, f"give gear.fields {remedy}")
     for field in estimated:
-        if field.estimate != estimated[0].estimate or field.length != estimated[0].length:
+        if (field.inputs, field.length) != (estimated[0].inputs, estimated[0].length):
             rule = f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}"
             raise ConfigError(dotted("gear", "fields", field.name), rule, f"{field.offset}, {field.length}")
     seen: dict[ResolvedField, str] = {}
@@ -342,11 +334,11 @@ def _resolve(
         shifts = config.pack is not None and schema.role("token") is not None
         stays = ("token", "media", *OF_EPISODES)
         offset = int(shifts and column is not None and column.rows == "T" and column.role not in stays)
-    estimate = None
+    inputs: tuple[ResolvedField | None, ...] = ()
     if derived in ESTIMATED:
         if config.advantage is None:
             raise ConfigError(part.at, "must not be derived without gear.advantage", None, ADVANTAGE_EXAMPLE)
-        estimate = _estimate(config.advantage, schema, int(offset), field.length or 1)
+        inputs = _inputs(config.advantage, schema, int(offset), field.length or 1)
     return ResolvedField(
         name=name,
         column=column,
@@ -360,11 +352,14 @@ def _resolve(
         scale=field.scale,
         dtype=dtype,
         hindsight=None if field.hindsight is None else _goal(part, field.hindsight, column, schema),
-        estimate=estimate,
+        inputs=inputs,
+        factors=config.advantage.factors if inputs and config.advantage is not None else (),
     )
 
 
-def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int) -> Estimate:
+def _inputs(
+    options: AdvantageConfig, schema: Schema, offset: int, length: int
+) -> tuple[ResolvedField | None, ...]:
     """Return what a window's advantages are estimated from; ConfigError where a column is missing."""
 
     def window(name: str, column: Column | None, later: int = 0) -> ResolvedField | None:
@@ -392,7 +387,7 @@ def _estimate(options: AdvantageConfig, schema: Schema, offset: int, length: int
     inputs = [window("reward", schema.role("reward")), window("value", value), after]
     inputs += [window(role, schema.role(role)) for role in ("terminated", "truncated")]
     inputs += [window(option, named(option)) for option in ("log_prob", "behaviour_log_prob")]
-    return Estimate(tuple(inputs), options.factors)
+    return tuple(inputs)
 
 
 def _check_column(part: Part, column: Column, statistics: Collection[str]) -> None:

@@ -147,7 +147,7 @@ def _row_bytes(field: ResolvedField) -> int:
     """Return the bytes of a stored row; values derived from the slot alone are not sent."""
     if field.mask_only:
         return 0
-    if field.estimate is not None:
+    if field.inputs:
         return sum(map(_row_bytes, read_fields([field])))
     if field.column is not None:
         return field.column.row_bytes
