@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ def wait_until(
 def check_timeout(name: str, value: Any) -> float:
     """Return a timeout that was given as an argument: seconds in [0, `MOST_TIMEOUT_S`]; 0 does not wait."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not 0 <= value <= MOST_TIMEOUT_S:
+    if not is_number or not 0 <= value <= MOST_TIMEOUT_S:
         rule = f"must be a number of seconds in [0, {MOST_TIMEOUT_S}]"
         raise ConfigError(name, rule, value, "604800 s are 7 days")
     return float(value)

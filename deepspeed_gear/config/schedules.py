@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Annotated, Any
@@ -17,9 +16,7 @@ _ADMITTED = ("a number in [0, 1]", '{"linear": [from, to, steps]}', '{"callable"
 
 
 def _is_share(value: Any) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and 0 <= value <= 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _check(value: Any) -> Any:

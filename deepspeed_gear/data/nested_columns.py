@@ -28,9 +28,7 @@ def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str
     if isinstance(given, dict) and given.keys() <= names:
         return given
     flat: dict[str, Any] = {}
-    if not isinstance(given, dict):
-        arguments.mapping(name, given, "column -> rows")
-    _divide(flat, name, "", given, names)
+    _divide(flat, name, "", arguments.mapping(name, given, "column -> rows"), names)
     return flat
 
 

@@ -40,12 +40,11 @@ def check_trajectory(
         raise DataError(f"{name}: column {unknown[0]}", "must be in the schema", None, remedy)
     arrays: dict[str, np.ndarray] = {}
     for column in schema:
-        if column.name not in trajectory and column.late and not late_remedy:
-            continue
-        if column.name not in trajectory:
+        if column.name in trajectory:
+            arrays[column.name] = as_stored(trajectory[column.name], column, name)
+        elif not column.late or late_remedy:
             remedy = late_remedy if column.late else ""
             raise DataError(f"{name}: column {column.name}", "must be in every trajectory", None, remedy)
-        arrays[column.name] = as_stored(trajectory[column.name], column, name)
     num_steps = _num_steps(name, schema, arrays)
     if num_steps < 1:
         raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)

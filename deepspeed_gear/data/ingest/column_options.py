@@ -95,9 +95,7 @@ class OutputColumns:
             if self._at in ("last", "each"):
                 arrays[_REWARD.name] = np.full(max(length, 0), self._value)
                 arrays[_REWARD.name][: -1 if self._at == "last" else 0] = 0
-            if self._reward is not None:
-                if self._reward.name not in arrays:
-                    raise DataError(f"{name}: column {self._reward.name}", "must be in every trajectory")
+            if self._reward is not None and self._reward.name in arrays:
                 rewards = as_stored(arrays[self._reward.name], self._reward, name)
                 arrays[self._reward.name] = rewards
                 arrays["return"] = np.asarray(as_numbers(rewards, self._reward).astype(np.float64).sum())

@@ -256,10 +256,8 @@ def _is_numeric(value: Any) -> bool:
 
 def plain(where: str, value: Any) -> Any:
     """Return a value with arrays as lists, as JSON holds it; a DataError if it is nested too deeply."""
-    try:
+    with DataError.on(where, "must not be nested too deeply", RecursionError, remedy=""):
         return _plain(value)
-    except RecursionError:
-        raise DataError(where, "must not be nested too deeply", type(value).__name__) from None
 
 
 def _plain(value: Any) -> Any:
