@@ -61,16 +61,11 @@ class PriorityUpdate:
     GENERATION: Final = 1
     ANCHOR: Final = 2
     PRIORITY: Final = 3
-    NUM_WORDS: Final = 4
 
 
-class LogEntry:
+class LogEntry(PriorityUpdate):
     """A priority update that waits in a priority log."""
 
-    SLOT: Final = 0
-    GENERATION: Final = 1
-    ANCHOR: Final = 2
-    PRIORITY: Final = 3
     BATCH: Final = 4  # global batch that it belongs to
     SAMPLE_NUMBER: Final = 5
     NUM_WORDS: Final = 6
