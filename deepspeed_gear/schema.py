@@ -257,10 +257,12 @@ class Schema:
         if not isinstance(entries, (Mapping, list)):
             raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
         rule, kinds = "must hold name, dtype, shape, role and rows", (TypeError, AttributeError)
-        with SchemaError.on("schema.columns", rule, *kinds, value=entries):
-            if isinstance(entries, Mapping):
-                entries = [{"name": name, **entry} for name, entry in entries.items()]
-            return cls([Column(**{**one, "shape": tuple(one.get("shape", ()))}) for one in entries])
+        columns = []
+        for name, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
+            named = {"name": name} if isinstance(entries, Mapping) else {}
+            with SchemaError.on("schema.columns", rule, *kinds, value=entry):
+                columns.append(Column(**{**named, **entry, "shape": tuple(entry.get("shape", ()))}))
+        return cls(columns)
 
     @property
     def fingerprint(self) -> str:
