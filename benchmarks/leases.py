@@ -26,6 +26,7 @@ from deepspeed_gear import (
     TrajectoryWriter,
 )
 from deepspeed_gear.remote.gateway import Gateway
+from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 TOKEN = "0123456789abcdef"
@@ -99,7 +100,7 @@ def measure(
             for child in children:
                 child.start()
             table = replay.tables["rollouts"]
-            while table.ledger is None or not table.ledger.books()["issued"]:
+            while table.ledger is None or not books_of(table.ledger)["issued"]:
                 time.sleep(1e-4)
             begin = time.perf_counter()
             for _ in range(batches):

@@ -32,7 +32,8 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.group_spec import COUNTED, GroupSpec
 from deepspeed_gear.store.groups import forecast_groups
 from deepspeed_gear.store.live_stores import LiveStore, living_stores
-from deepspeed_gear.store.prompt_ledger import PromptSpec, books_of
+from deepspeed_gear.store.prompt_books import stored_books
+from deepspeed_gear.store.prompt_ledger import PromptSpec
 from deepspeed_gear.store.records import SharedPrompt
 from deepspeed_gear.store.row_allocator import rows_of
 
@@ -97,7 +98,7 @@ def distribution(values: NDArray[Any]) -> dict[str, float | None]:
 def _contents(table: str, train: Mapping[str, Any], lengths: np.ndarray, **more: Any) -> dict[str, Any]:
     """Return what a table holds. `train` describes its training stream; empty: it is not sampled.
 
-    `lengths` are steps, [n], int64; `more` is `groups` (`TableGroups.statistics`) and `prompts` (`books_of`).
+    `lengths` are steps, [n], int64; `more`: `groups` (`TableGroups.statistics`), `prompts` (`stored_books`).
     """
     return {
         "table": table,
@@ -122,7 +123,7 @@ def of_living(store: LiveStore) -> dict[str, Any]:
         views, groups = forecast_groups(store.table, group, schema, views)
     if sizes.get("prompts") is not None:
         numbers = views["column/" + sizes["group"]["column"]]
-        prompts = books_of(PromptSpec(**sizes["prompts"]), views, numbers)
+        prompts = stored_books(PromptSpec(**sizes["prompts"]), views, numbers)
     slots = np.array(views["slots"])
     lengths, is_held = slots[:, Slot.NUM_STEPS], slots[:, Slot.STATE] == SlotState.COMMITTED
     if "shared_prompts" in views:

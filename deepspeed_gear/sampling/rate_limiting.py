@@ -14,6 +14,7 @@ from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.records import Control, Head, Peer, Position, SlotRetention
 from deepspeed_gear.store.retention import UNLIMITED, divide, kept
 from deepspeed_gear.store.table import Table
@@ -230,7 +231,7 @@ class SelectionLimiter:
         if self._table.ledger is not None:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
-            found += now.format(**self._table.ledger.books())
+            found += now.format(**books_of(self._table.ledger))
             remedy = "check the rollout workers, of every node: batches wait for what was leased first"
         if not remedy and not waited_s:
             remedy = "call can_sample() first, and add trajectories"

@@ -54,7 +54,7 @@ class KeptLedger(PromptLedger):
         found, held = list[LeasedPrompt](), list[int]()
         while (number := self._following) < self._life[_END]:
             slots = self.retired(number)
-            version = int(self._views["retention"][slots, SlotRetention.POLICY_VERSION].min(initial=1 << 62))
+            version = int(self.views["retention"][slots, SlotRetention.POLICY_VERSION].min(initial=1 << 62))
             is_kept = len(slots) == self.spec.members and self._is_in_time(number, version)
             taken = self._take(1) if is_kept or len(found) < count else []
             if not taken:
@@ -82,7 +82,7 @@ class KeptLedger(PromptLedger):
             before = self._before(int((others & (self._of_entries < number)).sum()))
             before -= self._of_others(self._next) - self._of_others(number)
             return may_lease(before, version, spec.groups, spec.max_lag)
-        newest = version_of(spec, self._views)  # that of entries without a group, at least
+        newest = version_of(spec, self.views)  # that of entries without a group, at least
         versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
         due = np.arange(version, newest + 1)
         num_due = (versions <= due[:, None]).sum(1) + 1  # with this one, by each batch max_lag after `due`
@@ -133,14 +133,14 @@ class KeptLedger(PromptLedger):
         ids = control[Control.NEXT_ID] + np.arange(len(slots))
         self._slots[slots, Slot.ID] = ids * self.spec.num_stores + self.spec.store
         control[Control.NEXT_ID] += len(slots)
-        self._views["groups"][slots], self._views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0, 0
+        self.views["groups"][slots], self.views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0, 0
         self._slots[slots, Slot.STATE] = SlotState.COMMITTED
 
     def _retire_others(self) -> None:
         """Retire committed trajectories of numbers that are not held."""
         committed = np.nonzero(self._slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         held = self._of_entries[self._states == EntryState.HELD]
-        leaving = self._views["groups"][committed, SlotGroup.LEAVING] != 0
+        leaving = self.views["groups"][committed, SlotGroup.LEAVING] != 0
         for slot in committed[~leaving & ~np.isin(self.numbers[committed], held)].tolist():
             self._extents.retire(slot)
 
@@ -165,9 +165,9 @@ class KeptLedger(PromptLedger):
         counts[[PromptCount.LEASES, PromptCount.TRAINED]] = leases, -1  # until the stores agree
         self._extents.control[Control.SELECTING] = 0
         for name in (*cleared, "groups", "group_counts"):
-            self._views[name][:] = 0
-        self._views["fill_claims"][:, :-1] = 0  # ids may be given again, and a fill worker lives on
-        self._views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
+            self.views[name][:] = 0
+        self.views["fill_claims"][:, :-1] = 0  # ids may be given again, and a fill worker lives on
+        self.views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
         self._extents.rebuild()
 
     def place(self, records: np.ndarray, saved: Views) -> tuple[np.ndarray, np.ndarray]:

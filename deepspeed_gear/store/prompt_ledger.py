@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -96,8 +96,8 @@ class Left:
     DRAWN, REJECTED, EVICTED, REMOVED, ENDED, EXPIRED, TOO_OLD = range(7)
 
 
-_FIXED = ("drawn", "rejected", "evicted", "removed", "worker ended", "lease expired", "too old")
-_OTHER: Final = MOST_REASONS - 1
+FIXED_REASONS = ("drawn", "rejected", "evicted", "removed", "worker ended", "lease expired", "too old")
+OTHER_REASON: Final = MOST_REASONS - 1
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class PromptLedger:
         memory: SharedMemory,
         now_ns: Callable[[], int] = lambda: time.monotonic_ns(),  # read late: tests replace it
     ) -> None:
-        self.spec, self._views, self._memory, self._now_ns = spec, views, memory, now_ns
+        self.spec, self.views, self._memory, self._now_ns = spec, views, memory, now_ns
         self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
         self._left, self._reasons, self._kept = (views[f"prompt_{n}"] for n in ("left", "reasons", "kept"))
         self._epochs = views["prompt_epochs"]
@@ -220,7 +220,7 @@ class PromptLedger:
     def _first_open(self) -> int:
         """The first number of this store that is leased, returned, incomplete, or not issued yet."""
         is_open = (self._states == EntryState.LEASED) | (self._states == EntryState.RETURNED)
-        is_open |= incomplete(self.spec, self._views, self.numbers)
+        is_open |= incomplete(self.spec, self.views, self.numbers)
         return int(self._of_entries[is_open].min(initial=self._next))
 
     def _by_completion(self, slots: np.ndarray) -> np.ndarray:
@@ -321,17 +321,13 @@ class PromptLedger:
             self._sweep()
         return self._versions(slots) < 0
 
-    def books(self) -> dict[str, Any]:
-        """Return the account, as `books_of`."""
-        return books_of(self.spec, self._views, self.numbers)
-
     def lease(self, count: int) -> list[LeasedPrompt]:
         """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
         self.reclaim()
         return self._take(count)
 
     def _take(self, count: int) -> list[LeasedPrompt]:
-        words, spec, version = self.counts, self.spec, version_of(self.spec, self._views)
+        words, spec, version = self.counts, self.spec, version_of(self.spec, self.views)
         if version < 0:
             return []
         returned = np.nonzero(self._states == EntryState.RETURNED)[0]
@@ -341,7 +337,7 @@ class PromptLedger:
         busy = len(self.entries) - len(free)
         before, wanted = self._before(busy), count - len(found)
         if spec.num_stores > 1:  # where the others drop theirs, more than its share of a window are its own
-            room = len(self._slots) // spec.size - num_in_training(spec, self._views) - busy
+            room = len(self._slots) // spec.size - num_in_training(spec, self.views) - busy
             wanted = max(min(wanted, room), 0)
         for entry in free[:wanted]:
             if not may_lease(before, version, spec.groups, spec.max_lag):
@@ -447,7 +443,7 @@ class PromptLedger:
     def progress(self) -> np.ndarray:
         """Return what stores agree on, once complete groups have stamps. [Progress.NUM_WORDS], int64."""
         if self.spec.is_joint:
-            slots = leaders(self._views)
+            slots = leaders(self.views)
             at = self._held(self.numbers[slots[np.argsort(self._completed[slots], kind="stable")]])
             new = at[(at >= 0) & (self.entries[at, Entry.STAMP] >= 0)]
             stamps = self.entries[at[at >= 0], Entry.STAMP]
@@ -455,7 +451,7 @@ class PromptLedger:
             self.entries[new, Entry.STAMP] = self._stamp - len(new) + 1 + np.arange(len(new))
         known, busy = self.counts[PromptCount.TRAINED], np.count_nonzero(self._states)
         dropped = self.counts[PromptCount.ISSUED] - self._left[0, Left.DRAWN] - busy
-        batches, store = trained_batches(self._views), self.spec.store
+        batches, store = trained_batches(self.views), self.spec.store
         return np.array([self._first_open, batches, store, known, dropped, self._stamp])
 
     def agree(self, stores: np.ndarray) -> None:
@@ -613,11 +609,11 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
 
 def _counter_of(reasons: np.ndarray, name: bytes) -> int:
     """Return the counter of a reason, which gets one if there is room."""
-    for counter in range(len(_FIXED), _OTHER):
+    for counter in range(len(FIXED_REASONS), OTHER_REASON):
         if reasons[counter] in (b"", name):
             reasons[counter] = name
             return counter
-    return _OTHER
+    return OTHER_REASON
 
 
 def trained_batches(views: Mapping[str, np.ndarray]) -> int:
@@ -654,56 +650,3 @@ def leaders(views: Mapping[str, np.ndarray]) -> np.ndarray:
     slots = views["slots"]
     is_led = views["groups"][:, SlotGroup.LEADER] == np.arange(1, len(slots) + 1)
     return np.nonzero(is_led & (slots[:, Slot.STATE] == SlotState.COMMITTED))[0]
-
-
-def books_of(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> dict[str, Any]:
-    """Return the account of a store, JSON-able; the sums over all stores are that of the table.
-
-    `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
-    not drawn), `incomplete` (without late columns), `leased`, `returned`, and of the values of `dropped`, by
-    reason: of one store, and of several together once they were loaded. `epochs` has the same of the latest
-    ones, with `drawn` for those that are trained or in training, and of all before them, "earlier". `numbers`
-    of groups, by slot.
-    """
-    counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
-    states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
-    reasons = [*_FIXED, *(name.decode(errors="replace") for name in names[len(_FIXED) : _OTHER]), "other"]
-    is_incomplete = incomplete(spec, views, numbers)
-
-    def parts(left: np.ndarray, among: np.ndarray) -> dict[str, Any]:
-        """Divide the numbers that have left, and those of some entries."""
-        num_incomplete = int((is_incomplete & among).sum())
-        return {
-            "waiting": int(((states == EntryState.HELD) & among).sum()) - num_incomplete,
-            "incomplete": num_incomplete,
-            "leased": int(((states == EntryState.LEASED) & among).sum()),
-            "returned": int(((states == EntryState.RETURNED) & among).sum()),
-            "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
-        }
-
-    issued, epochs, of_entries = counts[PromptCount.ISSUED], {}, views["prompt_entries"][:, Entry.NUMBER]
-    following, rest, before = issued * spec.num_stores + spec.store, left.copy(), issued
-    newest = max(following - spec.num_stores, 0) // spec.num_prompts
-    for epoch in range(newest, max(newest - EPOCHS, -1), -1):
-        row = views["prompt_epochs"][0, epoch % EPOCHS]
-        of_epoch = row[1:] * (row[0] == epoch + 1)
-        first = min(spec.issued_below(epoch * spec.num_prompts), before)
-        among = of_entries // spec.num_prompts == epoch
-        own = {"issued": before - first, "drawn": int(of_epoch[Left.DRAWN]), **parts(of_epoch, among)}
-        epochs[str(epoch)], rest, before = own, rest - of_epoch, first
-    if newest >= EPOCHS:
-        among = of_entries // spec.num_prompts <= newest - EPOCHS
-        epochs["earlier"] = {"issued": before, "drawn": int(rest[Left.DRAWN]), **parts(rest, among)}
-    return {
-        "issued": issued,
-        "trained": int(left[Left.DRAWN]) - training,
-        "training": training,
-        **parts(left, np.ones(len(states), bool)),
-        "epoch": following // spec.num_prompts,
-        "epochs": epochs,
-        "version": version_of(spec, views),
-        "largest_lag": counts[PromptCount.LARGEST_LAG],
-        "leases_returned": counts[PromptCount.RETURNS],
-        "expired_refused": counts[PromptCount.REFUSED],
-        "workers_waited_s": counts[PromptCount.WAITED_NS] / 1e9,
-    }

@@ -15,6 +15,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.prompt_ledger import Entry, LeasedPrompt, Left, PromptCount, PromptSpec, merge
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 
@@ -249,7 +250,7 @@ class Run:
         for store in self.stores:
             store.update()
             self.note_dropped(store)
-        books = [store.ledger.books() for store in self.stores]
+        books = [books_of(store.ledger) for store in self.stores]
         dropped = sum(sum(one["dropped"].values()) for one in books)
         sums = {name: sum(one[name] for one in books) for name in ("issued", *PARTS)}
         assert sums["issued"] == sum(sums[name] for name in PARTS) + dropped

@@ -11,6 +11,7 @@ import numpy as np
 from group_support import section
 
 from deepspeed_gear import Column, DatasetWriter, Lease, Replay, Schema
+from deepspeed_gear.store.prompt_books import books_of
 
 SIZE = 2  # members of a group
 PROMPTS = Schema([Column("tokens", "int32", (), "token"), Column("index", "int64", (), "other", "1")])
@@ -50,7 +51,7 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.ledger is not None
         assert table.groups is not None
         table.groups.update()
-        books, groups = table.ledger.books(), table.groups.statistics
+        books, groups = books_of(table.ledger), table.groups.statistics
     parts = [books[name] for name in ("trained", "training", "waiting", "incomplete", "leased", "returned")]
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0, books

@@ -1,0 +1,83 @@
+"""Books of a prompt ledger: where each number is that was ever issued, by reason and epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.store.prompt_ledger import (
+    EPOCHS,
+    FIXED_REASONS,
+    MOST_REASONS,
+    OTHER_REASON,
+    Entry,
+    EntryState,
+    Left,
+    PromptCount,
+    PromptLedger,
+    PromptSpec,
+    incomplete,
+    num_in_training,
+    version_of,
+)
+
+
+def books_of(ledger: PromptLedger) -> dict[str, Any]:
+    """Return the account of a ledger, as `stored_books`. Requires the table's lock."""
+    return stored_books(ledger.spec, ledger.views, ledger.numbers)
+
+
+def stored_books(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> dict[str, Any]:
+    """Return the account of a store, JSON-able; the sums over all stores are that of the table.
+
+    `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
+    not drawn), `incomplete` (without late columns), `leased`, `returned`, and of the values of `dropped`, by
+    reason: of one store, and of several together once they were loaded. `epochs` has the same of the latest
+    ones, with `drawn` for those that are trained or in training, and of all before them, "earlier". `numbers`
+    of groups, by slot.
+    """
+    counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
+    states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
+    named = names[len(FIXED_REASONS) : OTHER_REASON].tolist()
+    reasons = [*FIXED_REASONS, *(name.decode(errors="replace") for name in named), "other"]
+    is_incomplete = incomplete(spec, views, numbers)
+
+    def parts(left: np.ndarray, among: np.ndarray) -> dict[str, Any]:
+        """Divide the numbers that have left, and those of some entries."""
+        num_incomplete = int((is_incomplete & among).sum())
+        return {
+            "waiting": int(((states == EntryState.HELD) & among).sum()) - num_incomplete,
+            "incomplete": num_incomplete,
+            "leased": int(((states == EntryState.LEASED) & among).sum()),
+            "returned": int(((states == EntryState.RETURNED) & among).sum()),
+            "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
+        }
+
+    issued, epochs, of_entries = counts[PromptCount.ISSUED], {}, views["prompt_entries"][:, Entry.NUMBER]
+    following, rest, before = issued * spec.num_stores + spec.store, left.copy(), issued
+    newest = max(following - spec.num_stores, 0) // spec.num_prompts
+    for epoch in range(newest, max(newest - EPOCHS, -1), -1):
+        row = views["prompt_epochs"][0, epoch % EPOCHS]
+        of_epoch = row[1:] * (row[0] == epoch + 1)
+        first = min(spec.issued_below(epoch * spec.num_prompts), before)
+        among = of_entries // spec.num_prompts == epoch
+        own = {"issued": before - first, "drawn": int(of_epoch[Left.DRAWN]), **parts(of_epoch, among)}
+        epochs[str(epoch)], rest, before = own, rest - of_epoch, first
+    if newest >= EPOCHS:
+        among = of_entries // spec.num_prompts <= newest - EPOCHS
+        epochs["earlier"] = {"issued": before, "drawn": int(rest[Left.DRAWN]), **parts(rest, among)}
+    return {
+        "issued": issued,
+        "trained": int(left[Left.DRAWN]) - training,
+        "training": training,
+        **parts(left, np.ones(len(states), bool)),
+        "epoch": following // spec.num_prompts,
+        "epochs": epochs,
+        "version": version_of(spec, views),
+        "largest_lag": counts[PromptCount.LARGEST_LAG],
+        "leases_returned": counts[PromptCount.RETURNS],
+        "expired_refused": counts[PromptCount.REFUSED],
+        "workers_waited_s": counts[PromptCount.WAITED_NS] / 1e9,
+    }
