@@ -338,9 +338,6 @@ def prompt_spec_of(
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
         raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
-    if config.shared_memory.keep and count > 1 and prompts.order == "completion":
-        rule = "must be false on several nodes with the order of completion"
-        raise ConfigError("gear.shared_memory.keep", rule, True, 'set prompts.order to "lease"')
     # A store alone may have the groups of a batch: where the other ones drop all of theirs.
     least = count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
     if slots * count < least:

@@ -292,9 +292,6 @@ class SelectionLimiter:
 
     def apply(self, records: np.ndarray, count: int) -> bool:
         """Take what the others hold: add this node's part of the pool to its quota. Return `are_open`."""
-        if self._table.ledger is not None:
-            held = records[:, NodeRate.HELD]
-            self._table.ledger.note_others(int(held.sum() - held[self.index]))
         if self._rate is not None and self._rate.holds_back:
             words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
             size, inserted, admitted, quota = records[:, words].sum(0).tolist()
@@ -303,6 +300,10 @@ class SelectionLimiter:
             share = divide(pool, records[:, NodeRate.WANTED].tolist(), turn)[self.index]
             self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + share
         self._was_open = self.are_open(records, count)
+        if self._table.ledger is not None:
+            held = records[:, NodeRate.HELD]
+            is_drawn = self._was_open and self._table.control[Control.SELECTING] > 0
+            self._table.ledger.note_others(int(held.sum() - held[self.index]), is_drawn)
         self.fewest = int(records[:, NodeRate.FEWEST].min())
         return self._was_open
 

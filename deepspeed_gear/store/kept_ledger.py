@@ -32,7 +32,11 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 Views = Mapping[str, np.ndarray]
 # Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by `begin`;
 # numbers below _END may have retired groups; leases up to _TOKEN are from before the latest start or load.
-_IS_BEGUN, _END, _TOKEN = range(3)
+# Of several stores in the order of completion: _AGREED are the trained batches for which the words from
+# _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries of this store may be due by a
+# batch, from the next one on.
+_IS_BEGUN, _END, _TOKEN, _AGREED, _SHARES = range(5)
+_VOID, _UNKNOWN = -1, -2  # until the stores agree again; for the first time since a start or load
 
 
 class KeptLedger(PromptLedger):
@@ -51,6 +55,8 @@ class KeptLedger(PromptLedger):
         if self._life[_IS_BEGUN] and self._memory.peer >= self._num_ranks:
             return []
         self._life[_IS_BEGUN] = 0
+        if self._life[_AGREED] == _UNKNOWN:
+            return []
         found, held = list[LeasedPrompt](), list[int]()
         while (number := self._following) < self._life[_END]:
             slots = self.retired(number)
@@ -60,6 +66,7 @@ class KeptLedger(PromptLedger):
             if not taken:
                 break
             if is_kept:
+                self._shares(version)[:] -= 1
                 self.own(taken[0])[Entry.VERSION] = version
                 super().commit(taken[0], partial(self._revive, slots), len(slots))
                 held += slots.tolist()
@@ -83,10 +90,34 @@ class KeptLedger(PromptLedger):
             before -= self._of_others(self._next) - self._of_others(number)
             return may_lease(before, version, spec.groups, spec.max_lag)
         newest = version_of(spec, self.views)  # that of entries without a group, at least
+        if spec.is_joint:
+            may = self._life[_AGREED] == newest and version + spec.max_lag >= selected
+            return version >= newest or bool(may and (self._shares(version) > 0).all())
         versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
         due = np.arange(version, newest + 1)
         num_due = (versions <= due[:, None]).sum(1) + 1  # with this one, by each batch max_lag after `due`
         return bool((num_due <= (due + spec.max_lag - selected + 1) * spec.groups).all())
+
+    def _shares(self, version: int) -> np.ndarray:
+        """Return the shares that a group of an older version than a lease has needs: by each batch before."""
+        spec, newest = self.spec, version_of(self.spec, self.views)
+        at, end = (max(one + spec.max_lag - int(self._position[Head.KEY]), 0) for one in (version, newest))
+        return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
+
+    def progress(self) -> np.ndarray:
+        """Return what stores agree on; until `note_others` the store has no shares."""
+        self._life[_AGREED] = min(int(self._life[_AGREED]), _VOID)
+        return super().progress()
+
+    def note_others(self, num_held: int, is_drawn: bool = False) -> None:
+        """Take what the other stores hold, and a share of what all may hold, unless a batch is drawn."""
+        super().note_others(num_held, is_drawn)
+        spec, selected = self.spec, int(self._position[Head.KEY])
+        if spec.is_joint:
+            free = np.arange(1, spec.max_lag + 1) * spec.groups - self._num_due[: spec.max_lag]
+            turn = (spec.store + selected) % spec.num_stores  # the shares add up to what is free
+            self._life[_SHARES:] = 0 if is_drawn else np.maximum((free + turn) // spec.num_stores, 0)
+            self._life[_AGREED] = self._trained
 
     def _of_others(self, number: int) -> int:
         """Return how many numbers below one are of other stores."""
@@ -94,8 +125,8 @@ class KeptLedger(PromptLedger):
 
     @property
     def has_groups(self) -> bool:
-        """Whether a number that was not issued yet may have a retired group."""
-        return bool(self._next < self._life[_END] or self._life[_IS_BEGUN])
+        """Whether the number that is leased next may have a retired group."""
+        return bool(self._following < self._life[_END] or self._life[_IS_BEGUN])
 
     @property
     def _following(self) -> int:
@@ -152,6 +183,7 @@ class KeptLedger(PromptLedger):
         """Retire whole groups, free the rest, and begin at number 0; `cleared` regions become 0."""
         life, counts, states = self._life, self.counts, self._slots[:, Slot.STATE]
         life[_IS_BEGUN] = 1
+        life[_AGREED] = _UNKNOWN if self.spec.is_joint else 0
         life[_TOKEN] = leases = max(int(counts[PromptCount.LEASES]), int(life[_TOKEN]))
         states[states == SlotState.COMMITTED] = SlotState.EVICTED
         is_rank = self._slots[:, Slot.OWNER] < self._num_ranks

@@ -139,7 +139,7 @@ class PromptSpec:
     def regions(self) -> list[Region]:
         """Return the regions of the ledger in a store."""
         return [
-            *([Region("life_words", "int64", (8,))] if self.members else []),
+            *([Region("life_words", "int64", (4 + self.max_lag,))] if self.members else []),
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
@@ -194,9 +194,10 @@ class PromptLedger:
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
-        # Of several stores, as this process has agreed on it: the first open number, the largest stamp, and
-        # how many entries are due by each batch from the next one on.
-        self._first, self._stamp, self._num_due = 0, FIRST_STAMP, np.zeros(spec.max_lag + 1, np.int64)
+        # Of several stores, as this process has agreed on it: the first open number, the largest stamp, the
+        # trained batches, and how many entries are due by each batch from the next one on.
+        self._first, self._stamp, self._trained = 0, FIRST_STAMP, 0
+        self._num_due = np.zeros(spec.max_lag + 1, np.int64)
 
     def in_order(self, slots: np.ndarray) -> np.ndarray:
         """Return the leaders of groups that the next batch may have, in order. [n] -> [m], int64.
@@ -268,7 +269,8 @@ class PromptLedger:
         """
         versions = self.entries[self._has_version(), Entry.VERSION], self._versions(slots)
         first, most = int(self._position[Head.KEY]) - self.spec.max_lag, self.spec.max_lag + 1
-        return np.concatenate([np.bincount(v[v >= first] - first, minlength=most).cumsum() for v in versions])
+        counts = [np.bincount(v[v >= first] - first, minlength=most)[:most] for v in versions]
+        return np.concatenate([count.cumsum() for count in counts])  # kept groups may be due later
 
     def admits(self, due: np.ndarray) -> bool:
         """Take `due` of all stores, [S, words]; return whether no group that must come now is missing."""
@@ -463,7 +465,8 @@ class PromptLedger:
         self._first = int(stores[:, Progress.FIRST_OPEN].min())
         self._stamp = int(stores[:, Progress.STAMP].max())
         known = stores[:, Progress.BATCHES].min(), stores[:, Progress.TRAINED].max()
-        self.note_trained(int(max(known)))
+        self._trained = int(max(known))
+        self.note_trained(self._trained)
         if self.spec.is_joint:
             others = stores[stores[:, Progress.STORE] != self.spec.store]
             self.counts[PromptCount.OTHERS] = -others[:, Progress.DROPPED].sum()
@@ -477,8 +480,8 @@ class PromptLedger:
         """Groups of this store that are held, of numbers before the first open one of all stores."""
         return int(((self._states == EntryState.HELD) & (self._of_entries < self._first)).sum())
 
-    def note_others(self, num_held: int) -> None:
-        """Take the `num_held` of the other stores, since which no batch was selected."""
+    def note_others(self, num_held: int, is_drawn: bool = False) -> None:
+        """Take the `num_held` of the other stores, since which no batch was selected; `is_drawn`: one is."""
         selected, spec = int(self._position[Head.KEY]) * self.spec.groups, self.spec
         if spec.is_joint:  # `agree` has taken what counts
             return

@@ -268,10 +268,14 @@ def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> st
     return ""
 
 
-def test_each_node_goes_on_in_the_store_that_it_has_kept(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("order", ["completion", "lease"])
+def test_each_node_goes_on_in_the_store_that_it_has_kept(
+    order: str, cluster: Cluster, tmp_path: Path
+) -> None:
     """All processes of two nodes are killed; later a node has lost its store; other numbers are refused."""
     data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
-    config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=6, timeout_s=60.0)
+    rule = {"max_lag": 1, "order": order}
+    config = ledger_section(data, rule, GROUPS, group=where, writers=6, timeout_s=60.0)
     config["pack"]["plan_width"], config["shared_memory"]["keep"] = 4, True
     numbers = [number for number in range(200) if not is_dropped(number)]
     names = ("log", "commits", "fills")
@@ -281,7 +285,7 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(cluster: Cluster, tmp_p
         for name in names:
             (tmp_path / name).unlink(missing_ok=True)
         for number, own, lag, _ in found[0]:
-            assert own == numbers[GROUPS * number : GROUPS * (number + 1)]
+            assert order == "completion" or own == numbers[GROUPS * number : GROUPS * (number + 1)]
             assert lag <= 1
         return found
 
@@ -289,21 +293,24 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(cluster: Cluster, tmp_p
     ranks = NodeRanks(cluster, CALL, write_call(tmp_path / "call", go_on, config, tmp_path, False, 99))
     wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches", 60.0)
     ranks.kill()
-    _, commits, fills = lines()
+    before, commits, fills = lines()
     assert cluster.call_ranks(go_on, config, tmp_path, True, 4) == ["", ""]
     log, more, filled = lines()
     assert [line[0] for line in log] == [2, 3, 4, 5]
     assert len({*commits} & {*more}) < 4  # that are later than before, as prompts that had failed did not
     assert len({*map(tuple, fills)} & {*map(tuple, filled)}) < 4 * SIZE
-    for path in cluster.shm(1).glob(f"{prefix()}-*"):
-        path.unlink()
-    assert cluster.call_ranks(go_on, config, tmp_path, True, 2) == ["", ""]
-    _, again, _ = lines()
-    known = {*commits, *more}
-    assert sum(number in known and number % 2 == 0 for number in again) < 4
-    assert sum(number in known and number % 2 == 1 for number in again) >= GROUPS // 2
-    (refused,) = cluster.call_ranks(go_on, config, tmp_path, False, 3, nodes=1)
-    assert "num_stores: 1 here, 2 there" in refused
+    own = [number for line in [*before[:2], *log] for number in line[1]]
+    assert len({*own} & {*numbers}) == len(own) == 6 * GROUPS
+    if order == "lease":  # what follows is the same with each
+        for path in cluster.shm(1).glob(f"{prefix()}-*"):
+            path.unlink()
+        assert cluster.call_ranks(go_on, config, tmp_path, True, 2) == ["", ""]
+        _, again, _ = lines()
+        known = {*commits, *more}
+        assert sum(number in known and number % 2 == 0 for number in again) < 4
+        assert sum(number in known and number % 2 == 1 for number in again) >= GROUPS // 2
+        (refused,) = cluster.call_ranks(go_on, config, tmp_path, False, 3, nodes=1)
+        assert "num_stores: 1 here, 2 there" in refused
     for node in range(2):
         for path in cluster.shm(node).glob(f"{prefix()}-*"):
             path.unlink()

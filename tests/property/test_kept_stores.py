@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from ledger_stores import STREAM, NodeStore, check_due, exchange
 from ledger_support import check_epochs
 
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store import prompt_ledger
-from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.prompt_books import books_of
-from deepspeed_gear.store.prompt_ledger import Entry, LeasedPrompt, Left, PromptCount, PromptSpec, merge
+from deepspeed_gear.store.prompt_ledger import LeasedPrompt, Left, PromptCount, merge
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 
 LEASE_S, WORKERS = 6.0, (1, 2, 3)  # peer 0 is the rank
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
-STREAM = ("stream/train/position", "stream/train/consumed")
 
 
 class Extents:
@@ -47,31 +47,19 @@ class Extents:
     def rebuild(self) -> None: ...
 
 
-class Store:
-    """A node's ledger, and the groups of its table: one trajectory each, half of them with a late column."""
+class Store(NodeStore):
+    """A node's ledger, and the groups of its table, half of which have a late column."""
 
-    def __init__(self, index: int, count: int, groups: int, max_lag: int) -> None:
-        how = {"lease_s": LEASE_S, "attempts": 2, "max_lag": max_lag, "seed": 0, "key": 0, "needs": True}
-        how |= {"num_stores": count, "store": index, "members": 1}
-        self.spec = PromptSpec("", "", 99, groups=groups, size=1, **how)  # type: ignore[arg-type]
-        room = max(-(-(max_lag + 5) * groups // count), groups)
-        self.alive = set(WORKERS)
-        self.memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: peer in self.alive)
-        views = {one.name: np.zeros(one.shape, one.dtype) for one in self.spec.regions()}
-        self.position, self.consumed = np.zeros(Head.NUM_WORDS, np.int64), np.zeros(1, np.int64)
-        self.slots, self.drawn = np.zeros((room, Slot.NUM_WORDS), np.int64), np.full(room, -1)
-        views |= {"slots": self.slots, "stream/train/last_drawn": self.drawn}
-        views |= dict(zip(STREAM, (self.position, self.consumed), strict=True))
-        words = {"groups": SlotGroup, "retention": SlotRetention}
-        views |= {name: np.zeros((room, one.NUM_WORDS), np.int64) for name, one in words.items()}
-        views |= {"group_counts": np.zeros(16, np.int64), "fill_claims": np.zeros((1, room + 1, 3), np.int64)}
-        self.leaders, self.retention = views["groups"][:, SlotGroup.LEADER], views["retention"]
-        self.numbers, self.extents = np.zeros(room, np.int64), Extents(self.slots)
+    def __init__(self, index: int, count: int, **how: Any) -> None:
+        how = {"attempts": 2, "keep_bytes": 1, "needs": True, "members": 1, **how}
+        super().__init__(index, count, 5, WORKERS, **how)
+        room = len(self.slots)
+        self.views |= {"retention": np.zeros((room, SlotRetention.NUM_WORDS), np.int64)}
+        self.views |= {"group_counts": np.zeros(16, np.int64)}
+        self.views |= {"fill_claims": np.zeros((1, room + 1, 3), np.int64)}
+        self.retention, self.extents = self.views["retention"], Extents(self.slots)
         extents: Any = self.extents
-        self.ledger = KeptLedger(self.spec, views, self.numbers, self.memory, extents)
-
-    def slots_in(self, state: int) -> np.ndarray:
-        return np.nonzero(self.slots[:, Slot.STATE] == state)[0]
+        self.ledger = KeptLedger(self.spec, self.views, self.numbers, self.memory, extents)
 
     def write(self, slot: int, number: int, state: int, drawn: int, present: int, version: int) -> None:
         control, spec = self.extents.control, self.spec
@@ -90,14 +78,8 @@ class Store:
 
     def update(self) -> None:
         """Form the groups that have their late column."""
-        slots = self.slots_in(SlotState.COMMITTED)
-        slots = slots[self.retention[slots, SlotRetention.PRESENT] > 0]
-        self.leaders[slots] = slots + 1
-
-    @property
-    def complete(self) -> np.ndarray:
-        slots = self.slots_in(SlotState.COMMITTED)
-        return slots[self.leaders[slots] > 0]
+        for slot in self.lacking[self.retention[self.lacking, SlotRetention.PRESENT] > 0].tolist():
+            self.fill(slot)
 
     def leave(self, number: int, counter: int) -> None:
         (slot,) = (slot for slot in self.slots_in(SlotState.COMMITTED) if self.numbers[slot] == number)
@@ -117,17 +99,18 @@ class Store:
 class Run:
     """Jobs on nodes, one after the other, their workers, and what must be true of them."""
 
-    def __init__(self, seed: int, groups: int, max_lag: int, count: int) -> None:
-        self.words, self.groups, self.max_lag, self.now = random.Random(seed), groups, max_lag, 0.0
-        self.stores = [Store(index, count, groups, max_lag) for index in range(count)]
+    def __init__(self, seed: int, count: int, **how: Any) -> None:
+        self.words, self.how, self.now = random.Random(seed), how, 0.0
+        self.groups, self.max_lag, self.by_lease = how["groups"], how["max_lag"], how["order"] == "lease"
+        self.stores = [Store(index, count, **how) for index in range(count)]
         self.held: list[tuple[float, Store, LeasedPrompt, int]] = []  # end, store, lease, worker
         self.trained, self.gone, self.saved = list[int](), set[int](), None
-        self.counts = dict.fromkeys(("found", "from before", "lost", "loads"), 0)
+        self.counts = dict.fromkeys(("found", "older", "from before", "lost", "loads"), 0)
         self.agree()
 
     @property
     def selected(self) -> int:
-        return int(self.stores[0].position[Head.KEY])
+        return min(int(store.position[Head.KEY]) for store in self.stores)
 
     @property
     def num_trained(self) -> int:
@@ -140,17 +123,30 @@ class Run:
         self.note_dropped(store)
         store.memory.peer = worker = self.words.choice(WORKERS)
         store.alive.add(worker)
-        held, number = self.num_held(store), count or self.words.randint(1, 4)
-        leases = store.ledger.lease(number)
-        self.counts["found"] += self.num_held(store) - held
+        leases = self.take(store, count or self.words.randint(1, 4))
         for lease in leases:
             assert lease.number % len(self.stores) == store.spec.store
             assert lease.number not in self.gone
             assert 0 <= lease.version <= self.num_trained
             batch = (lease.number - sum(gone < lease.number for gone in self.gone)) // self.groups
-            assert batch <= lease.version + self.max_lag
-            length = min(self.words.lognormvariate(1.0, 1.2), 200.0)
+            assert batch <= lease.version + self.max_lag or not self.by_lease
+            if self.words.random() < 0.1:  # the next lease of the number will have this version
+                store.ledger.keep(lease, b"k")
+            length = min(self.words.lognormvariate(1.0, 1.2 if self.by_lease else 2.0), 200.0)
             self.held.append((self.now + length, store, lease, worker))
+        return leases
+
+    def take(self, store: Store, count: int) -> list[LeasedPrompt]:
+        """Lease, and count what is held instead; some of these are older than a lease would be."""
+        before, version = (
+            store.slots_in(SlotState.COMMITTED),
+            prompt_ledger.version_of(store.spec, store.views),
+        )
+        leases = store.ledger.lease(count)
+        found = np.setdiff1d(store.slots_in(SlotState.COMMITTED), before)
+        self.counts["found"] += len(found)
+        versions = store.retention[found, SlotRetention.POLICY_VERSION]
+        self.counts["older"] += int((versions < version).sum())
         return leases
 
     def num_held(self, store: Store) -> int:
@@ -182,9 +178,8 @@ class Run:
 
     def fill(self) -> None:
         store = self.words.choice(self.stores)
-        lacking = np.setdiff1d(store.slots_in(SlotState.COMMITTED), store.complete)
-        if len(lacking):
-            store.retention[self.words.choice(lacking.tolist()), SlotRetention.PRESENT] = 1
+        if len(store.lacking):
+            store.retention[self.words.choice(store.lacking.tolist()), SlotRetention.PRESENT] = 1
 
     def die(self) -> None:
         store, worker = self.words.choice(self.stores), self.words.choice(WORKERS)
@@ -198,53 +193,67 @@ class Run:
         store.ledger.reclaim()
         spec, issued = store.spec, int(store.ledger.counts[PromptCount.ISSUED])
         issued_numbers = {n * spec.num_stores + spec.store for n in range(issued)}
-        open_numbers = store.ledger.export()["prompt_entries"][:, Entry.NUMBER].tolist()
-        self.gone |= issued_numbers - {*open_numbers} - {*self.trained}
+        self.gone |= issued_numbers - store.open_numbers - {*self.trained}
 
     # ---- ranks -----------------------------------------------------------------------------------
 
-    def agree(self) -> list[int]:
-        """Exchange what the stores agree on; return the numbers that a batch may have, in order."""
-        for store in self.stores:
-            store.update()
-            self.ask(store)
-            store.update()
-        known = np.stack([store.ledger.progress() for store in self.stores])
-        for store in self.stores:
-            store.ledger.agree(known)
-            if self.words.random() < 0.3:  # between the two exchanges
-                self.lease(store)
-        held = [store.ledger.num_held for store in self.stores]
-        for store, own in zip(self.stores, held, strict=True):
-            store.ledger.note_others(sum(held) - own)
-        slots = [store.ledger.in_order(store.complete) for store in self.stores]
-        return sorted(int(n) for store, at in zip(self.stores, slots, strict=True) for n in store.numbers[at])
+    def each(self, call: Callable[[Store], Any]) -> list[Any]:
+        """Return what a call returns for each store, made in any order; workers and ranks go on between."""
+        found = dict[int, Any]()
+        for store in self.words.sample(self.stores, len(self.stores)):
+            found[store.spec.store] = call(store)
+            for _ in range(self.words.choice([0, 0, 1, 3]) * (len(self.stores) > 1)):
+                self.words.choice([self.lease, self.lease, self.work, self.work, self.fill, self.train])()
+        return [found[index] for index in range(len(found))]
+
+    def agree(self, draws: bool = False) -> list[int]:
+        """Make the exchanges of a selection, or of a question; return what a batch may have, in order."""
+        self.each(self.ask)
+        return exchange(self.stores, self.each, self.progress, draws)
+
+    def progress(self, store: Store) -> np.ndarray:
+        self.ask(store)
+        return store.ledger.progress()
 
     def ask(self, store: Store) -> None:
-        """Hold what is found, as a rank does that waits for a batch."""
-        held, store.memory.peer = self.num_held(store), 0
-        store.ledger.lease(0)
-        self.counts["found"] += self.num_held(store) - held
+        """Hold what is found, and drop what is too old, as a rank does that waits for a batch."""
+        store.memory.peer = 0
+        store.update()
+        self.take(store, 0)
+        store.update()
+        if self.how["late"] == "drop":
+            store.drop(self.selected)
+        self.note_dropped(store)
 
     def select(self) -> bool:
         """Select the next batch if its groups are there; a rank may be late with the one before."""
-        numbers, batch = self.agree()[: self.groups], self.selected
-        if len(numbers) < self.groups or self.num_trained < batch - self.words.randint(0, 1):
+        batch = self.selected
+        draws = self.num_trained >= batch - self.words.randint(0, 1)
+        numbers = self.agree(draws)[: self.groups]
+        if len(numbers) < self.groups or not draws:
             return False
-        for store in self.stores:
+        self.trained += numbers
+
+        def commit(store: Store) -> None:
             store.position[Head.KEY] += 1
-            for number in (n for n in numbers if n % len(self.stores) == store.spec.store):
+            for number in filter(store.owns, numbers):
                 slot = store.complete[store.numbers[store.complete] == number][0]
                 assert batch - store.retention[slot, SlotRetention.POLICY_VERSION] <= self.max_lag
                 store.leave(number, Left.DRAWN)
-        self.trained += numbers
-        assert set(range(numbers[-1] + 1)) == {*self.trained} | {n for n in self.gone if n <= numbers[-1]}
+
+        self.each(commit)
+        assert not self.by_lease or set(range(numbers[-1] + 1)) == {*self.trained} | {
+            n for n in self.gone if n <= numbers[-1]
+        }
         return True
 
     def train(self) -> None:
         store = self.words.choice(self.stores)
         if store.consumed[0] < self.selected and store.consumed[0] <= self.num_trained:
             store.consumed += 1
+        is_known = store.ledger.counts[PromptCount.TRAINED] >= 0  # else no rank has one since the load
+        if is_known and self.num_trained >= self.selected - 1:
+            store.ledger.note_trained(self.selected - 1)
 
     def check(self) -> None:
         for store in self.stores:
@@ -257,6 +266,8 @@ class Run:
         assert (dropped, sums["trained"] + sums["training"]) == (len(self.gone), len(self.trained))
         assert min(one[name] for one in books for name in PARTS) >= 0
         check_epochs(books)
+        if self.how["order"] == "completion" and self.how["late"] == "wait":
+            check_due(self.stores, self.selected)
         for store in self.stores:  # a number has one group, and a trajectory an id of its store
             used = store.slots[:, Slot.STATE] != SlotState.FREE
             assert len(store.numbers[used]) == len({*store.numbers[used].tolist()})
@@ -269,10 +280,10 @@ class Run:
     def restart(self) -> None:
         """Begin a job at number 0 in the stores; one of them may be lost with its workers."""
         for index in range(len(self.stores)):
-            if self.words.random() < 0.2:
+            if self.words.random() < 0.3:
                 lost = self.stores[index]
                 self.held = [one for one in self.held if one[1] is not lost]
-                self.stores[index] = Store(index, len(self.stores), self.groups, self.max_lag)
+                self.stores[index] = Store(index, len(self.stores), **self.how)
                 self.counts["lost"] += 1
             store = self.stores[index]
             store.drawn[:] = -1
@@ -281,8 +292,12 @@ class Run:
         self.begin()
 
     def begin(self) -> None:
-        """Agree for the first time; nothing is leased before."""
+        """Agree for the first time; nothing is leased before. Groups that may be found have any versions."""
         for store in self.stores:
+            for slot in store.slots_in(SlotState.EVICTED).tolist():
+                if store.drawn[slot] < 0 and self.words.random() < 0.5:
+                    version = self.words.randint(self.selected - self.max_lag - 1, self.selected + 1)
+                    store.retention[slot, SlotRetention.POLICY_VERSION] = max(version, 0)
             self.ask(store)
             assert len(self.stores) == 1 or not self.lease(store)
         if self.words.random() < 0.5:
@@ -329,25 +344,77 @@ class Run:
                 raise AssertionError("no batch can be selected")
 
 
+def drive(run: Run) -> None:
+    """Let workers and ranks go on, with saves, loads and other jobs; then without failures."""
+    for turn in range(500):
+        works = [run.work] * 12 + [run.fill] * 8
+        run.words.choice([run.lease] * 6 + works + [run.select] * 3 + [run.train] * 2 * len(run.stores))()
+        if turn % 20 == 19:
+            rare = [run.save], [run.die, run.check], [run.load, run.load, run.restart]
+            run.words.choice(rare[turn // 20 % 3])()
+        if turn % 5 == 0:
+            run.check()
+    run.finish(4)
+    run.check()
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(("groups", "max_lag"), [(1, 0), (4, 1), (5, 3)])
+@pytest.mark.parametrize(
+    ("groups", "max_lag", "order", "late"),
+    [
+        (1, 0, "lease", "wait"),
+        (4, 1, "lease", "wait"),
+        (5, 3, "lease", "wait"),
+        (4, 1, "completion", "wait"),
+        (5, 3, "completion", "wait"),
+        (5, 3, "completion", "drop"),
+    ],
+)
 def test_jobs_go_on_in_the_stores_of_those_before(
-    count: int, groups: int, max_lag: int, monkeypatch: pytest.MonkeyPatch
+    count: int, groups: int, max_lag: int, order: str, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counts = dict.fromkeys(("found", "from before", "lost", "loads"), 0)
+    counts = dict.fromkeys(("found", "older", "from before", "lost", "loads"), 0)
     for seed in range(4):
-        run = Run(100 * count + seed, groups, max_lag, count)
+        how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late}
+        how["lease_s"] = LEASE_S if order == "lease" else 300.0  # slow ones are to be due
+        run = Run(100 * count + seed, count, **how)
         clock = SimpleNamespace(monotonic_ns=lambda run=run: int(run.now * 1e9))
         monkeypatch.setattr(prompt_ledger, "time", clock)
-        for turn in range(500):
-            works = [run.work] * 12 + [run.fill] * 8
-            run.words.choice([run.lease] * 6 + works + [run.select] * 2 + [run.train] * 4)()
-            if turn % 20 == 19:
-                run.words.choice([run.die, run.save, run.load, run.restart])()
-            if turn % 5 == 0:
-                run.check()
-        run.finish(4)
-        run.check()
-        assert run.trained == sorted(set(run.trained))
+        drive(run)
+        assert run.trained == sorted(set(run.trained)) or order == "completion"
+        assert len(run.trained) == len({*run.trained} - run.gone)
         counts = {name: counts[name] + run.counts[name] for name in counts}
+    if order == "lease" or max_lag < 3:  # few are older than a lease
+        del counts["older"]
     assert min(counts.values()) > 0 or groups == 1, counts
+
+
+@pytest.mark.parametrize("case", ["shares", "an exchange", "more are trained", "too old", "begun"])
+def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
+    """Two stores have groups of version 0, of which two fit into the next batch."""
+    how = {"groups": 2, "max_lag": 2, "order": "completion", "late": "wait", "lease_s": 1.0}
+    stores = [Store(index, 2, **how) for index in range(2)]
+    selected = 3 if case == "too old" else 2
+    for store in stores:
+        store.position[Head.KEY], store.consumed[:] = selected, 1 if case == "more are trained" else 2
+        for number in range(2 * selected + store.spec.store, 2 * selected + 6, 2):
+            store.write(number // 2, number, SlotState.EVICTED, -1, 1, 0)
+        store.ledger.counts[PromptCount.ISSUED] = selected
+        store.views["prompt_left"][0, Left.DRAWN], store.views["life_words"][1] = selected, 99
+        if case == "begun":
+            store.ledger.begin()
+    known = np.stack([store.ledger.progress() for store in stores])
+    for store in stores:
+        store.ledger.agree(known)
+        assert case != "begun" or not store.ledger.lease(1)  # before the second exchange
+    exchange(
+        stores, lambda call: [call(store) for store in stores], lambda store: store.ledger.progress(), False
+    )
+    for store in stores:
+        if case == "an exchange":
+            store.ledger.progress()
+        elif case == "more are trained":
+            store.ledger.note_trained(2)
+        assert len(store.ledger.lease(0)) == 0
+        assert len(store.slots_in(SlotState.COMMITTED)) == (case == "shares")
+        assert len(store.ledger.lease(1)) == 1  # by a worker: never waits

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from ledger_stores import NodeStore, check_due, exchange
 from ledger_support import check_epochs
 
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store import prompt_ledger
-from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.prompt_ledger import (
-    Entry,
-    EntryState,
     LeasedPrompt,
     Left,
     PromptCount,
     PromptLedger,
-    PromptSpec,
     merge,
 )
 from deepspeed_gear.store.records import Head
@@ -32,38 +30,13 @@ LEASE_S, ATTEMPTS, WORKERS = 6.0, 2, 3
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
-class Store:
-    """A node's ledger, and the groups of its table, of one trajectory each."""
+class Store(NodeStore):
+    """A node's ledger, and the groups of its table."""
 
     def __init__(self, index: int, count: int, **how: Any) -> None:
-        how = {"lease_s": LEASE_S, "attempts": ATTEMPTS, "seed": 0, "key": 0, "keep_bytes": 1, **how}
-        self.spec = PromptSpec("", "", 99, size=1, **how, num_stores=count, store=index)
-        batches, groups = self.spec.max_lag + 2, self.spec.groups
-        room = max(-(-batches * groups // count), groups)  # as little as a config may give
-        self.alive = set(range(WORKERS))
-        self.memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: peer in self.alive)
-        views = {one.name: np.zeros(one.shape, one.dtype) for one in self.spec.regions()}
-        self.position, self.consumed = np.zeros(Head.NUM_WORDS, np.int64), np.zeros(1, np.int64)
-        self.slots, self.drawn = np.zeros((room, Slot.NUM_WORDS), np.int64), np.full(room, -1)
-        views |= {"slots": self.slots, "stream/train/last_drawn": self.drawn}
-        views["groups"] = np.zeros((room, SlotGroup.NUM_WORDS), np.int64)
-        self.leaders: np.ndarray = views["groups"][:, SlotGroup.LEADER]
-        self.completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]
-        self.num_completed = 0  # ever
-        views |= {"stream/train/position": self.position, "stream/train/consumed": self.consumed}
-        self.numbers = np.zeros(room, np.int64)
-        self.ledger = PromptLedger(self.spec, views, self.numbers, self.memory)
-
-    def owns(self, number: int) -> bool:
-        return number % self.spec.num_stores == self.spec.store
-
-    def slots_in(self, state: int) -> np.ndarray:
-        return np.nonzero(self.slots[:, Slot.STATE] == state)[0]
-
-    @property
-    def open_numbers(self) -> set[int]:
-        """The numbers that are issued and have not left."""
-        return set(self.ledger.export()["prompt_entries"][:, Entry.NUMBER].tolist())
+        how = {"lease_s": LEASE_S, "attempts": ATTEMPTS, "keep_bytes": 1, **how}
+        super().__init__(index, count, 2, range(WORKERS), **how)  # as little room as a config may give
+        self.ledger = PromptLedger(self.spec, self.views, self.numbers, self.memory)
 
     def put(self, number: int, state: int = SlotState.COMMITTED, key: int = -1, completed: int = 0) -> int:
         """Write a group; `completed`: complete groups ever, up to it, or 0: it lacks a late column."""
@@ -72,23 +45,6 @@ class Store:
         self.leaders[slot], self.completed[slot] = (slot + 1) * (completed > 0), completed
         self.num_completed = max(self.num_completed, completed)
         return slot
-
-    @property
-    def lacking(self) -> np.ndarray:
-        """The slots of groups that lack a late column."""
-        return np.setdiff1d(self.slots_in(SlotState.COMMITTED), self.complete)
-
-    @property
-    def complete(self) -> np.ndarray:
-        """The slots of groups with a leader."""
-        slots = self.slots_in(SlotState.COMMITTED)
-        return slots[self.leaders[slots] > 0]
-
-    def fill(self, slot: int) -> int:
-        """Complete a group; return its number."""
-        self.num_completed += 1
-        self.leaders[slot], self.completed[slot] = slot + 1, self.num_completed
-        return int(self.numbers[slot])
 
     def leave(self, number: int, counter: int) -> None:
         """Let a held group leave the table."""
@@ -113,7 +69,7 @@ class Run:
         self.groups, self.max_lag, self.needs = how["groups"], how["max_lag"], how["needs"]
         self.by_lease, self.drops = how["order"] == "lease", how["late"] == "drop"
         self.places: dict[int, int] = {}  # of complete groups in the order of completion, by number
-        self.last, self.num_gone = 0, 0  # place, and dropped numbers, as of the latest agreement
+        self.last, self.num_gone = 0, 0  # place, and dropped numbers, of the latest agreement
         self.now, self.saved = 0.0, None
         self.held: list[tuple[float, Store, LeasedPrompt, int]] = []  # end, store, lease, worker
         self.versions: dict[int, int] = {}  # of the latest lease of each number
@@ -244,27 +200,11 @@ class Run:
         """Make the exchanges that begin a selection; return the numbers that a batch may have, in order."""
         if self.drops:
             self.each(self.drop, races)
-        known, self.num_gone = np.stack(self.each(self.progress, races)), len(self.gone)
         self.last = max(self.places.values(), default=0)
-        self.each(lambda store: store.ledger.agree(known), races)
-        held = self.each(lambda store: store.ledger.num_held)
-        for store, own in zip(self.stores, held, strict=True):
-            store.ledger.note_others(sum(held) - own)
-        if not self.stores[0].spec.is_joint:
-            slots = [store.ledger.in_order(store.complete) for store in self.stores]
-            every = [int(n) for store, at in zip(self.stores, slots, strict=True) for n in store.numbers[at]]
-            return sorted(every) if self.by_lease else every
-        due = np.stack(self.each(lambda one: one.ledger.due(one.ledger.in_order(one.complete)), races))
-        if not all(store.ledger.admits(due) for store in self.stores):
-            return []
-        own = self.each(lambda one: one.numbers[one.ledger.in_order(one.complete)], races)
-        marks = [store.ledger.marks(part) for store, part in zip(self.stores, own, strict=True)]
-        both = np.concatenate(own), np.concatenate(marks)
-        orders = [both[0][store.ledger.merged(*both)].tolist() for store in self.stores]
-        assert all(order == orders[0] for order in orders)
-        assert orders[0] or not len(both[0])
-        assert {*orders[0]} <= {*self.places}  # no group that has been completed since
-        return list(orders[0])
+        order = exchange(self.stores, partial(self.each, races=races), self.progress)
+        self.num_gone = len(self.gone)
+        assert not self.stores[0].spec.is_joint or {*order} <= {*self.places}  # none was completed since
+        return order
 
     def progress(self, store: Store) -> np.ndarray:
         """What has been completed since the last agreement comes after all that was, by turns of stores."""
@@ -276,9 +216,8 @@ class Run:
         return words
 
     def drop(self, store: Store) -> None:
-        """Drop what is too old for the next batch."""
-        before, slots = store.open_numbers, store.slots_in(SlotState.COMMITTED)
-        store.slots[slots[store.ledger.too_old(slots, self.selected)], Slot.STATE] = SlotState.FREE
+        before = store.open_numbers
+        store.drop(self.selected)
         self.gone |= before - store.open_numbers
 
     def order_of_one(self) -> list[int]:
@@ -345,12 +284,7 @@ class Run:
         assert max(one["largest_lag"] for one in books) <= self.max_lag
         check_epochs(books)
         if not (self.by_lease or self.drops):  # all that is due by a batch fits into those up to it
-            entries = np.concatenate([store.ledger.export()["prompt_entries"] for store in self.stores])
-            states, is_kept = entries[:, Entry.STATE], entries[:, Entry.KEPT] > 1
-            counts = np.isin(states, (EntryState.LEASED, EntryState.HELD)) | is_kept
-            due = entries[counts, Entry.VERSION] + self.max_lag - self.selected
-            assert all((due <= after).sum() <= (after + 1) * self.groups for after in range(self.max_lag + 1))
-            assert (due >= 0).all()
+            check_due(self.stores, self.selected)
 
     def check_admission(self) -> None:
         """Lease all that is admitted; drops of others after the first open number are not known."""
