@@ -64,7 +64,7 @@ class Session:
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s  # the session ends without a call for so long
-        self.leases: dict[tuple[int, ...], Lease] = {}  # of a worker, by call and place in its answer
+        self.leases: dict[tuple[int, ...], Lease] = {}  # of a worker, by the first words of a LeasedPrompt
         self.number, self.answer = -1, dict[str, Any]()  # of a worker's last call
         self.upto = -1  # all trajectories up to this number are committed or refused
         self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
@@ -198,16 +198,18 @@ class Sessions:
 class LeaseSessions(Sessions):
     """Leases prompts to any number of remote rollout workers, as one worker of this node.
 
-    A lease is of a session and ends with it. Commits are done one after the other, other calls at once.
+    A lease is of a session and ends with it; of a store that outlives its job, its commit is taken as that of
+    a local worker whose lease came back. Commits are done one after the other, other calls at once.
     """
 
     def __init__(self, writer: TrajectoryWriter, max_message_bytes: int) -> None:
         super().__init__(writer.add)
         self._worker, group = RolloutWorker(writer), writer.parts[0].spec.group
         self._adding, most_steps = threading.Lock(), self._worker.prompts.longest + 1
+        self._run, self._spec = f"{writer.run} {writer.table}", self._worker._spec
         self._prompts = self._worker.prompts.schema
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
-        self.hello["keep_bytes"] = self._worker.keep_bytes
+        self.hello |= {"keep_bytes": self._worker.keep_bytes, "run": self._run}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
         self._most = max(1, max_message_bytes // most_bytes)  # leases of a call
 
@@ -233,7 +235,7 @@ class LeaseSessions(Sessions):
                 self._worker.release(list(session.leases.values()))
             if number < session.number or "leases" not in session.answer:
                 return session.answer
-            prompts = [session.leases[number, place].prompt for place in range(len(session.answer["leases"]))]
+            prompts = [session.leases[tuple(key)].prompt for *key, _ in session.answer["leases"]]
         rows = [{c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts} for prompt in prompts]
         return {**session.answer, "content": gateway_messages.encode(self._prompts, list(enumerate(rows)))}
 
@@ -244,15 +246,17 @@ class LeaseSessions(Sessions):
             most_s = ANSWER_S if len(self._sessions) <= MOST_WAITING // 2 else 0.0  # each polls
             count, wait_s = min(int(call["count"]), self._most), min(float(call["wait_s"]), most_s)
             leases = self._worker.lease(count, wait_s)
-            session.leases.update({(call["number"], place): lease for place, lease in enumerate(leases)})
-            kept = [base64.b64encode(lease._lease.kept).decode() for lease in leases]
-            given = [(one.number, one.version, one.attempt, kept[at]) for at, one in enumerate(leases)]
+            session.leases.update({lease._lease[:5]: lease for lease in leases})
+            given = [(*one._lease[:5], base64.b64encode(one._lease.kept).decode()) for one in leases]
             return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
-        lost = Lease(self._worker, LeasedPrompt(0, -1, int(call["prompt"]), 0, 0, b""), {})
-        lease, ids = session.leases.get(tuple(call["lease"]), lost), list[int]()
-        if lease is lost:
-            self._worker._change("own", lease._lease)  # raises, and is counted
-        elif call["do"] == "renew":
+        known, ids = LeasedPrompt(*call["lease"]), list[int]()
+        lease, spec = session.leases.get(known[:5]), self._spec
+        if lease is None:  # of another session
+            is_kept = spec.members and known.run == self._run
+            if not is_kept or known.number % spec.num_stores != spec.store:
+                self._worker._change("own", known._replace(entry=0, token=-1))  # raises, and is counted
+            lease = Lease(self._worker, known, {})
+        if call["do"] == "renew":
             lease.heartbeat()
         elif call["do"] == "keep":
             self._worker._change("keep", lease._lease, base64.b64decode(call["more"][0]))
@@ -265,7 +269,7 @@ class LeaseSessions(Sessions):
         else:
             lease.fail(*call["more"])
         if call["do"] not in ("renew", "keep"):
-            del session.leases[tuple(call["lease"])]
+            session.leases.pop(known[:5], None)
         return {"ids": ids}
 
 

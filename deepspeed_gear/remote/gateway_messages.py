@@ -23,7 +23,7 @@ from deepspeed_gear.data.media import SENT
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
-VERSION = 5  # 1 was Arrow Flight; 2 had a call "ask"; 3 had no leases; 4 had no media
+VERSION = 6  # 2 had a call "ask"; 3 had no leases; 4 had no media; leases of 5 ended with their session
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call

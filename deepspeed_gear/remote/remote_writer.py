@@ -452,7 +452,8 @@ class RemoteRolloutWorker(ProcessBound):
 
     As RolloutWorker, with the same leases. Each call is done once, also if connections are lost. The leases
     come back when the worker closes, or its session ends: with the gateway, or `timeout_s` (at least 1 s)
-    after the last call; a thread calls while the worker generates. The next call begins another session.
+    after the last call; a thread calls while the worker generates. The next call begins another session. In
+    a store that outlives its job they may be committed then, until their prompts are leased again.
 
     Thread safety: one thread at a time. After a fork, connect anew.
     """
@@ -485,12 +486,11 @@ class RemoteRolloutWorker(ProcessBound):
                 break
             time.sleep(min(answer["wait_s"], left_s))
         found, prompts = [], decode(self._prompts, answer["content"])
-        for (place, prompt), lease in zip(prompts, answer["leases"], strict=True):
-            number, version, attempt, kept = lease
+        for (_, prompt), lease in zip(prompts, answer["leases"], strict=True):
             for c in (c for c in self._prompts if c.is_opaque):
                 prompt[c.name] = opaque_rows.decode(prompt[c.name], c, c.name)
-            key = self._number, place, number, version, attempt
-            found.append(Lease(self, LeasedPrompt(*key, base64.b64decode(kept)), prompt))
+            lease[5:] = base64.b64decode(lease[5]), self._hello["run"]
+            found.append(Lease(self, LeasedPrompt(*lease), prompt))
         return found
 
     def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -514,9 +514,8 @@ class RemoteRolloutWorker(ProcessBound):
         return list(self._change("commit", lease, batch=batch, absent=absent)["ids"])
 
     def _change(self, change: str, lease: LeasedPrompt, *more: Any, **options: Any) -> dict[str, Any]:
-        key = lease.entry, lease.token  # the call that leased it, and the place in its answer
         more = tuple(base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in more)
-        return self._call(do=change, lease=key, prompt=lease.number, more=more, **options)
+        return self._call(do=change, lease=(*lease[:5], None, lease.run), more=more, **options)
 
     def _call(self, batch: pa.RecordBatch | None = None, **call: Any) -> dict[str, Any]:
         """Make a call until the gateway answers it, in this session or another; raises its error."""

@@ -31,7 +31,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 Views = Mapping[str, np.ndarray]
 # Words of a store's life. 1: no number is leased until a rank asks, and a death is followed by `begin`;
-# numbers below _END may have retired groups; leases up to _TOKEN are from before the latest start or load.
+# numbers below _END may have retired groups; _TOKEN: the latest lease before the latest start or load.
 # Of several stores in the order of completion: _AGREED are the trained batches for which the words from
 # _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries of this store may be due by a
 # batch, from the next one on.
@@ -68,7 +68,7 @@ class KeptLedger(PromptLedger):
             if is_kept:
                 self._shares(version)[:] -= 1
                 self.own(taken[0])[Entry.VERSION] = version
-                super().commit(taken[0], partial(self._revive, slots), len(slots))
+                super().commit(taken[0]._replace(version=version), partial(self._revive, slots), len(slots))
                 held += slots.tolist()
             else:
                 self._free(slots)
@@ -134,21 +134,22 @@ class KeptLedger(PromptLedger):
         return int(self._of_entries[self._states == EntryState.RETURNED].min(initial=self._next))
 
     def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
-        """Publish a group; of a lease from before, whose number is open, as a retired one."""
-        number, is_open = lease.number, False
-        if lease.token <= self._life[_TOKEN] and not len(self.retired(number)):
-            is_returned = self._of_entries[self._states == EntryState.RETURNED] == number
-            is_open = bool(number >= self._next or is_returned.any())
-        if not is_open:
+        """Publish a group; of a lease that came back, whose number is open, as a retired one."""
+        if not self._is_open(lease.number):
             super().commit(lease, publish, members)
             return
-        self._life[_END] = max(int(self._life[_END]), number + 1)
+        self._life[_END] = max(int(self._life[_END]), lease.number + 1)
         publish()
         self._retire_others()
 
     def renew(self, lease: LeasedPrompt) -> None:
-        if lease.token > self._life[_TOKEN]:
+        if not self._is_open(lease.number):
             super().renew(lease)
+
+    def _is_open(self, number: int) -> bool:
+        """Return whether a number is to be leased, for the first time or again, and has no group."""
+        is_returned = self._of_entries[self._states == EntryState.RETURNED] == number
+        return bool(number >= self._next or is_returned.any()) and not len(self.retired(number))
 
     def retired(self, number: int | None = None) -> np.ndarray:
         """Return the retired slots, or those of a number. [n], int64."""

@@ -169,6 +169,7 @@ class LeasedPrompt(NamedTuple):
     version: int
     attempt: int
     kept: bytes
+    run: str = ""  # and table of a remote worker's lease: its next gateway may be of others
 
 
 class PromptLedger:
@@ -390,7 +391,8 @@ class PromptLedger:
             LeaseExpiredError: It came back meanwhile; counted.
         """
         words: np.ndarray = self.entries[lease.entry]
-        if words[Entry.STATE] != EntryState.LEASED or words[Entry.TOKEN] != lease.token:
+        known = words[[Entry.STATE, Entry.TOKEN, Entry.NUMBER, Entry.VERSION]].tolist()
+        if known != [EntryState.LEASED, lease.token, lease.number, lease.version]:
             self.counts[PromptCount.REFUSED] += 1
             rule = "must be held by this worker: it came back, and another attempt may have it"
             remedy = "call heartbeat() more often or raise prompts.lease_s; leases end with a load, too"

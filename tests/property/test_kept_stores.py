@@ -20,7 +20,7 @@ from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.prompt_ledger import LeasedPrompt, Left, PromptCount, merge
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 
-LEASE_S, WORKERS = 6.0, (1, 2, 3)  # peer 0 is the rank
+LEASE_S, WORKERS, GATEWAY = 6.0, (1, 2, 3), 3  # 0 is the rank; remote workers outlive 3
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
@@ -175,6 +175,9 @@ class Run:
                 lease, lambda: store.write(slot, lease.number, SlotState.COMMITTED, *words), 1
             )
             self.counts["from before"] += self.num_held(store) == committed
+            if self.words.random() < 0.2:  # the answer was lost
+                with pytest.raises(LeaseExpiredError):
+                    store.ledger.commit(lease, lambda: None, 1)
 
     def fill(self) -> None:
         store = self.words.choice(self.stores)
@@ -184,7 +187,7 @@ class Run:
     def die(self) -> None:
         store, worker = self.words.choice(self.stores), self.words.choice(WORKERS)
         store.alive.discard(worker)
-        self.held = [one for one in self.held if one[1] is not store or one[3] != worker]
+        self.held = [one for one in self.held if one[1] is not store or one[3] != worker or worker == GATEWAY]
         store.ledger.recover(store.extents.retire)
         self.note_dropped(store)
 
@@ -282,8 +285,9 @@ class Run:
         for index in range(len(self.stores)):
             if self.words.random() < 0.3:
                 lost = self.stores[index]
-                self.held = [one for one in self.held if one[1] is not lost]
-                self.stores[index] = Store(index, len(self.stores), **self.how)
+                new = self.stores[index] = Store(index, len(self.stores), **self.how)
+                held = [one for one in self.held if one[1] is not lost or one[3] == GATEWAY]
+                self.held = [(end, new if of is lost else of, *more) for end, of, *more in held]
                 self.counts["lost"] += 1
             store = self.stores[index]
             store.drawn[:] = -1

@@ -14,7 +14,7 @@ import pytest
 from gear_support import wait_until
 from ledger_support import check_books, ledger_section, responses, write_prompts
 from media_support import image, with_media
-from process_support import environment
+from process_support import environment, free_port
 from remote_support import (
     SCHEMA,
     STARTED,
@@ -43,6 +43,7 @@ from deepspeed_gear import (
     Schema,
     StoreError,
 )
+from deepspeed_gear.remote.connection import ConnectionLost
 from deepspeed_gear.remote.gateway import LeaseSessions
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -132,10 +133,11 @@ def test_a_call_that_is_made_twice_is_done_once(data: Path) -> None:
         sessions.open("a")
         take = {"number": 3, "do": "lease", "count": 1, "wait_s": 0.0}
         first, again = (sessions.work("a", take, []) for _ in range(2))
-        assert first["leases"] == again["leases"] == [(0, 0, 1, "")]
+        assert first["leases"] == again["leases"] == [(0, 1, 0, 0, 1, "")]
         assert first["content"].equals(again["content"])
         group = list(enumerate({"tokens": np.ones(2, np.int32), "prompt": 0, "sample": 1} for _ in range(2)))
-        commit = {"number": 5, "do": "commit", "lease": [3, 0], "prompt": 0, "absent": [["reward"]] * 2}
+        lease = [*first["leases"][0][:5], None, sessions.hello["run"]]
+        commit = {"number": 5, "do": "commit", "lease": lease, "absent": [["reward"]] * 2}
         with pytest.raises(DataError, match="column weight must be in every trajectory"):
             sessions.work("a", commit, group)
         group = [(at, {**rows, "weight": 1.0, "reward": 0.0}) for at, rows in group]
@@ -272,13 +274,10 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_kills_of_a_remote_worker_and_of_the_gateway(keeps: bool, data: Path, tmp_path: Path) -> None:
+def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path) -> None:
     """Leases of the killed come back; a worker of a killed gateway goes on with the next one."""
     config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
-    section = ledger_section(data, {"max_lag": 0})
-    section["shared_memory"]["keep"] = keeps
-    config.write_text(json.dumps({"gear": section}))
+    config.write_text(json.dumps({"gear": ledger_section(data, {"max_lag": 0})}))
     with Replay(str(config)) as replay:
         gateway, url = serve(config, token)
         killed = WarmProcess(["-c", LEASES, url, str(token)], environment(), PIPE)
@@ -306,7 +305,78 @@ def test_kills_of_a_remote_worker_and_of_the_gateway(keeps: bool, data: Path, tm
         assert replay.rollout().values("prompt").tolist() == [0, 0, 1, 1, 2, 2]
         books = check_books(replay)
         assert (books["issued"], books["leases_returned"], books["expired_refused"]) == (3, 3, 1)
-    remove_garbage(section["shared_memory"]["prefix"], kept=keeps)
+
+
+def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A commit is taken until its prompt is leased again, and once, also where its answer was lost."""
+    config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    section = ledger_section(data, {"max_lag": 1})
+    section["shared_memory"]["keep"] = True
+    config.write_text(json.dumps({"gear": section}))
+    port, running = str(free_port()), list[WarmProcess]()
+
+    def kill() -> None:
+        running[-1].kill()
+        running[-1].wait()
+
+    def start() -> None:
+        running.append(serve(config, token, "--port", port)[0])
+
+    def lose(action: str, header: Any, *more: Any) -> None:
+        assert (call(action, header, *more)["ids"], header["do"]) == ([0, 1], "commit")
+        monkeypatch.undo()
+        kill()
+        start()
+        raise ConnectionLost("of the answer")
+
+    with Replay(str(config)) as replay:
+        start()
+        worker = attach(f"grpc://127.0.0.1:{port}", timeout_s=200.0)  # its thread does not call
+        call, leases = worker._line.call, worker.lease(6)
+        monkeypatch.setattr(worker._line, "call", lose)
+        with pytest.raises(LeaseExpiredError):  # it is made again
+            leases[0].commit(responses(leases[0]))
+        books = check_books(replay)
+        assert (books["waiting"], books["leased"] + books["returned"], books["expired_refused"]) == (1, 5, 1)
+        assert replay.statistics()["prompts"]["main"]["returned"] == 5
+        leases[1].heartbeat()
+        leases[1].commit(responses(leases[1]))
+        with RolloutWorker.attach(str(config)) as local:
+            (again,) = local.lease()
+            assert (again.number, again.attempt, check_books(replay)["waiting"]) == (2, 2, 2)
+            for change in (leases[2].heartbeat, lambda: leases[2].commit(responses(leases[2]))):
+                with pytest.raises(LeaseExpiredError, match="the lease of prompt 2 must be held by"):
+                    change()
+            again.commit(responses(again))
+        (third,) = worker.lease()
+        assert (third.number, third.attempt) == (3, 2)
+        with pytest.raises(LeaseExpiredError):
+            leases[3].commit(responses(leases[3]))
+    kill()
+    with Replay(str(config)) as replay:
+        start()
+        third.commit(responses(third))
+        for lease in (third, leases[0]):  # has a group
+            with pytest.raises(LeaseExpiredError):
+                lease.commit(responses(lease))
+        assert replay.rollout().values("prompt").tolist() == [0, 0, 1, 1, 2, 2]
+        leases[4].commit(responses(leases[4]))
+        (again,) = worker.lease()
+        assert (again.number, check_books(replay)["waiting"]) == (5, 2)
+        with pytest.raises(LeaseExpiredError):
+            leases[5].commit(responses(leases[5]))
+    kill()
+    section["shared_memory"]["run"] = "another"
+    config.write_text(json.dumps({"gear": section}))
+    with Replay(str(config)) as replay:
+        start()
+        with pytest.raises(LeaseExpiredError):
+            again.commit(responses(again))
+        worker.close()
+    kill()
+    remove_garbage(section["shared_memory"]["prefix"], kept=True)
 
 
 def test_media_come_once_with_a_group(data: Path) -> None:
