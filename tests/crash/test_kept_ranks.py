@@ -1,4 +1,4 @@
-"""All ranks are killed at any time; workers live on, and the next job goes on in the same store."""
+"""All ranks and the gateway are killed at any time; workers live on, and the next job has the same store."""
 
 from __future__ import annotations
 
@@ -17,9 +17,18 @@ import pytest
 import torch.distributed as dist
 from gear_support import prefix
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
-from process_support import exit_status, in_child
+from process_support import exit_status, free_port, in_child
+from remote_support import TOKEN
 
-from deepspeed_gear import FillWorker, LeaseExpiredError, Replay, RolloutWorker
+from deepspeed_gear import (
+    FillWorker,
+    LeaseExpiredError,
+    RemoteRolloutWorker,
+    Replay,
+    RolloutWorker,
+    TrajectoryWriter,
+)
+from deepspeed_gear.remote.gateway import Gateway
 from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -35,13 +44,14 @@ def read(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def generate(folder: Path, config: dict[str, Any], seed: int) -> None:
+def generate(folder: Path, config: dict[str, Any], seed: int, port: int = 0) -> None:
     """Lease, generate for a random time, and commit in any order, over the lives of jobs."""
-    words = random.Random(seed)
-    with RolloutWorker.attach(config) as worker:
+    words, url = random.Random(seed), f"grpc://127.0.0.1:{port}"
+    connected = RemoteRolloutWorker.connect(url, token=TOKEN) if port else None
+    with connected or RolloutWorker.attach(config) as worker:
         held: list[Any] = []
         while not (folder / "end").exists():
-            held += worker.lease(3, timeout_s=0.0 if held else 0.1)
+            held += [] if held else worker.lease(3, timeout_s=0.1)
             words.shuffle(held)
             time.sleep(words.expovariate(1 / 0.02))
             if held:
@@ -50,6 +60,10 @@ def generate(folder: Path, config: dict[str, Any], seed: int) -> None:
                     lease.heartbeat()
                     lease.commit(responses(lease))
                     write(folder / "commits", lease.number)
+
+
+def serve(config: dict[str, Any], port: int) -> None:
+    Gateway(TrajectoryWriter.attach(config), TOKEN, port=port).run()
 
 
 def fill(folder: Path, config: dict[str, Any]) -> None:
@@ -88,29 +102,34 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, loads: boo
 def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> None:
     data, words = write_prompts(tmp_path / "prompts", 11), random.Random(loads)
     group = {"group": {"needs": [] if loads else ["reward"]}}
-    config = ledger_section(data, {"max_lag": LAG}, GROUPS, writers=3, timeout_s=30.0, **group)
+    config = ledger_section(data, {"max_lag": LAG}, GROUPS, writers=4, timeout_s=30.0, **group)
     config["shared_memory"] = {"prefix": f"{prefix()}k{int(loads)}", "keep": True}
     config["pack"]["pad"]["multiple"] = 4
-    workers = [in_child(lambda seed=seed: generate(tmp_path, config, seed)) for seed in range(2)]
+    port = free_port()
+    ports = (0 if loads else port, port)  # of workers; 0: of one that is local
+    workers = [in_child(lambda n=n: generate(tmp_path, config, n, ports[n])) for n in range(2)]
     workers += [] if loads else [in_child(lambda: fill(tmp_path, config))]
     try:
         for life in itertools.count():
             ranks = [
                 in_child(lambda r=rank, n=life: train(tmp_path, r, config, n, loads)) for rank in range(2)
             ]
+            workers.insert(0, in_child(lambda: serve(config, port)))
             batches, until = words.randint(1, 4), time.monotonic() + 30
             if life % 2:  # while it starts
                 time.sleep(words.random() * 0.4)
             while life % 2 == 0 and len(read(tmp_path / f"log{life}")) < batches and time.monotonic() < until:
                 time.sleep(0.01 * words.random())
-            for rank in ranks if life < LIVES - 1 else ():
-                os.kill(rank, signal.SIGKILL)
-            statuses = [exit_status(rank) for rank in ranks]
             if life == LIVES - 1:
                 break
+            for child in words.sample([*ranks, workers[0]], 3):
+                os.kill(child, signal.SIGKILL)
+            for child in (*ranks, workers.pop(0)):
+                exit_status(child)
+        statuses = [exit_status(rank) for rank in ranks]
         assert statuses == [0, 0]
         (tmp_path / "end").touch()
-        assert [exit_status(worker) for worker in workers] == [0] * len(workers)
+        assert [exit_status(worker) for worker in workers[1:]] == [0] * len(workers[1:])
         commits, lives = read(tmp_path / "commits"), [read(tmp_path / f"log{n}") for n in range(life + 1)]
         assert len(set(commits)) == len(commits)
         fills = Counter(map(tuple, read(tmp_path / "fills")))
