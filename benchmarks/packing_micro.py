@@ -131,8 +131,8 @@ def _measure(case: Case, quick: bool) -> Row:
                     micro.append((perf_counter_ns() - begin) / 1e3)
                     begin = perf_counter_ns()
                 packs += [
-                    _Pack(rollout._data, *pack)
-                    for pack in zip(step.packs.packs, step.packs.rows, strict=True)
+                    _Pack(rollout._data, pack, shape.rows)
+                    for pack, shape in zip(step.packs.packs, step.packs.shapes, strict=True)
                 ]
         ops, limits = _ops_and_limits(packs)
     ratio = float(np.median(ops / limits))
@@ -165,7 +165,7 @@ class _Pack:
 
     def __init__(self, data: RolloutData, pack: np.ndarray, rows: int) -> None:
         part, lengths = data.parts[0], data.lengths[pack]
-        self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows)
+        self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows, rows)
         self._records = part.rows[torch.from_numpy(data._row[pack])].contiguous()
         self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
         self._arrays = [np.ascontiguousarray(v) for v in _pieces(data, self._records.numpy(), self.outs)]

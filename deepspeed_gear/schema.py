@@ -194,7 +194,7 @@ class Schema:
 
     def late_bits(self, names: Iterable[str]) -> int:
         """Return the bits that mark the named late columns as written; other columns have no bit."""
-        return sum(self._late_bits.get(name, 0) for name in set(names))
+        return sum({self._late_bits.get(name, 0) for name in names})
 
     @property
     def row_bytes(self) -> int:

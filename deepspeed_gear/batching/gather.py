@@ -118,6 +118,13 @@ class FieldRows:
     def elements(self) -> int:
         return math.prod(self.shape)
 
+    def of_trajectories(self, records: torch.Tensor) -> torch.Tensor:
+        """Return a per-trajectory field of records, [S, 8], int64. [S, *shape]."""
+        values = self.column[records[:, Resolution.SLOT]]
+        numbers = (self.shift, self.gain) if len(self.gain) else ()
+        flat = values.reshape(values.size(0), self.elements)
+        return convert(flat, self.dtype, *numbers).view(values.shape)
+
 
 class FieldGroup:
     """Fields that one call of `gather_` gathers, `which` among all; its spec numbers their masks anew."""
@@ -550,21 +557,28 @@ class PackGatherer:
     ) -> None:
         self._ops = table.ops
         every = {field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields}
-        self._per_trajectory = {name: row for name, row in every.items() if row.source == Source.TRAJECTORY}
-        self.fields = [field for field in fields if field.name not in self._per_trajectory]
+        self.per_trajectory = {name: row for name, row in every.items() if row.source == Source.TRAJECTORY}
+        self.fields = [field for field in fields if field.name not in self.per_trajectory]
         rows = [every[field.name] for field in self.fields]
         specs = [
             GatherSpec(row.source, int(field.offset), elements=row.elements)
             for field, row in zip(self.fields, rows, strict=True)
         ]
         self._group = FieldGroup(list(range(len(rows))), specs, rows)
-        self._outputs = [(field.name, row) for field, row in zip(self.fields, rows, strict=True)]
+        self._outputs: list[tuple[str, tuple[int, ...], np.ndarray, bool]] = []  # with its padding
+        for field, row in zip(self.fields, rows, strict=True):
+            pad, are_bits = torch.full((1,), row.pad, dtype=row.dtype), row.dtype == torch.bfloat16
+            pad = pad.view(torch.uint16) if are_bits else pad  # as NumPy has it
+            self._outputs.append((field.name, row.shape, pad.numpy(), are_bits))
 
     def outputs(self, rows: int, end: int) -> dict[str, torch.Tensor]:
-        """Return new tensors of every per-step field, padded from `end` on, else undefined."""
-        outs = {name: torch.empty(rows, *row.shape, dtype=row.dtype) for name, row in self._outputs}
-        for name, row in self._outputs if end < rows else ():
-            outs[name][end:].fill_(row.pad)
+        """Return new tensors of every per-step field, padded from `end` on, else undefined. [1, rows]."""
+        outs = {}
+        for name, shape, pad, are_bits in self._outputs:
+            array = np.empty((1, rows, *shape), pad.dtype)  # torch takes three times as long
+            array[:, end:] = pad
+            out = torch.from_numpy(array)
+            outs[name] = out.view(torch.bfloat16) if are_bits else out
         return outs
 
     def gather(
@@ -573,7 +587,7 @@ class PackGatherer:
         """Write the places [first, first + rows) of a pack.
 
         Args:
-            outs: Of every per-step field. [rows, *shape].
+            outs: Of every per-step field. [1, rows, *shape].
             records: Resolutions of this table's trajectories in the pack. [S, 8], int64, contiguous.
             places: Where each begins in the pack. [S], int64.
         Cost: every row is read once and written once.
@@ -582,17 +596,7 @@ class PackGatherer:
             return
         group, into = self._group, [outs[field.name] for field in self.fields]
         converted = group.columns, group.shifts, group.gains
-        self._ops.pack_(into, *converted, records, places, group.spec, group.pads, first, into[0].size(0))
-
-    def per_trajectory(self, records: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the per-trajectory fields of this table's records, [S, 8], int64. [S, *shape] each."""
-        found = {}
-        for name, rows in self._per_trajectory.items():
-            values = rows.column[records[:, Resolution.SLOT]]
-            flat = values.reshape(values.size(0), rows.elements)
-            numbers = (rows.shift, rows.gain) if len(rows.gain) else ()
-            found[name] = convert(flat, rows.dtype, *numbers).view(values.shape)
-        return found
+        self._ops.pack_(into, *converted, records, places, group.spec, group.pads, first, into[0].size(1))
 
 
 class SharedRows(NamedTuple):

@@ -20,7 +20,7 @@ from deepspeed_gear.public_names import PublicNames
 PADDING = -1  # the sequence of places that belong to no trajectory
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackShape:
     """Where the trajectories of a pack stand, and which part of it a rank has."""
 
@@ -31,26 +31,19 @@ class PackShape:
     end: int
     prefixes: Prefixes | None = None  # that trajectories share; None: `gear.pack.prefix` is "own"
 
-    @property
-    def places(self) -> np.ndarray:
-        """Places of each trajectory. [S], int64."""
-        return self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """The first place of each trajectory. [S], int64."""
-        return np.asarray(self.places.cumsum() - self.places)
-
-    @cached_property
-    def num_tokens(self) -> int:
-        return int(self.places.sum())
+    def __post_init__(self) -> None:
+        places = self.lengths if self.prefixes is None else self.lengths - self.prefixes.steps
+        #: The place after the last one of each trajectory, and its first place. [S], int64.
+        self.ends: np.ndarray = places.cumsum()
+        self.starts: np.ndarray = self.ends - places
+        self.num_tokens = int(self.ends[-1]) if len(places) else 0
+        self.own_tokens = min(max(self.num_tokens - self.first, 0), self.end - self.first)
 
     @cached_property
     def bounds(self) -> np.ndarray:
         """The first place of each sequence, padding being one of its own, and N. [sequences + 1], int32."""
-        ends = np.cumsum(self.places)
-        last = [self.rows] if not len(ends) or ends[-1] < self.rows else []
-        return np.concatenate([[0], ends, last]).astype(np.int32)
+        last = [self.rows] if self.num_tokens < self.rows else []
+        return np.concatenate([[0], self.ends, last]).astype(np.int32)
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -95,13 +88,13 @@ class PackShape:
         return (shared or SharedRows.none(len(records))).runs(records, places, skipped)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PackLoss:
     """The part of a pack in the loss of its optimizer step."""
 
-    mask: torch.Tensor  # which places count. [rows of this rank], bool.
+    mask: torch.Tensor  # which places count. [1, rows of this rank], bool.
     weigh: Callable[[], tuple[torch.Tensor, float]]  # returns `weights`; forward passes do not call it
-    divisor: float  # what the framework divides the sum of all ranks' gradients by
+    divisor: Callable[[], float]  # returns what the framework divides the sum of all ranks' gradients by
     # Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients; None: there
     # is one.
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -145,13 +138,11 @@ class PackMedia:
 
 @dataclass
 class PackSources:
-    """What a micro batch reports back to its rollout batch. Arrays: a slice of one costs a tenth."""
+    """What a micro batch reports back to its rollout batch, whose arrays are read on demand."""
 
     index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64.
-    records: np.ndarray  # their resolutions. [S, 8], int64.
-    table: np.ndarray  # which of the sampled tables each comes from. [S], int64.
-    item: np.ndarray  # its item in the rollout batch. [S], int64.
-    is_weight: np.ndarray  # its PER weight. [S], float32.
+    of: Any  # the rollout batch: `records` of all its trajectories, `source` (table), `item` and `is_weight`
+    at: Any  # `index`, or a slice of as many
     # Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
     fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
     opaque: dict[str, list[Any]] = field(default_factory=dict)
@@ -176,7 +167,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         index: Its trajectories as indices into the rollout batch. [S], int64, in host memory.
     """
 
-    _internal = frozenset({"flat", "host_source", "pack_shape", "reported"})
+    _internal = frozenset({"check_shape", "flat", "host_source", "pack_shape", "reported", "sources"})
 
     def __init__(
         self,
@@ -188,10 +179,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         token: str | None,
         device: torch.device,
     ) -> None:
-        self._tensors, self.pack_shape, self._loss, self._sources = tensors, shape, loss, sources
+        self._tensors, self.pack_shape, self._loss, self.sources = tensors, shape, loss, sources
         self._device, self._token, self.targets = device, token, targets
-        given = sources.index, sources.records, sources.table
-        self.index, self.reported, self.host_source = map(torch.from_numpy, given)
+        self.index = torch.from_numpy(sources.index)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a field.
@@ -219,6 +209,14 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             f"{self.num_tokens} of {self.pack_shape.rows} places: {names})"
         )
 
+    @property
+    def reported(self) -> torch.Tensor:  # resolutions of its trajectories. [S, 8], int64, in host memory
+        return torch.from_numpy(self.sources.of.records.numpy()[self.sources.at])
+
+    @property
+    def host_source(self) -> torch.Tensor:  # the table of each. [S], int64, in host memory
+        return torch.from_numpy(self.sources.of.source[self.sources.at])
+
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
         """[S], int64."""
@@ -227,12 +225,12 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @cached_property
     def group(self) -> torch.Tensor:
         """The item of each trajectory: those of one group have one number. [S], int64."""
-        return torch.from_numpy(self._sources.item).to(self._device)
+        return torch.from_numpy(self.sources.of.item[self.sources.at]).to(self._device)
 
     @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
-        return torch.from_numpy(self._sources.is_weight).to(self._device)
+        return torch.from_numpy(self.sources.of.is_weight[self.sources.at]).to(self._device)
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.
@@ -240,10 +238,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             FieldError: There is no such field.
         """
-        if name not in self._sources.opaque:
-            has = f"there are: {', '.join(self._sources.opaque) or 'none'}"
+        if name not in self.sources.opaque:
+            has = f"there are: {', '.join(self.sources.opaque) or 'none'}"
             raise FieldError(f"opaque field {name!r}", "must be in the micro batch", None, has)
-        return self._sources.opaque[name]
+        return self.sources.opaque[name]
 
     @cached_property
     def media(self) -> PackMedia:
@@ -252,10 +250,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             FieldError: The config has no field of a column of the role media.
         """
-        if self._sources.media is None:
+        if self.sources.media is None:
             rule = "must have a field of a column of the role media"
             raise FieldError("gear.fields", rule, None, 'name the column: "fields": {"image": {}}')
-        return self._sources.media()
+        return self.sources.media()
 
     @property
     def num_trajectories(self) -> int:
@@ -345,12 +343,12 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def loss_mask(self) -> torch.Tensor:
         """Which places count in the loss: those that predict a token of the loss mask. [1, N], bool."""
-        return self._loss.mask[None]
+        return self._loss.mask
 
     @property
     def weight(self) -> torch.Tensor:
         """The loss weight of each place, with the framework's divisor. [1, N], float32."""
-        return self._loss.weights[0][None] * self._loss.divisor
+        return self._loss.weights[0][None] * self._loss.divisor()
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this micro batch's part of the loss, for `backward`.
@@ -365,15 +363,14 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ShapeError: Another shape.
         """
-        return (self._kept(values) * self._loss.weights[0]).sum() * self._loss.divisor
+        return (self._kept(values) * self._loss.weights[0]).sum() * self._loss.divisor()
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values, 0 outside of the loss mask. [N], float32."""
         flat = self.flat("values", values)
         # Selected before they are multiplied: 0 * NaN is NaN, also in the gradient.
-        return torch.where(
-            self._loss.mask, flat, torch.zeros((), dtype=flat.dtype, device=flat.device)
-        ).float()
+        zero = torch.zeros((), dtype=flat.dtype, device=flat.device)
+        return torch.where(self._loss.mask[0], flat, zero).float()
 
     @property
     def fraction(self) -> float:
@@ -382,7 +379,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro batches and
         ranks the weights of such terms sum to 1.
         """
-        return self._loss.weights[1] * self._loss.divisor
+        return self._loss.weights[1] * self._loss.divisor()
 
     def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return the mean or the sum over the loss tokens of each trajectory, at every place of it.
@@ -404,7 +401,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             raise ConfigError("gear.loss.by", rule, self._loss.by, remedy)
         if how not in ("mean", "sum"):
             raise ConfigError("how", "must be mean or sum", how)
-        kept, mask = self._kept(values), self._loss.mask
+        kept, mask = self._kept(values), self._loss.mask[0]
         owner = torch.from_numpy(self.pack_shape.owners()).to(kept.device)
         owner = torch.where(owner == PADDING, self.num_trajectories, owner)
         sums = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, kept)
@@ -425,17 +422,20 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             ShapeError, DataError: Another shape; or a value is not finite, and the table's must be.
             FieldError: The micro batch is not one of `forward`, or a column is not one that it names.
         """
-        if self._sources.fill is None:
+        if self.sources.fill is None:
             rule = "must be filled in micro batches of Rollout.forward or Replay.forward"
             remedy = "for example rollout.forward('old_logp')"
             raise FieldError(f"columns {', '.join(columns)}", rule, None, remedy)
-        self._sources.fill(self, columns)
+        self.sources.fill(self, columns)
 
-    def flat(self, name: str, values: torch.Tensor, rows: int | None = None) -> torch.Tensor:
-        """Return values of this rank's places, or of other rows, in one dimension; ShapeError: others."""
-        rows = self._loss.mask.numel() if rows is None else rows
+    def flat(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Return values of this rank's places in one dimension; ShapeError: others."""
+        self.check_shape(name, values, self.pack_shape.end - self.pack_shape.first)
+        return values.reshape(-1)
+
+    def check_shape(self, name: str, values: torch.Tensor, rows: int) -> None:
+        """Raise ShapeError unless there is a value for each row."""
         if not isinstance(values, torch.Tensor) or values.numel() != rows or values.dim() not in (1, 2):
             got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             rule = f"must have shape [1, {rows}] or [{rows}]"
             raise ShapeError(name, rule, got, "one value for each place, or for each trajectory")
-        return values.reshape(-1)

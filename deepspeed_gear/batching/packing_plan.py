@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -75,16 +76,16 @@ class PackingPlan:
 
     num_micro: int  #: K: micro batches of every rank
     width: int  #: ranks that it was made for
-    micro: torch.Tensor  #: micro step of each trajectory, in [0, K). [n], int64
-    rank: torch.Tensor  #: rank of each trajectory, in [0, width). [n], int64
+    micro: np.ndarray  #: micro step of each trajectory, in [0, K). [n], int64
+    rank: np.ndarray  #: rank of each trajectory, in [0, width). [n], int64
 
-    def packs(self, rank: int) -> list[torch.Tensor]:
-        """Return the trajectories of each micro batch of a rank, ascending: K tensors, [n], int64."""
-        own = np.nonzero(self.rank.numpy() == rank)[0]
-        micro = self.micro.numpy()[own]
-        sizes = np.bincount(micro, minlength=self.num_micro).tolist()
-        ordered = torch.from_numpy(own[np.argsort(micro, kind="stable")])
-        return list(torch.split(ordered, sizes)) if sizes else []
+    def packs(self, rank: int) -> list[np.ndarray]:
+        """Return the trajectories of each micro batch of a rank, ascending: K arrays, [n], int64."""
+        own = np.nonzero(self.rank == rank)[0]
+        micro = self.micro[own]
+        ends = np.cumsum(np.bincount(micro, minlength=self.num_micro)).tolist()
+        ordered = own[np.argsort(micro, kind="stable")]
+        return [ordered[first:end] for first, end in pairwise([0, *ends])]
 
 
 def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) -> PackingPlan:
@@ -122,9 +123,8 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
         cost = sum(budget.linear * n + budget.quadratic * n * n for n in lengths.tolist())
         if cost >= 1 << MOST_TOTAL_BITS:
             raise DataError("the cost of a batch", "must be below 2^62", cost, "divide gear.pack.cost")
-    micro, rank = torch.empty_like(lengths), torch.empty_like(lengths)
-    num_micro = torch.empty(1, dtype=torch.int64)
-    lengths = lengths.contiguous()
+    found = np.empty(len(steps), np.int64), np.empty(len(steps), np.int64), np.empty(1, np.int64)
     budgets = (budget.room, budget.linear, budget.quadratic, width, budget.trajectories)
-    ops.plan_packs_(micro, rank, num_micro, lengths, *budgets)
-    return PackingPlan(int(num_micro), width, micro, rank)
+    ops.plan_packs_(*map(torch.from_numpy, found), lengths.contiguous(), *budgets)
+    micro, rank, num_micro = found
+    return PackingPlan(int(num_micro[0]), width, micro, rank)

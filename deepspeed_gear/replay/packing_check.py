@@ -67,6 +67,5 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
         steps = steps + prefixes.steps
     shape = PackShape(steps, rows, 0, rows, prefixes)
     fields = {} if settings.token is None else {settings.token: tokens.to(settings.device)}
-    loss, empty = PackLoss(none, lambda: (none, 0.0), 1.0), none.numpy()
-    sources = PackSources(empty, empty, empty, empty, empty)
+    loss, sources = PackLoss(none, lambda: (none, 0.0), lambda: 1.0), PackSources(none.numpy(), None, None)
     return MicroBatch(fields, None, shape, loss, sources, settings.token, settings.device)

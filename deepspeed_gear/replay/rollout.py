@@ -400,7 +400,7 @@ class TrainStep(PublicNames):
             shared_tokens=self.shared_tokens,
             micro_batches=len(packs),
             fill=packs.fill_fraction,
-            imbalance=packs.imbalance,
+            imbalance=packs.planned.imbalance,
         )
         self._rollout.finish(self.number)
 

@@ -61,12 +61,12 @@ class PackSettings:
     #: Returns the sum of a tensor over the ranks that share a sequence, with gradients; None: there is one.
     reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    @property
+    @cached_property
     def token(self) -> str | None:
         """The name of the field with the tokens; None: there is none."""
         return next((f.name for f in self.fields if f.column is not None and f.column.role == "token"), None)
 
-    @property
+    @cached_property
     def media(self) -> str | None:
         """The name of the field with the numbers of media; None: there is none."""
         return next((f.name for f in self.fields if f.column is not None and f.column.role == "media"), None)
@@ -138,7 +138,7 @@ class TablePart:
         self.gatherer, self.table, self.records, self.spread = gatherer, table, records, spread
         self._session = session
         #: Records by which rows are gathered: those of other nodes lie where `fetch` has put the rows.
-        self.rows = records.resolutions.clone()
+        self.rows = torch.from_numpy(records.resolutions.numpy().copy())
         # The trajectories whose values this rank contributes. [m], int64.
         self._own = np.arange(len(self.rows))
         #: Those of which this rank makes copies, for its node. [k], int64.
@@ -165,7 +165,7 @@ class TablePart:
             steps = np.maximum(steps - shared, 1)
             nodes = routes.final_row, routes.num_nodes, routes.index
             self.places = TrajectoryPlaces(origins, steps, *nodes, copies_own)
-        self._slots: np.ndarray = records.resolutions[:, Resolution.SLOT].numpy()[self._own]
+        self._slots: np.ndarray = records.resolutions.numpy()[self._own, Resolution.SLOT]
 
     def locate(self) -> None:
         """Find the rows of shared prompts again, after rows have moved."""
@@ -269,22 +269,29 @@ class RolloutData:
     ) -> None:
         self.parts, self.settings, self.ops, self.number = parts, settings, ops, number
         self.session, self.metrics = session, Metrics() if metrics is None else metrics
-        self.records = torch.cat([part.records.resolutions for part in parts])
+        records = np.concatenate([part.records.resolutions.numpy() for part in parts])
         # As priority updates have the slots.
-        self.records[:, Resolution.SLOT] = torch.cat([part.records.origins for part in parts])
-        self.records[:, Resolution.ANCHOR] = 0
-        self._is_weight = torch.cat([part.records.weights for part in parts]).numpy()
+        records[:, Resolution.SLOT] = np.concatenate([part.records.origins.numpy() for part in parts])
+        records[:, Resolution.ANCHOR] = 0
+        self.records = torch.from_numpy(records)
+        self.is_weight = np.concatenate([part.records.weights.numpy() for part in parts])
         # For tables of 2 and 3 trajectories, source is [0, 0, 1, 1, 1] and row [0, 1, 0, 1, 2].
         self.source = np.repeat(np.arange(len(parts)), [len(part.rows) for part in parts])
         self._row = np.concatenate([np.arange(len(part.rows)) for part in parts])
-        self.lengths: np.ndarray = self.records[:, Resolution.NUM_STEPS].numpy()
+        self.lengths = records[:, Resolution.NUM_STEPS].copy()
         self.starts = np.cumsum(self.lengths) - self.lengths  # for lengths [2, 3] starts is [0, 2]
-        #: Item of each trajectory: those of one group have one number, in the order of the selection.
-        self.item = item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
-        self.num_items = int(self.item[-1]) + 1 if len(self.item) else 0
         self.num_tokens = int(self.lengths.sum())
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
         self.columns: dict[str, torch.Tensor] = {}
+
+    @cached_property
+    def item(self) -> np.ndarray:
+        """Item of each trajectory: those of one group have one number, in the order of the selection."""
+        return item_numbers(self.records[:, Resolution.SAMPLE_NUMBER].numpy(), self.source)
+
+    @property
+    def num_items(self) -> int:
+        return int(self.item.max(initial=-1)) + 1
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -459,23 +466,20 @@ class RolloutData:
             part.locate()
 
     def pack(self, packs: PackSequence, number: int, fill: Fill | None = None) -> MicroBatch:
-        begin, settings, place = time.perf_counter(), self.settings, self.settings.place
-        index, at, rows = packs.packs[number], packs.at[number], packs.rows[number]
-        part = rows // place.sequence_world
-        first = place.sequence_rank * part
-        shape = PackShape(self.lengths[at], rows, first, first + part, packs.prefixes[number])
-        device, source = settings.device, self.source[at]
-        gatherer = self.parts[0].gatherer
-        tensors = gatherer.outputs(part, min(max(shape.num_tokens - first, 0), part))
+        begin, settings, device = time.perf_counter(), self.settings, self.settings.device
+        index, at, shape = packs.packs[number], packs.at[number], packs.shapes[number]
+        tensors = self.parts[0].gatherer.outputs(shape.end - shape.first, shape.own_tokens)
         per_trajectory: dict[str, torch.Tensor] = {}
         opaque: dict[str, list[Any]] = {field.name: [None] * len(index) for field in settings.opaque}
         for number, table in enumerate(self.parts):
-            own: Any = np.nonzero(source == number)[0] if len(self.parts) > 1 else slice(None)  # in the pack
+            # Those of the table in the pack.
+            own: Any = np.nonzero(self.source[index] == number)[0] if len(self.parts) > 1 else slice(None)
             rows_at = self._row[index][own] if len(self.parts) > 1 else at
             records = torch.from_numpy(table.rows.numpy()[rows_at])
             shared = None if table.shared is None else table.shared.of(rows_at)
-            table.gatherer.gather(tensors, *shape.runs(records, own, shared), first)
-            for name, values in table.gatherer.per_trajectory(records).items():
+            table.gatherer.gather(tensors, *shape.runs(records, own, shared), shape.first)
+            for name, field_rows in table.gatherer.per_trajectory.items():
+                values = field_rows.of_trajectories(records)
                 if name not in per_trajectory:
                     per_trajectory[name] = values.new_zeros(len(index), *values.shape[1:])
                 per_trajectory[name][own] = values
@@ -484,24 +488,23 @@ class RolloutData:
                 read = read_opaque(table.table, field.column, records)
                 for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
                     opaque[field.name][i] = value
-        tensors.update(self._own_columns(at, shape, MASK not in tensors))
+        if self.columns or MASK not in tensors:
+            tensors.update(self._own_columns(at, shape, MASK not in tensors))
         mask, targets = tensors.pop(MASK), tensors.pop(TARGETS, None)
 
         def weigh() -> tuple[torch.Tensor, float]:
             spread = torch.from_numpy(shape.spread(packs.loss[1][index].astype(np.float32)))
-            return spread.mul_(mask).to(device), int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
+            share = int(np.count_nonzero(mask.numpy())) / max(packs.loss[0], 1)
+            return spread.mul_(mask[0]).to(device), share
 
         read_media: Callable[[], PackMedia] | None = None
         if settings.media is not None:
-            numbers = tensors[settings.media][: max(shape.num_tokens - first, 0)]
-            read_media = partial(self._read_media, numbers.numpy())
-        made = {name: tensor.to(device, non_blocking=True)[None] for name, tensor in tensors.items()}
-        for name, tensor in per_trajectory.items():
-            made[name] = tensor.to(device, non_blocking=True)
-        targets = None if targets is None else targets.to(device)[None]
-        how = self.session.divisor(), settings.reduce, settings.loss.by
-        loss, known = PackLoss(mask.to(device), weigh, *how), (self.item[at], self._is_weight[at])
-        sources = PackSources(index, self.records.numpy()[at], source, *known, fill, opaque, read_media)
+            read_media = partial(self._read_media, tensors[settings.media][0, : shape.own_tokens].numpy())
+        tensors.update(per_trajectory)
+        made = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        targets = None if targets is None else targets.to(device)
+        loss = PackLoss(mask.to(device), weigh, self.session.divisor, settings.reduce, settings.loss.by)
+        sources = PackSources(index, self, at, fill, opaque, read_media)
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
         self.metrics.add(wait_s=time.perf_counter() - begin)
         return micro
@@ -552,15 +555,11 @@ class RolloutData:
 
         self.session.agree(check_filled)
 
-    def _own_columns(
-        self, at: slice | np.ndarray, shape: PackShape, with_mask: bool
-    ) -> dict[str, torch.Tensor]:
-        """Gather the columns of this rollout batch only, and the loss mask as MASK."""
-        if not (with_mask or self.columns):
-            return {}
+    def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
+        """Gather the columns of this rollout batch only, and the loss mask as MASK. [1, rows] each."""
         rows, mask = shape.end - shape.first, {MASK: torch.from_numpy(self.mask)} if with_mask else {}
         buffers = {**mask, **self.columns}
-        outs = {name: torch.zeros(rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
+        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
         if len(shape.lengths):
             records = self.records[at].clone()
             records[:, Resolution.FIRST_ROW] = torch.from_numpy(self.starts[at])
@@ -640,7 +639,7 @@ class PlannedPacks:
         self.per_rank = width // replicas
         size, shape = plan.num_micro * width, (plan.num_micro, width)
         # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
-        bins = (plan.micro * width + plan.rank).numpy()
+        bins = plan.micro * width + plan.rank
         costs = np.bincount(bins, linear * places + quadratic * squares, size)
         #: [K, replicas, per_rank], float64.
         self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
@@ -670,7 +669,7 @@ class PlannedPacks:
     def sort(self) -> np.ndarray:
         """Renumber the trajectories by rank and micro step, so that packs are ranges; return their order."""
         plan = self.plan
-        packs = plan.rank.numpy() * plan.num_micro + plan.micro.numpy()
+        packs = plan.rank * plan.num_micro + plan.micro
         least = np.min_scalar_type(plan.width * plan.num_micro)  # of 16 bits: sorted by radix
         order = np.argsort(packs.astype(least), kind="stable")
         self.plan = replace(plan, micro=plan.micro[order], rank=plan.rank[order])
@@ -690,27 +689,28 @@ class PackSequence:
         self, data: RolloutData, index: np.ndarray, tokens: int | None, planned: PlannedPacks | None = None
     ) -> None:
         place, is_sorted = data.settings.place, planned is not None
-        planned = planned or self._plan(data, index, tokens)
-        first = place.data_rank * planned.per_rank
-        packs = [planned.plan.packs(rank) for rank in range(first, first + planned.per_rank)]
-        self.index, self.imbalance = index, planned.imbalance
+        self.planned = planned = planned or self._plan(data, index, tokens)
+        first, end = place.data_rank * planned.per_rank, (place.data_rank + 1) * planned.per_rank
+        packs, prefixes = [planned.plan.packs(rank) for rank in range(first, end)], planned.prefixes
+        self.data, self.index = data, index
         #: The replica that trains each of the trajectories. [n], int64.
-        self.replica: np.ndarray = planned.plan.rank.numpy() // planned.per_rank
-        #: The trajectories of each of this rank's packs, and N of each.
-        chosen = [own[micro].numpy() for micro in range(planned.plan.num_micro) for own in packs]
-        self.packs, prefixes = [index[pack] for pack in chosen], planned.prefixes
-        #: What the trajectories of each pack share, and the tokens that all ranks save by it.
-        self.prefixes = [None if prefixes is None else prefixes.of(pack) for pack in chosen]
-        self.shared_tokens = 0 if prefixes is None else int(prefixes.steps.sum())
-        ends = [(int(own[0]), int(own[-1]) + 1) if len(own) else (0, 0) for own in self.packs]
+        self.replica = planned.plan.rank // planned.per_rank
+        chosen = [own[micro] for micro in range(planned.plan.num_micro) for own in packs]
+        #: The trajectories of each of this rank's packs.
+        self.packs = [index[pack] for pack in chosen]
         #: The same; of a sorted plan as slices, which copy nothing.
-        self.at: list[Any] = [slice(*end) for end in ends] if is_sorted else self.packs
-        self.rows: list[int] = planned.rows[:, first : first + planned.per_rank].reshape(-1).tolist()
-        num_tokens = int(data.lengths[np.concatenate(self.packs)].sum()) if self.packs else 0
-        num_tokens -= sum(int(shared.steps.sum()) for shared in self.prefixes if shared is not None)
-        #: Part of this rank's places that hold a trajectory's step.
-        self.fill_fraction = num_tokens / max(sum(self.rows), 1)
-        self.data = data
+        self.at: list[Any] = self.packs
+        if is_sorted:
+            self.at = [slice(own[0], own[-1] + 1) if len(own) else slice(0) for own in self.packs]
+        self.shapes, every = list[PackShape](), planned.rows[:, first:end].reshape(-1).tolist()
+        for pack, at, rows in zip(chosen, self.at, every, strict=True):
+            part, shared = rows // place.sequence_world, None if prefixes is None else prefixes.of(pack)
+            own = place.sequence_rank * part
+            self.shapes.append(PackShape(data.lengths[at], rows, own, own + part, shared))
+        num_tokens = sum(shape.num_tokens for shape in self.shapes)
+        #: Part of this rank's places that hold a step, and tokens that all ranks save by prefixes.
+        self.fill_fraction = num_tokens / max(sum(shape.rows for shape in self.shapes), 1)
+        self.shared_tokens = 0 if prefixes is None else int(prefixes.steps.sum())
 
     @staticmethod
     def _plan(data: RolloutData, index: np.ndarray, tokens: int | None) -> PlannedPacks:

@@ -291,9 +291,11 @@ class RolloutLoader:
 class StoredTrajectories(RolloutData):
     """Trajectories that no selection pins: their rows are looked up under the lock for each pack."""
 
-    def __init__(self, items: np.ndarray, *given: Any) -> None:
-        super().__init__(*given)
-        self.item, self.num_items = items, int(items.max(initial=-1)) + 1  # they may not be neighbours
+    @cached_property
+    def item(self) -> np.ndarray:
+        """As of a rollout batch; those of an item, of equal sample numbers, may not be neighbours."""
+        numbers = self.records[:, Resolution.SAMPLE_NUMBER].numpy()
+        return np.unique(numbers, return_inverse=True)[1].reshape(-1)
 
     @cached_property
     def mask(self) -> np.ndarray:
@@ -368,7 +370,7 @@ def forward(
     lists = session.exchange.collect("a rollout batch", listed)  # of the leader of each node
     session.agree_on("forward: table, columns and tokens", (table.spec.name, names, tokens))
     every = np.concatenate([one for one in lists if one is not None])[:, Resolution.NUM_STEPS]
-    records = torch.from_numpy(lists[topology.peers[0]])
+    records = np.asarray(lists[topology.peers[0]])
     place = fill_place(table, of)
     # For a plan of 8 ranks and 4 replicas, 3 of them here, the plan is of 6.
     width = (to.pack.plan_width or to.place.data_world) // to.place.data_world * place.data_world
@@ -380,38 +382,38 @@ def forward(
     @cache
     def planned() -> rollout_data.PlannedPacks:
         rollout_data.check_tokens(to.pack, every, tokens)
-        lengths = records[:, Resolution.NUM_STEPS].numpy()
-        return rollout_data.PlannedPacks(lengths, pack, place.data_world, table.ops)
+        return rollout_data.PlannedPacks(records[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
 
     longest = session.exchange.collect("a rollout batch", lambda: planned().rows.max(axis=1).tolist())
 
     def made() -> rollout_data.PackSequence:
         planned().extend(longest, to.pack)
-        order, size = planned().sort(), len(records)
-        own, weights, is_cut = records[order], torch.ones(size), torch.zeros(size, dtype=torch.bool)
-        known = Records(own, weights, own[:, Resolution.SLOT].clone(), is_cut)
+        own, size = records[planned().sort()], len(records)
+        given = own, np.ones(size, np.float32), own[:, Resolution.SLOT].copy(), np.zeros(size, bool)
+        known = Records(*map(torch.from_numpy, given))
         part = TablePart(of.forward_gatherer(settings, table), table, known, session)
         with table.lock:
             for column in filter(None, map(settings.schema.role, ("token", "loss_mask"))):
                 part.check_filled(column.name)
-        items = rollout_data.item_numbers(records[:, Resolution.SAMPLE_NUMBER].numpy())[order]
-        found = StoredTrajectories(items, [part], settings, table.ops, session)
+        found = StoredTrajectories([part], settings, table.ops, session)
         if all(field.name != rollout_data.MASK for field in part.gatherer.fields):
             assert len(found.mask) == found.num_tokens  # it is read before packs hold the lock
         return rollout_data.PackSequence(found, np.arange(size), tokens, planned())
 
     packs = session.agree(made)
+    stored, predicts = packs.data.parts[0].rows.numpy(), int(to.predicts)
 
     def write(name: str, micro: MicroBatch, values: torch.Tensor) -> None:
-        shape, by_step, offset = micro.pack_shape, late[name] == "T", offsets.get(name, int(to.predicts))
-        given = micro.flat(name, values, None if by_step else micro.num_trajectories).detach()
+        shape, by_step, offset = micro.pack_shape, late[name] == "T", offsets.get(name, predicts)
+        micro.check_shape(name, values, shape.end - shape.first if by_step else micro.num_trajectories)
+        given = values.detach()
         if by_step and to.reduce is not None:  # other ranks have other places
             whole = given.new_zeros(shape.rows)
-            whole[shape.first : shape.end] = given
+            whole[shape.first : shape.end] = given.reshape(-1)
             given = to.reduce(whole)
         if to.place.reports:  # place i has the value of step i + offset
-            own: Any = given.cpu() if given.dtype == torch.bfloat16 else given.cpu().numpy()
+            own: Any = (given.cpu() if given.dtype == torch.bfloat16 else given.cpu().numpy()).reshape(-1)
             own, offset = (own[: shape.num_tokens], offset) if by_step else (own, 0)
-            fill_each(table, table.schema[name], micro.reported.numpy(), own, lineage, offset)
+            fill_each(table, table.schema[name], stored[micro.sources.at], own, lineage, offset)
 
     yield from packs.data.forward(packs, names, write)

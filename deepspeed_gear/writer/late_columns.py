@@ -83,18 +83,18 @@ def fill_each(
     rows, with the lock held.
     """
     name, schema, slots = f"table {table.spec.name}", table.spec.schema, np.empty(len(records), np.int64)
-    num_rows = len(records)
-    if column.rows != "1":
-        num_rows = int(records[:, Resolution.NUM_STEPS].sum()) + num_rows * (column.rows == "T+1")
-    array = np.ascontiguousarray(as_stored(values, column, name, num_rows))
-    shared = np.zeros(len(records), np.int64)
+    counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
+    counts = np.ones_like(counts) if column.rows == "1" else counts
+    array, shared = np.ascontiguousarray(as_stored(values, column, name, int(counts.sum()))), 0 * counts
     if table.shared_prompts is not None:
         shared = table.shared_prompts[records[:, Resolution.SLOT], SharedPrompt.STEPS]
     if shared.any():
-        counts, records = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1"), records.copy()
+        records = records.copy()
         records[:, Resolution.NUM_STEPS] -= np.minimum(shared, records[:, Resolution.NUM_STEPS])
+        shared = np.minimum(shared, 0 if column.rows == "1" else counts)
         if column.rows != "1":
-            array, offset = _without_prompts(counts, np.minimum(shared, counts), array, offset), 0
+            array, offset = _without_prompts(counts, shared, array, offset), 0
+            counts -= shared
     native, store, bit = table.ops.native, table.extents.handle.address, schema.late_bits([column.name])
     given = schema.names.index(column.name), bit, records, array, offset, slots
     with quiet(table, table.lock.timeout_s):
@@ -102,8 +102,6 @@ def fill_each(
             return
         num, repeated, wrong = native.late_rows_write(store, *given)
         if wrong >= 0:  # the row of a value; nothing is written
-            counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
-            counts = np.ones_like(counts) if column.rows == "1" else counts
             at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
             step = wrong - ends[at] + counts[at] + offset + shared[at]
             place = f"step {step} of id {records[at, Resolution.ID]}"

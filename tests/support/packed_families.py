@@ -96,8 +96,8 @@ def pack(
         {"tokens": tokens[:, part]},
         None,
         PackShape(np.array(lengths, np.int64), rows, part.start, part.stop, prefixes),
-        PackLoss(none, lambda: (none, 0.0), 1.0),
-        PackSources(*[none.numpy() for _ in range(5)]),
+        PackLoss(none, lambda: (none, 0.0), lambda: 1.0),
+        PackSources(*[none.numpy() for _ in range(3)]),
         "tokens",
         torch.device("cpu"),
     )

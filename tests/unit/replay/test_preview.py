@@ -183,7 +183,7 @@ def test_numbers_are_those_of_the_trained_packs(
         places, costs = 0, []  # of all ranks; of each rank's micro batches
         loops = [iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)]  # kept open
         steps = [next(loop) for loop in loops]
-        imbalance = steps[0].packs.imbalance
+        imbalance = steps[0].packs.planned.imbalance
         for number, step in enumerate(steps):
             assert len(step) == found["micro_batches"]
             micros = list(step)

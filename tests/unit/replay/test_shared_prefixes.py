@@ -161,7 +161,7 @@ def test_plans(data: Any) -> None:
     assert planned.costs.sum() == 9 * places.sum() + (2 * pairs + 1).sum()
     for rank in range(3):
         for own in plan.packs(rank):
-            assert (found.of(own.numpy()).leader <= np.arange(len(own))).all()
+            assert (found.of(own).leader <= np.arange(len(own))).all()
 
 
 def groups_of(prompts: list[list[int]], response: int) -> list[dict[str, Any]]:
