@@ -1,7 +1,5 @@
 """Settings of every test run: accelerator, threads, folder of builds, reproducible hypothesis."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The cluster of the tests in this folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

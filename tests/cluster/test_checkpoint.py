@@ -1,7 +1,5 @@
 """What some nodes have saved goes on on any number of them, with the batches that would have come."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The pretend machines are as separate as machines are, and DeepSpeed's launcher runs over them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

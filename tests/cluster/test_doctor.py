@@ -1,7 +1,5 @@
 """`gear doctor` over the hosts of a hostfile."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """benchmarks/exchange.py runs: it reads private parts of the exchange, which no other test imports."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What happens to a training over nodes when ranks or nodes die, stand still, are cut off or differ."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

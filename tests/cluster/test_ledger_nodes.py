@@ -1,7 +1,5 @@
 """Rollout workers of two nodes generate what all ranks train: the batches of one node, within the lag."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

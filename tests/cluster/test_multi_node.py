@@ -1,7 +1,5 @@
 """`launch/multi_node.sh`: what it refuses, what it sends, and that nothing of a run is left."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

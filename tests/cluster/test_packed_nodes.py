@@ -1,7 +1,5 @@
 """Packed rollouts over nodes: packs, columns and gradients are those of one process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path

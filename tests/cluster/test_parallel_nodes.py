@@ -1,7 +1,5 @@
 """Kinds of parallelism over nodes: the batches of one process."""
 
-from __future__ import annotations
-
 import functools
 import os
 from pathlib import Path

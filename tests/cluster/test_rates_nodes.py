@@ -1,7 +1,5 @@
 """Rates, queues and limits of draws hold for all nodes together."""
 
-from __future__ import annotations
-
 import os
 import struct
 import time

@@ -1,7 +1,5 @@
 """An actor on a node without a store streams to the gateway of another, over a cable that is pulled out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

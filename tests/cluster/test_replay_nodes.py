@@ -1,7 +1,5 @@
 """Every sampler over nodes: the global batches, bytes included, are those of one process."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

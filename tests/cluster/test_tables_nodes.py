@@ -3,8 +3,6 @@
 Both have an opaque column, whose values are in the batches of every node.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

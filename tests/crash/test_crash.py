@@ -5,8 +5,6 @@ GEAR_TEST_STRIDE, 17 unless given); and at GEAR_TEST_DEATHS random times of proc
 GEAR_LONG_TESTS=1: four processes that report priorities for a minute, fifty of them killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

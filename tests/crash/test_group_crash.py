@@ -1,7 +1,5 @@
 """Groups whose writers and readers die at any instruction: they are whole, or not complete."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """All ranks and the gateway are killed at any time; workers live on, and the next job has the same store."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

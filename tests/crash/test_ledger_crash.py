@@ -1,7 +1,5 @@
 """Processes die at any instruction of the prompt ledger: the books close, and no group is torn."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Two ranks train what two rollout workers generate; workers and then all of them are killed with SIGKILL."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Short published trajectories of a full table move out of the rows that were reserved for them."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

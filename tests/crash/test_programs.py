@@ -1,7 +1,5 @@
 """Programs that are killed, stopped or go on for long; the long forms are commands of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

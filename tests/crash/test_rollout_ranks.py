@@ -1,7 +1,5 @@
 """A rank is killed, or slow, while the others are in a call of a rollout batch."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Ranks that act and learn."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -3,8 +3,6 @@
 `benchmarks/determinism.py` does it for more seeds, ranks and batches; this is its quick form.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables in the memory of each rank's device, with several replicas: of a CPU, or two of one GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchrun: a node that is lost costs only what came after the latest checkpoint."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

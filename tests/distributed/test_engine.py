@@ -1,7 +1,5 @@
 """Engines on several ranks: the ways to one with a replay, what it hands out, its end, its checkpoints."""
 
-from __future__ import annotations
-
 import csv
 import json
 import logging

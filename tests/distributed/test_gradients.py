@@ -3,8 +3,6 @@
 GEAR_LONG_TESTS=1 trains every loss with every budget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

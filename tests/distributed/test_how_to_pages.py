@@ -1,7 +1,5 @@
 """The programs of docs/how-to/change-ranks.md, hugging-face.md and fsdp.md, as they are printed."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Engines that train packed batches: weights, counts, what is refused, and saves in a rollout batch."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ranks that share sequences compute from their slices what one rank computes from whole packs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

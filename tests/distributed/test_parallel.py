@@ -1,7 +1,5 @@
 """Every kind of parallelism: who gets what, and the same samples everywhere."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What goes wrong in parallel training ends on every rank with an error that names it, and in time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Exchange and Replay in a plain gloo group, without an engine: agreement, DDP, parts of the world."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

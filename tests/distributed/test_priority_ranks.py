@@ -1,7 +1,5 @@
 """Prioritized and relabelled runs: the same batches on any ranks, in any division, and after a resume."""
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

@@ -1,7 +1,5 @@
 """GearRollout on ranks with divided parameters: each prompt once, and the whole model's log-probabilities."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace

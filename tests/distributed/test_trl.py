@@ -1,7 +1,5 @@
 """TRL's GRPOTrainer with packed training steps: examples/trl_grpo.py against TRL's own padded step."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Set

@@ -1,7 +1,5 @@
 """The backends that must give the reference's bits, and what the tests compare them with."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

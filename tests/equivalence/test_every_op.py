@@ -1,7 +1,5 @@
 """Every op: on all backends, through torch.compile, by its schema, and what it refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

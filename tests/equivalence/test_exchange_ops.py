@@ -3,8 +3,6 @@
 `tests/property/test_rows.py` walks row by row through what travels.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import op_wrappers
 import pytest

@@ -1,7 +1,5 @@
 """How the kernel that gathers is launched: few blocks that its fields share, for a range of samples each."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Windows, padding, conversions and returns: every backend against the reference, bit for bit."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

@@ -1,7 +1,5 @@
 """Packs, their plans and copies of pieces: the C++ against the reference, and against plain Python."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Masses, weights, minima, reports and updates: against the reference, bit for bit."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import op_wrappers

@@ -1,7 +1,5 @@
 """The table in the memory of one device: every backend gives the reference's bits, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Draws, permutations, trees and resolutions: the C++ against the reference, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import op_wrappers

@@ -1,7 +1,5 @@
 """The three ways to a device give the batches of the gatherer, whatever is gathered; here on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollout workers of the examples: what they generate and commit, and training beside them."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ CleanRL's code is not part of this repository. Its ports are applied to a checko
 `GEAR_CLEANRL=FOLDER pytest tests/examples/test_cleanrl_ports.py`.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Short forms of the examples, as a user starts them; but for those of Hopper and CleanRL."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """What examples/hopper.py prints as launch/quickstart.sh starts it: progress, no noise, a closing summary."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The multi-agent transformer: what it computes; short runs of it and of IQL."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable

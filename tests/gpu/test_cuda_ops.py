@@ -3,8 +3,6 @@
 `tests/equivalence` runs all its cases on the GPU as well, where there is one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DeviceReplay on a GPU: the batches of the host, whole steps in CUDA graphs, and no wait for the device."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples and the benchmark on a GPU, in short: what is captured runs, and gives the table's rows."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The Hopper job on a GPU: the batches of a whole run are those of the CPU, and it learns as much."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

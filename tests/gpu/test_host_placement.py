@@ -3,8 +3,6 @@
 The same code runs on the CPU in tests/unit/replay/test_device_transfer.py; here is what only a GPU can show.
 """
 
-from __future__ import annotations
-
 import mmap
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Steps on a GPU while torch raises an error at each of its own calls that waits for the device."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is written or ingested is read back, bit for bit; parts together are the whole."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

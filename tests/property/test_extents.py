@@ -1,7 +1,5 @@
 """The lists of a store, which C++ changes, against an oracle that knows no lists."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

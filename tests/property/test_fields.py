@@ -1,7 +1,5 @@
 """Fields, windows, derived fields and n-step returns of `Replay.sample` against plain Python."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

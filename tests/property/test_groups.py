@@ -1,7 +1,5 @@
 """Groups under any sequence of additions, late columns, removals and selections."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

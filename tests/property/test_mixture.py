@@ -1,7 +1,5 @@
 """Mixtures: whole numbers of samples next to the shares, and parts that make up the whole."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

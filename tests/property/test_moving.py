@@ -1,7 +1,5 @@
 """Moving of extents: random lengths, every removal rule, and rows that say whose they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

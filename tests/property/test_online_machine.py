@@ -3,8 +3,6 @@
 GEAR_LONG_TESTS=1 tries 400 orders instead of 12: some minutes.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

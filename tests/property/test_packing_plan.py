@@ -1,7 +1,5 @@
 """Packing plans: what holds for every batch, and small batches against all packings."""
 
-from __future__ import annotations
-
 import bisect
 import heapq
 from collections.abc import Callable

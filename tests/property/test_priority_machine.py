@@ -1,7 +1,5 @@
 """A stream with priorities that several processes report, against plain Python and its own Philox draws."""
 
-from __future__ import annotations
-
 from decimal import Decimal
 from typing import Any
 

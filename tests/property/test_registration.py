@@ -1,7 +1,5 @@
 """Which pieces of shared memory are registered, in which calls; and what a failed call leaves."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Any shards of a saved table are the whole again, and hold what a store would have saved."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

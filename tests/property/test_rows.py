@@ -1,7 +1,5 @@
 """Which rows travel, and where they arrive: of windows, against an oracle that walks row by row; of packs."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 No item starves among 2^25 equal ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

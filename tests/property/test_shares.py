@@ -1,7 +1,5 @@
 """Writers of several nodes, each of which knows its own reach only, keep the rate of all."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

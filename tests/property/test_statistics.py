@@ -1,7 +1,5 @@
 """Statistics of columns against NumPy in float64, and the values that they normalise."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every way into a table takes and refuses: values that a column can hold, flags that end an episode."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Policies and environments of the actors in test_start_actors.py; actors import this module."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Batches as arrays: what each rank has seen, joined to global batches, and what one process sees alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

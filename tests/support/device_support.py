@@ -1,7 +1,5 @@
 """Steps of a DeviceReplay, whole and alike on every device; `wrap` says how one is run."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What the tests of engines share: a small model, its engine's config, a record of what comes."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fields of a gather for the tests of the op: columns of random bits, resolutions, and a call of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

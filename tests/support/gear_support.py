@@ -4,8 +4,6 @@ Every stored row says which trajectory and step it is, so a test sees from a bat
 rows that it should.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

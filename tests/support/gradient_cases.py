@@ -1,7 +1,5 @@
 """Gradients that are measured: what frameworks divide them by, and those of packs beside one process."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

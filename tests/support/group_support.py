@@ -1,7 +1,5 @@
 """Replays of groups, and the rules of groups written down a second time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """What the tests of the Hopper job share: its batches, as the configs of the repository give them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

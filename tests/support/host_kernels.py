@@ -1,7 +1,5 @@
 """The CUDA kernels and their binding, built for the CPU (`tests/host/cuda_runtime.h`)."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

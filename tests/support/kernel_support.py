@@ -1,7 +1,5 @@
 """The CUDA kernels, compiled once for all tests that need their objects."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Arguments of every op in host memory, of one size: what tests of the kernels give to two backends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 The C++ is compared with the reference, and kernels with the C++, which is fast.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ops that allocate their results, for tests and benchmarks: no checks beyond those of the ops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

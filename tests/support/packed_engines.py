@@ -1,7 +1,5 @@
 """Engines that train packed batches, and their saves in the middle of a rollout batch, on any ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny models of families of transformers, kernels that are not there, and packs for them."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Iterator

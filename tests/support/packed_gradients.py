@@ -5,8 +5,6 @@ weights by SGD with a rate of 1 is the gradient. The first rank computes the gra
 sequence at a time; every rank compares its weights with it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

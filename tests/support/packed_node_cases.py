@@ -1,7 +1,5 @@
 """Packed rollouts over nodes: cases, and what a rank of any world sees of them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """What pages take for granted, in small: data, tables and models. Hidden Python of pages imports it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

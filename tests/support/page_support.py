@@ -5,8 +5,6 @@
 page may contain.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

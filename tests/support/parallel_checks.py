@@ -1,7 +1,5 @@
 """Kinds of parallelism, and what an engine's ranks must have seen of each, on however many nodes."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math

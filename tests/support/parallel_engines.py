@@ -4,8 +4,6 @@ A field of codes (trajectory * 1000 + step) goes with the inputs through a pipel
 whether labels belong to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reports of priorities, and what a selection has made of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

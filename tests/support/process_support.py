@@ -1,7 +1,5 @@
 """Processes of tests: children, ranks without a launcher, and programs under the real one."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import ctypes

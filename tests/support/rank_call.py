@@ -3,8 +3,6 @@
 CALL is a file of `process_support.write_call`; a launcher puts an option before it.
 """
 
-from __future__ import annotations
-
 import importlib
 import pickle
 import sys

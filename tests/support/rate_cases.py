@@ -1,7 +1,5 @@
 """Tables with rates and limits of draws, on any number of nodes: their batches until none is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

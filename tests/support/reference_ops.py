@@ -1,7 +1,5 @@
 """The reference ops as a backend: the oracle of equivalence tests."""
 
-from __future__ import annotations
-
 from collections import ChainMap
 
 from deepspeed_gear.ops import Ops, load_backend

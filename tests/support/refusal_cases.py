@@ -1,7 +1,5 @@
 """Cases of configs that are refused, as text: a section of JSON, and below it, by four spaces, the error."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

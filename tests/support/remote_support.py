@@ -1,7 +1,5 @@
 """What the tests of remote writers share: a table, its gateway, and a network that cuts connections."""
 
-from __future__ import annotations
-
 import selectors
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """One replay by its config, on any number of ranks and nodes: what each of its micro batches holds."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replays in one process, of a small data set or of what is added, and their batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sections, trajectories and checks for tables in the memory of one device, here the host's."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A ring on some backend, driven by its ops alone: for the tests that compare backends, and of single ops."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field
 from typing import Any

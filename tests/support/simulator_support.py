@@ -1,7 +1,5 @@
 """Simulators, a policy that answers them, and what their steps are in the store."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Divides the files of a table that one store has saved into shards, as several nodes save them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

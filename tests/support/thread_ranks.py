@@ -1,7 +1,5 @@
 """Ranks, or nodes, that are threads of this process."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Frameworks that train a model on many ranks, behind the same methods; a step is one of SGD with rate 1."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -5,8 +5,6 @@ environment and the pipes of that program, and then runs it as `python -u` would
 interpreter's usual end. Variables that torch reads while it is imported are those of the server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """The package's syntax trees, small sources of the formats that ingest reads, and stores with streams."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Every public call answers bad arguments with a GearError, and nothing has changed."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial

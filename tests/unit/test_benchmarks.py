@@ -1,7 +1,5 @@
 """The benchmarks: each runs with tiny sizes, and what they compare really is comparable."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The conformance cases: they run against this project as a user's code, and can fail."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

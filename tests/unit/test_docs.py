@@ -1,7 +1,5 @@
 """Links between pages lead somewhere, and the README stays short."""
 
-from __future__ import annotations
-
 import builtins
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every block of code in README and docs: JSON parses, configs are valid, Python runs, commands exist."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

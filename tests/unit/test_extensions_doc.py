@@ -1,7 +1,5 @@
 """The pages on extensions: a sampler and an ingest format outside of the package, as they are printed."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """What tests/gpu compares a GPU with, on the host alone: it must be right before there is a card."""
 
-from __future__ import annotations
-
 import pytest
 from device_support import SAMPLERS, assert_equal, plainly, run_on
 from op_cases import ON_DEVICE, arguments, moved

@@ -1,7 +1,5 @@
 """The Dockerfile by launch/check_image.py; launch/slurm.sbatch and launch/kubernetes.yaml by running them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

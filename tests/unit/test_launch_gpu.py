@@ -1,7 +1,5 @@
 """launch/test_gpu.sh: the Python that it takes, its wheels, its stages, and a dry run of each of them."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """A layer imports only from layers to its left, and no two modules import each other."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A process that is killed is dead for others, also while a child that it has forked lives."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

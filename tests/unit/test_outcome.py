@@ -1,7 +1,5 @@
 """Outcomes: what other ranks and nodes read and raise of an error."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The comparison of speed: what is timed is checked, and this project's part runs."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What completion and `repr` show of the public objects."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

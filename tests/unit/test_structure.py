@@ -1,7 +1,5 @@
 """Rules that keep the package readable: whole classes, short signatures."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The comparison of training from several nodes: a rank of this project, and the tables."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Writes its arguments as JSON; with `fail FILE` rank 1 fails once rank 0, which makes the file, is there."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

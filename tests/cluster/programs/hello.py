@@ -1,7 +1,5 @@
 """Each rank says where it is, and what an all-reduce over all ranks gives."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -11,8 +11,6 @@ with rank 0 decides when to kill. All forks share the imports of this process. P
 with 1 if a checkpoint was lost.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import hashlib

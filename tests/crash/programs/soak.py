@@ -8,8 +8,6 @@ every row. The parent reads /proc of the three processes twice a second. The fir
 warm-up; of the others the median of the last third is compared with that of the first. Prints a line of JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

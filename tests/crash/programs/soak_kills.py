@@ -10,8 +10,6 @@ refused while the rank holds it. Every row says whose it is and is checked where
 of JSON; exits with 1 after any other error than those that a kill explains.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import tempfile

@@ -10,8 +10,6 @@ with SIGKILL every 100 ms. With --stop so many times a writer is stopped with SI
 were added. At the end everything must be free, and no process may hold the lock. Prints a line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

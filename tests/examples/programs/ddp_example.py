@@ -1,7 +1,5 @@
 """What examples/ddp_prioritized.py promises, seen from inside its workers: ddp_example.py EXAMPLE STEPS."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

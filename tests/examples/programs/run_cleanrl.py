@@ -4,8 +4,6 @@ Vector environments reset within the last step of an episode, and give its last 
 `final_observation`, as those of 0.29 do.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """A policy board gives whole versions to any number of readers, whatever its publisher does."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

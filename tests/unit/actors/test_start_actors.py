@@ -1,7 +1,5 @@
 """Actors of `start_actors`: what they add, how they stop, and what is left when they fail."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

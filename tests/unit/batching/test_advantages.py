@@ -1,7 +1,5 @@
 """Advantages and value targets, of windows and of rollout batches, against a loop over the steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

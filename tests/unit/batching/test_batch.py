@@ -1,7 +1,5 @@
 """Forms of a batch: fields, what is known of each sample, clone, to, map, tree, TensorDict, pytree."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """Burn-in: which steps learn, priorities over them, and stored states, against a plain loop."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

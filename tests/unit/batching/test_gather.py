@@ -1,7 +1,5 @@
 """The gatherer: shared masks, counters, constant statistics, an allocation-free ring."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

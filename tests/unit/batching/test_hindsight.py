@@ -1,7 +1,5 @@
 """Hindsight relabelling: draws, rows, rewards, mixtures and refusals, against a plain loop."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

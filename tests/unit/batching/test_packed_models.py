@@ -1,7 +1,5 @@
 """Model families of transformers: packs give the logits that each trajectory has alone, or are refused."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from itertools import groupby

@@ -1,7 +1,5 @@
 """Packing plans: arguments, and the balance of batches like those of language models."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

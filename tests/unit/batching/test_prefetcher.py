@@ -1,7 +1,5 @@
 """The background thread that prepares batches."""
 
-from __future__ import annotations
-
 import threading
 import time
 

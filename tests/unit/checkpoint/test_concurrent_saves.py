@@ -1,7 +1,5 @@
 """Saves of one process while others load, or would save into the same folder."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

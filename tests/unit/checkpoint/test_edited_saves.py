@@ -1,7 +1,5 @@
 """Every value of a save's or a data set's JSON is replaced by odd ones: it loads, or a GearError names it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import hashlib

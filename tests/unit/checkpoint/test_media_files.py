@@ -1,7 +1,5 @@
 """Media in checkpoints: what trajectories name is saved with them, and found again by any number of nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

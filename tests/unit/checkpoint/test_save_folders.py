@@ -4,8 +4,6 @@ Several tables, one of them in shards; the exchange as one system call and by re
 continues from the state it has kept, from the folder's own, or from neither, and is ended again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Saves that link the segments of rows which have not changed since the save before."""
 
-from __future__ import annotations
-
 import errno
 import json
 from pathlib import Path

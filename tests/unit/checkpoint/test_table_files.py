@@ -1,7 +1,5 @@
 """Tables that were added to continue from a checkpoint with the batches that would have come."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

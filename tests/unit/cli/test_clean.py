@@ -1,7 +1,5 @@
 """`gear clean`: stores of runs that have ended."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """`gear doctor`: problems of machines from their facts, and connections between hosts."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading

@@ -1,7 +1,5 @@
 """`gear init`: what it writes fits the data set, and trains."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """`gear inspect`: table and JSON."""
 
-from __future__ import annotations
-
 import json
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """`gear inspect` of saved stores, and of the stores of a real second process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

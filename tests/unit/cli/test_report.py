@@ -1,7 +1,5 @@
 """`gear`, the command, and `gear report`."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

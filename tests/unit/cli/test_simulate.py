@@ -1,7 +1,5 @@
 """`gear simulate`: pace, lag and waste of rollout workers, against what can be computed by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

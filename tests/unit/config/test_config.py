@@ -1,7 +1,5 @@
 """The `gear` section: what is admitted, what it becomes, and the text of every refusal."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The generated option reference is current, and the configs of two pages give what the pages say."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any, get_args

@@ -1,7 +1,5 @@
 """Fields against a schema: what they become, and the text of every refusal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

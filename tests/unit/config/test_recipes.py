@@ -1,7 +1,5 @@
 """Recipes: what they fill in, and what a section overrides."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

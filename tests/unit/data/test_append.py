@@ -1,7 +1,5 @@
 """Data sets that grow: the same bytes as one ingest, at any kill the old one or the new one."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Compressed columns: the batches and rows of the plain data set, bit for bit; what is damaged or refused."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Callable

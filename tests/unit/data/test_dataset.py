@@ -1,7 +1,5 @@
 """The on-disk data set: what the writer takes and leaves behind, and that NumPy alone reads it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Data sets that are truncated, foreign or changed: each is refused by the name of the file."""
 
-from __future__ import annotations
-
 import faulthandler
 import gc
 import json

@@ -1,7 +1,5 @@
 """Parts of a data set: what is written, what is refused, damage, the commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Exports: every format is read back bit for bit, by gear ingest and by the programs that it is for."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

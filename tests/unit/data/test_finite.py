@@ -1,7 +1,5 @@
 """NaN and infinities: one rule wherever values come in, and what is refused has changed nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ingest: D4RL, several sources, options, and what happens when it stops in the middle."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Ingest of arrays: npz, pickles, robomimic, RLlib; flags inside, the last observation, hostile files."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

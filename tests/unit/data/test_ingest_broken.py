@@ -1,7 +1,5 @@
 """Broken sources: each is refused with a text that names file, key and remedy, and DEST is not made."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

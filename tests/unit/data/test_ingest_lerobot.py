@@ -1,7 +1,5 @@
 """Ingest of LeRobot data sets: one that LeRobot wrote, layouts that the test writes, and broken ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Ingest of what the minari package writes: HDF5, Arrow, Parquet; dict, tuple and image spaces."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

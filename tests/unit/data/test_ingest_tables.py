@@ -1,7 +1,5 @@
 """Ingest of tables: episodes, steps and conversations, in files and from a program."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """Byte strings and JSON values: schemas, rows, data sets on disk."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

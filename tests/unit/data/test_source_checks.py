@@ -1,7 +1,5 @@
 """Sources that refer to other files, or decompress to more than they can be worth, are refused by name."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which trajectories are kept out of training."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

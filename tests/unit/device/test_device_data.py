@@ -1,7 +1,5 @@
 """A data set in the memory of one device, here the host's: the batches of one in shared memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

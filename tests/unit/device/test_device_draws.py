@@ -1,7 +1,5 @@
 """Top-k and limited draws of a table on a device, here the host's, against a table in host memory."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

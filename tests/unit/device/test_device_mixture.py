@@ -1,7 +1,5 @@
 """A mixture of tables on a device, a data set and added steps as RLPD, against the same on the host."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What programs add to a table in the memory of one device, here the host's, and what is drawn of it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

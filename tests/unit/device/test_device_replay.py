@@ -1,7 +1,5 @@
 """States, refusals and batches of a table in the memory of one device, here the host's."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Steps of environments, added one by one to a table on a device, against a writer that publishes each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps with a table in the memory of one device, here the host's, as torch.compile traces them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

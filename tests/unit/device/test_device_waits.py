@@ -1,7 +1,5 @@
 """No hot path of a table on a device waits for the device, or for another replica."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables on a device whose rows lie in host memory: the same batches; memory that cannot be registered."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Saved tables of replicas on devices, dealt to another number of replicas."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules of beta on a device: a table of a linear one, and a function that is computed with tensors."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exchange without a process group; with one: tests/distributed/test_plain_group.py."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What DeepSpeed must have for us: a version that moves one of these names fails here, by the name."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from types import SimpleNamespace

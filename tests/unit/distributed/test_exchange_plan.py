@@ -1,7 +1,5 @@
 """Who needs what: which samples a node, which rows of them, which fields a rank; places and shards."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

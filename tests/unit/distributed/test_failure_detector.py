@@ -1,7 +1,5 @@
 """Heartbeats and failures of nodes through a real rendezvous store: a node that ends is not lost."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Rules of the gradient divisor: formulas, refusals, and what a variable number of micro batches needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

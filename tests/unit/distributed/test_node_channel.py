@@ -1,7 +1,5 @@
 """Messages of any size between nodes, over groups in memory that match them as gloo does."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Which shard of each table a node holds, in which order they lie on the nodes; sizes of their stores."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

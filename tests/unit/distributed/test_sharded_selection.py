@@ -1,7 +1,5 @@
 """Several shards draw as one table does; windows and steps are those of all nodes together."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The replay's part of a DeepSpeed checkpoint: where its tables are found. With engines: test_engine.py."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

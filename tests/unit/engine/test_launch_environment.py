@@ -1,7 +1,5 @@
 """Variables of ranks where no launcher has set them. docs/how-to/notebooks.md runs `initialize` so."""
 
-from __future__ import annotations
-
 import os
 import socket
 

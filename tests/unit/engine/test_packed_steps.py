@@ -1,7 +1,5 @@
 """Optimizer steps of packed batches. Engine and replay only count: real ones are in test_packed_engine.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 

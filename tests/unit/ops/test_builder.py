@@ -1,7 +1,5 @@
 """The op builders under the real DeepSpeed and compiler; a small op stands in where a build is tested."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

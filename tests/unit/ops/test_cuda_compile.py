@@ -1,7 +1,5 @@
 """Without a GPU: what a GPU machine builds is compiled, linked and loaded; for all architectures if long."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

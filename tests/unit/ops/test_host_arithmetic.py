@@ -1,7 +1,5 @@
 """The arithmetic that CPU and kernels share, compiled alone, against big integers and known answers."""
 
-from __future__ import annotations
-
 import random
 import re
 import shutil

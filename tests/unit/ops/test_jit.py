@@ -1,7 +1,5 @@
 """The just-in-time build by the real compiler, of a small op: its name, its lock, and what can go wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

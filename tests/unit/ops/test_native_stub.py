@@ -1,7 +1,5 @@
 """The stub of the native module tells what the built one has."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Random words of samples whose numbers have gaps: they are those that the ops make for every number."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Locks of killed extension builds: removed if their holder is dead, and only then."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

@@ -1,7 +1,5 @@
 """A wheel installs into another environment and works there, outside the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The data set of these tests; each leaves nothing behind."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Iterator

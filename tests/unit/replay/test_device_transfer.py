@@ -4,8 +4,6 @@ The device is the CPU, where a way that is named runs the code of a GPU on a lan
 a busy stream is, only when a test says so.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait

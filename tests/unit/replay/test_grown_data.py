@@ -1,7 +1,5 @@
 """A run that continues on a data set that has grown: the old rows are the first ones of the new."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The normalizer: the bits of a batch for values of the store, their reverse, files, refusals, the page."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

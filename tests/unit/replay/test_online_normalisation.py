@@ -1,7 +1,5 @@
 """Tables that rows are added to, normalised with what was ever added: numbers, ranks, deaths, checkpoints."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Byte strings and JSON values in tables: writers, batches, reads, saves, and what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`Replay.check_packing`: models that keep the trajectories of a pack apart, and others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

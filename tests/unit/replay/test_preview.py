@@ -1,7 +1,5 @@
 """`gear preview` against what a Replay hands out: the micro batches of ranks, and packs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

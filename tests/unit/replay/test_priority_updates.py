@@ -1,7 +1,5 @@
 """Replay.update_priorities, set_priorities and priorities: shapes, dtypes, masks, refusals, late values."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A Replay in one process: its config, its content, its metrics, its end, and views that outlive it."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -1,7 +1,5 @@
 """Groups that are trained again: mixtures of a table with prompts and a table of copies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rollout batches: what packs hold, loss weights on any number of ranks, columns, steps, errors."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollout batches as parts of the stream of items: of tokens, resumed in the middle, and over nodes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import replace

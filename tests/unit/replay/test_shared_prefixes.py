@@ -1,7 +1,5 @@
 """`"prefix": "share"` of `gear.pack`: a group's prompt once in a pack, all else as without."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

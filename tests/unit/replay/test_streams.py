@@ -1,7 +1,5 @@
 """Streams of a replay, of a table or a mixture: passes, states that continue them, prefetched batches."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Forward passes over a table: late columns that the ranks compute."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """TransitionBuffer: it samples what the environments have done, and stores each observation once."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

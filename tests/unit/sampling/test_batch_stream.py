@@ -1,7 +1,5 @@
 """Streams: distributions, epochs, passes, the ring of selections, and selections that are begun again."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

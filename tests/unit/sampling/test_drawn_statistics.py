@@ -1,7 +1,5 @@
 """What statistics() tells about the draws, against plain loops over the batches themselves."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any

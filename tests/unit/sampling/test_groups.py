@@ -1,7 +1,5 @@
 """Groups as items: every sampler draws whole ones; late members, conditions, limits, mixtures, statistics."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

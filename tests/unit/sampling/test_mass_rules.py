@@ -1,7 +1,5 @@
 """The integer mass of each trajectory in a stream."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Rates, queues and how often a trajectory may be drawn, through a Replay."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -1,7 +1,5 @@
 """Every sampler's rule: weights, windows, anchors, ages, highest priorities, epochs without a tail."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

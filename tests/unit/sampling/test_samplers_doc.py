@@ -1,7 +1,5 @@
 """The examples of docs/how-to/samplers.md run as they stand."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Random lengths under every policy: tests/property/test_moving.py. Deaths: tests/crash/test_crash.py.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where things lie in a store, and what a header refuses."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Memory limits: cgroups of both versions, the machine's memory, missing files, and a real refusal."""
 
-from __future__ import annotations
-
 import pytest
 
 from deepspeed_gear.errors import StoreFullError

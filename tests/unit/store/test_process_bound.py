@@ -1,7 +1,5 @@
 """What belongs to one process: no pickles or copies, no use in a forked child, nothing after the end."""
 
-from __future__ import annotations
-
 import atexit
 import copy
 import pickle

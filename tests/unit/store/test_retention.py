@@ -1,7 +1,5 @@
 """Rates as Reverb's limiters: the corner cases of who may go on and who waits."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

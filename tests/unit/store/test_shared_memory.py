@@ -1,7 +1,5 @@
 """Shared memory: creation, attachment and its refusals, liveness, removal, reapers of names."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import fcntl

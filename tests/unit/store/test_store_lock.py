@@ -1,7 +1,5 @@
 """The lock of a store: exclusion, death of its owner, work that was left unfinished, the timeout."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

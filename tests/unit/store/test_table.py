@@ -1,7 +1,5 @@
 """A table: the life of a slot, what may be added, who may attach, what death leaves behind."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A table that holds a shard: a slice of the whole, rows that arrive from other nodes, ids of all nodes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Reported cases in which asynchronous training of other systems lost, repeated or stalled work."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

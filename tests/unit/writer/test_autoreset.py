@@ -1,7 +1,5 @@
 """Autoreset modes: the loops of docs/how-to/online.md store every transition; a mode is never assumed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 Batches of them, deaths and checkpoints: tests/property/test_online_machine.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """Nested columns: every call that adds stores them as it stores columns under their dotted names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 In any order, with deaths, evictions, late columns and checkpoints: tests/property/test_online_machine.py.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable
 from typing import Any

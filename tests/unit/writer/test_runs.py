@@ -1,7 +1,5 @@
 """How an actor finds the store of its own run, where several runs of one user share a node."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -1,7 +1,5 @@
 """A VectorWriter refuses names that it does not take, and stores a long episode in parts or not at all."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The programs of docs/how-to/late-rewards.md and single-environment.md run as they stand."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Replays that simulators ask."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

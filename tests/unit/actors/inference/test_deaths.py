@@ -1,7 +1,5 @@
 """Simulators and ranks that answer them: deaths at any place, and waits that are too long."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Simulators ask a rank's policy for actions through shared memory; their steps land in the store."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

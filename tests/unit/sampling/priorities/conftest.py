@@ -1,7 +1,5 @@
 """Stores whose items have priorities."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

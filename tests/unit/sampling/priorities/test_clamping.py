@@ -3,8 +3,6 @@
 GEAR_LONG_TESTS=1: 2^24 items instead of 2^18, whose frequencies are compared with their masses.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

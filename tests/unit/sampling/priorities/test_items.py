@@ -1,7 +1,5 @@
 """Items with priorities: anchors, weights, clamped masses; test_priority_machine.py has all else."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Their order: tests/property/test_priority_machine.py.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
