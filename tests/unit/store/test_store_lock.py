@@ -187,7 +187,7 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(scene: Scene) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt), scene.lock:
+        with pytest.raises(KeyboardInterrupt), scene.make(scene.memory, 2.0):  # raised when the wait ends
             raise AssertionError("the wait was not interrupted")
     finally:
         signal.signal(signal.SIGALRM, before)
