@@ -78,8 +78,6 @@ def test_a_port_of_cleanrl_changes_at_most_5_lines_and_runs(program: str, tmp_pa
     assert "SPS:" in printed, "it has learnt"
 
 
-# ---- the port itself -------------------------------------------------------------------------------
-
 # In the form of CleanRL's programs, with a buffer of its own.
 RING = """
 from cleanrl_utils.buffers import ReplayBuffer

@@ -40,9 +40,6 @@ def result_of(program: str, ranks: int, *arguments: str) -> dict[str, Any]:
     return result
 
 
-# ---- CartPole and DDP --------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "cartpole"
@@ -84,8 +81,6 @@ def test_ddp_workers_with_one_prioritized_buffer() -> None:
     run_ranks(promises, workers, str(EXAMPLES / "ddp_prioritized.py"), "24")
 
 
-# ---- parallelism -------------------------------------------------------------------------------------
-
 PARALLEL = {"tensor": (2, 1), "pipeline": (2, 1), "sequence": (2, 1), "expert": (2, 2)}  # ranks, replicas
 
 
@@ -112,9 +107,6 @@ def test_an_example_of_a_parallelism_learns(mode: str, hopper: Path, tmp_path: P
     assert len((EXAMPLES / f"{mode}_parallel.py").read_text().splitlines()) <= 150
 
 
-# ---- packed batches ----------------------------------------------------------------------------------
-
-
 def test_grpo_trains_whole_groups_on_two_ranks(tmp_path: Path) -> None:
     # So few right answers as here make few groups that teach.
     config = own("grpo.json", tmp_path, lambda c: c["gear"]["rollout"].update(groups=16))
@@ -130,9 +122,6 @@ def test_packed_and_padded_episodes_train_the_same_model() -> None:
     assert found["packed"]["losses"] == pytest.approx(found["padded"]["losses"], rel=1e-5)
     assert found["packed"]["losses"][-1] < found["packed"]["losses"][0]
     assert found["padded"]["fill"] < 0.5 < 0.9 < found["packed"]["fill"]
-
-
-# ---- learning while actors write ---------------------------------------------------------------------
 
 
 def test_online(tmp_path: Path) -> None:
@@ -165,8 +154,6 @@ def test_ranks_and_actors_end_with_the_launcher(tmp_path: Path) -> None:
     assert process.returncode != 0
     wait_until(lambda: shared_files(prefix()) == [], "the end of all")
 
-
-# ---- tables on a device, here the host's -------------------------------------------------------------
 
 SHORT = ("--device", "cpu", "--steps", "240", "--random-steps", "205", "--envs", "2", "--seed", "3")
 

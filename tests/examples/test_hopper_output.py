@@ -122,8 +122,6 @@ def test_a_resumed_run_ends_as_the_whole_one(ran: subprocess.CompletedProcess[st
         assert again[name] == whole[name], output
 
 
-# ---- messages of other libraries that are hidden ----------------------------------------------------------
-
 EARLY = "Attempting to get learning rate from scheduler before it has started"
 
 

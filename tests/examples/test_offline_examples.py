@@ -36,9 +36,6 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# ---- short runs --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["mat", "iql"])
 def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> None:
     """It saves and draws; test_hopper_output.py resumes such a run. The transformer has three agents."""
@@ -71,9 +68,6 @@ def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> Non
     assert list(returns) == [0, 2, 4]
     assert result["return_best"] == round(max(returns[2], returns[4]), 1)
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-
-
-# ---- agents ------------------------------------------------------------------------------------------
 
 
 def test_data_of_three_agents_are_those_of_one(hopper: Path, tmp_path: Path, load: Load) -> None:

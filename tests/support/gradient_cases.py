@@ -69,8 +69,6 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 
-# ---- packs: kinds, losses, budgets -----------------------------------------------------------------
-
 EVERY = os.environ.get("GEAR_LONG_TESTS") == "1"
 LOSSES: dict[str, dict[str, Any]] = {
     "token": {"normalize": "token"},

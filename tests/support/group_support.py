@@ -114,9 +114,6 @@ def check_groups(replay: Replay) -> None:
         assert (groups.steps(leaders) == steps).all()
 
 
-# ---- the rules ---------------------------------------------------------------------------------------
-
-
 @dataclass
 class Row:
     """A stored trajectory."""

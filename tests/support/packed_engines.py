@@ -56,9 +56,6 @@ def scores_of(engine: Any, micro: MicroBatch) -> Tensor:
     return engine(micro["tokens"])
 
 
-# ---- saves -------------------------------------------------------------------------------------------
-
-
 def train(engine: Any, step: Any) -> list[dict[str, Any]]:
     """Train a step; return its packs."""
     packs = []

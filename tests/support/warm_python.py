@@ -127,9 +127,6 @@ def run_warm(
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
-# ---- the server ----------------------------------------------------------------------------------
-
-
 def _serve(requests: socket.socket) -> dict[str, Any] | None:
     """Fork a child for each request. Return the request in the child, None in the server at its end."""
     wake, woken = os.pipe()

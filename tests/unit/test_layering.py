@@ -53,9 +53,6 @@ def gear_imports(module: Module) -> Iterator[tuple[str, list[str]]]:
         yield from (one for one in found if one[0].split(".")[0] == PACKAGE)
 
 
-# ---- layers ----------------------------------------------------------------------------------------
-
-
 def wrong_arrows(module: Module) -> list[str]:
     """List the imports of a module that do not go to the left."""
     own = module.name.split(".")[1]

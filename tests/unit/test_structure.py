@@ -21,9 +21,6 @@ def test_no_function_takes_more_than_eight_parameters(trees: dict[str, ast.Modul
     assert found == []
 
 
-# ---- whole classes ---------------------------------------------------------------------------------
-
-
 def _is_record(node: ast.ClassDef) -> bool:
     words = {ast.unparse(base).split(".")[-1] for base in node.bases}
     decorators = {ast.unparse(one).split("(")[0].split(".")[-1] for one in node.decorator_list}

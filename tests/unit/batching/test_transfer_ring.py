@@ -168,9 +168,6 @@ def test_packed_tensors_are_aligned_and_apart() -> None:
     assert [view.sum().item() for view in views] == [15, 0, 7, 1]
 
 
-# ---- releases ------------------------------------------------------------------------------------
-
-
 def test_a_selection_is_released_by_its_event() -> None:
     guards, released = DeferredRelease(), list[int]()
     events = [HostEvent() for _ in range(3)]
@@ -184,8 +181,6 @@ def test_a_selection_is_released_by_its_event() -> None:
         assert released == expected
         assert len(guards) == 3 - len(released)
 
-
-# ---- calibration ---------------------------------------------------------------------------------
 
 TABLES = torch.device("meta")  # stands for cuda:1: tensors of it can be made and multiplied anywhere
 

@@ -152,9 +152,6 @@ def test_a_device_replay_loads_beside_saves(tmp_path: Path, monkeypatch: pytest.
             loader.save(tmp_path)
 
 
-# ---- one run saves into a folder -----------------------------------------------------------------
-
-
 def test_the_second_run_is_refused_by_name(both: tuple[Replay, Replay], tmp_path: Path) -> None:
     saver, other = both
     state = saver.save(tmp_path)

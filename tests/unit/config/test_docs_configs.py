@@ -87,8 +87,6 @@ def test_recurrent() -> None:
         replay.sample()
 
 
-# ---- the option reference is the one that the config model generates ---------------------------------
-
 TEXT = load_script(ROOT / "docs" / "hooks" / "config_reference.py").render()
 
 

@@ -27,9 +27,6 @@ def whole(tmp_path: Path) -> Dataset:
     return Dataset.open(write_dataset(tmp_path / "whole", LENGTHS, {"eval": 0.4}))
 
 
-# ---- what is written -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block_bytes", [1, 100, 1 << 22])
 def test_parts_together_are_the_whole(
     whole: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
@@ -64,9 +61,6 @@ def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
     assert only.part == DatasetPart(0, 1, 0, 6, 6, whole.num_rows, 22, 7, whole.fingerprint)
     assert only.fingerprint != whole.fingerprint
     assert str(parts[1].part) == f"part 1 of 3, trajectories 1 to 3 of 6 of {whole.fingerprint[:12]}"
-
-
-# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bounds", [[0, 3, 3, 6], [0, 4, 3, 6], [1, 6], [0, 5], [0, 7], [0], [0, 0, 6]])
@@ -126,8 +120,6 @@ def test_a_failure_leaves_no_set_of_new_and_old_parts(
         Dataset.open(tmp_path / "out" / f"part-{number}").verify()
 
 
-# ---- damage --------------------------------------------------------------------------------------
-
 WHOLE = "f" * 64
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no entry": (lambda part: None, "must match its own fingerprint"),
@@ -154,9 +146,6 @@ def test_a_damaged_entry_is_refused(whole: Dataset, tmp_path: Path, damage: str)
     path.write_text(json.dumps(manifest if entry is None else {**manifest, "part": entry}))
     with pytest.raises(DataError, match=f"schema.json.*{text}"):
         Dataset.open(path.parent)
-
-
-# ---- commands ------------------------------------------------------------------------------------
 
 
 def test_split_balances_bytes_and_leaves_no_part_empty(

@@ -84,9 +84,6 @@ def test_rows_of_several_values() -> None:
     assert [decode(row, NOTE, "") for row in encode_rows([[1], [2, [3]]], NOTE, "", 2)] == [[1], [2, [3]]]
 
 
-# ---- schemas -------------------------------------------------------------------------------------
-
-
 def test_a_schema_goes_through_json_and_keeps_its_fingerprint() -> None:
     entry = SCHEMA.to_json()["columns"][1]
     assert entry == {"name": "raw", "dtype": "bytes", "role": "other", "rows": "1", "max_bytes": 6}
@@ -115,9 +112,6 @@ def test_a_schema_goes_through_json_and_keeps_its_fingerprint() -> None:
 def test_wrong_columns_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(SchemaError, match=text):
         Column("x", **{"dtype": "json", "rows": "1", "max_bytes": 8, **options})
-
-
-# ---- data sets -----------------------------------------------------------------------------------
 
 
 def test_a_data_set_holds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -120,9 +120,6 @@ def test_links_out_of_a_folder(tmp_path: Path, minari: Maker, form: str) -> None
         open_source(tmp_path / "set")
 
 
-# ---- what a file decompresses to -----------------------------------------------------------------
-
-
 @pytest.fixture
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_checks, "FLOOR_BYTES", 1 << 16)

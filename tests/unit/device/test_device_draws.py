@@ -110,9 +110,6 @@ def test_a_mixture_of_limited_tables() -> None:
         assert both.device.statistics()["tables"]["once"]["trajectories"] == 40 - 6 * BATCH // 4
 
 
-# ---- random additions, reports, removals and draws --------------------------------------------------
-
-
 STEPS = 5
 RANDOM_KINDS = [
     {"kind": "prioritized", "unit": "step", "beta": 0.4},

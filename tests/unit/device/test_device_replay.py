@@ -151,9 +151,6 @@ def test_a_clone_keeps_its_probabilities_and_ranks_that_share_the_time_axis_repo
             replay.update_priorities_(batch, torch.ones(batch.num_samples, 2))
 
 
-# ---- configs that are refused ----------------------------------------------------------------------
-
-
 UNIFORM, STRATIFIED = {"kind": "uniform"}, SAMPLERS["trajectories"]
 TOP_K = {"kind": "top_k", "unit": "step"}
 WHERE = {"kind": "uniform", "unit": "step", "where": {"task": {"min": 1}}}

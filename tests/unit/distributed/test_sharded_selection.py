@@ -69,9 +69,6 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
     assert found.tolist() == wanted[wanted >= 0].tolist()
 
 
-# ---- a window begins where it does over all nodes together ----------------------------------------
-
-
 class Part(NamedTuple):
     """What a node holds: ids, numbers of items and values of a column."""
 
@@ -152,9 +149,6 @@ def test_few_exchanges_for_many_trajectories(newest: int) -> None:
     wanted = np.sort(ids)[::-1][newest - 1] if newest <= len(ids) else -1
     assert {edge.oldest for edge in found} == {int(wanted)}
     assert num_exchanges <= 6
-
-
-# ---- nodes that do not exchange the rows of one step notice it ------------------------------------
 
 
 class Rows:

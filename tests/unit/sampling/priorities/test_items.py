@@ -33,9 +33,6 @@ def test_only_anchors_are_items(scenes: Any, rule: AnchorRule) -> None:
     check_whole(scene.table, scene.streams)
 
 
-# ---- masses and weights --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 @pytest.mark.parametrize("normalize", ["batch", "table", None])
 @pytest.mark.parametrize(("alpha", "beta"), [(0.6, 0.4), (1.0, 1.0), (0.3, 0.0)])
