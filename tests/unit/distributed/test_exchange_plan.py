@@ -284,6 +284,8 @@ def test_a_grid_has_every_place_once(worlds: dict[str, int]) -> None:
 def test_places_that_are_no_grid_are_refused(worlds: dict[str, int], data: st.DataObject) -> None:
     places = grid(worlds)
     index = data.draw(st.integers(0, len(places) - 1))
+    with pytest.raises(ConfigError, match="one place each in a grid"):
+        check_grid((*places, places[index]))
     other = data.draw(
         st.sampled_from([RankCoordinates(), RankCoordinates(data_rank=3, data_world=3), places[index - 1]])
     )
