@@ -192,16 +192,6 @@ def test_the_first_save_may_end_anywhere(folder: Path) -> None:
         assert sorted(path.name for path in left.glob("one*")) in (["one"], ["one", "one.old"])
 
 
-def test_one_save_before_the_newest_is_kept(folder: Path) -> None:
-    states = [save(folder, None)]
-    for _ in range(3):
-        states.append(save(folder, states[-1]))
-        assert sorted(path.name for path in folder.glob("one*")) == ["one", "one.old"]
-        assert save_folders.find(folder, "one", states[-2]["save"]) == folder / "one.old"
-    with pytest.raises(CheckpointError, match=r"one must hold the save .* of the state, got .*another check"):
-        save_folders.find(folder, "one", states[0]["save"])
-
-
 def test_what_was_loaded_stays_when_the_next_save_begins(folder: Path) -> None:
     """The state on the disk names the save in `.old`: a kill came before the later one's was written."""
     first = save(folder, None)

@@ -21,7 +21,6 @@ from deepspeed_gear.distributed.shard_placement import (
     ShardPlacement,
     _place,
     non_empty,
-    place_tables,
     shard_of_node,
 )
 from deepspeed_gear.distributed.table_resolution import store_of
@@ -119,11 +118,6 @@ def test_replicas_are_not_spread(whole: Dataset, parts: list[Dataset]) -> None:
         assert placement == ShardPlacement((2, 0, 1), {"other": shards(3)[index]}, frozenset({"other"}))
 
 
-def test_one_node_holds_everything(whole: Dataset) -> None:
-    found = place_all({"main": DATA, "online": ONLINE}, {"main": [whole]}, [topology(num_nodes=1)])
-    assert found == [ShardPlacement((0,), {}, frozenset())]
-
-
 @pytest.mark.parametrize("table", [DATA, REPLICATED])
 def test_nodes_without_readers_hold_nothing(whole: Dataset, table: dict[str, Any]) -> None:
     """A stage in the middle of a pipeline lies on a node of its own."""
@@ -148,11 +142,6 @@ def test_parts_that_do_not_fit_name_their_nodes(whole: Dataset, parts: list[Data
     with pytest.raises(DataError, match=r"table main .* or a part on every node") as refusal:
         place_all({"main": DATA}, {"main": [*parts[:2], whole]}, NODES)
     assert all(f"node {node} (worker-{node})" in str(refusal.value) for node in range(3))
-
-
-def test_place_tables_asks_all_nodes(whole: Dataset) -> None:
-    found = place_tables(ControlPlane(), topology(worlds={}, num_nodes=1), config(main=DATA), {"main": whole})
-    assert found == ShardPlacement((0,), {}, frozenset())
 
 
 def test_a_data_set_of_groups_is_not_divided(whole: Dataset) -> None:

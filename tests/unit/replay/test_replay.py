@@ -117,21 +117,6 @@ def test_several_tables(data: Path) -> None:
             replay.read([0], table="offline")
 
 
-@pytest.mark.parametrize(
-    ("condition", "admitted"),
-    [({"min": 10, "max": 12}, {10, 11, 12}), ({"in": [3, 5, 99]}, {3, 5}), ({"min": 1000}, set())],
-)
-@pytest.mark.parametrize("kind", ["uniform", "epoch", "length"])
-def test_where(data: Path, condition: dict[str, Any], admitted: set[int], kind: str) -> None:
-    with offline(data, sampler={"kind": kind, "where": {"task": condition}}, batch_size=60) as replay:
-        if admitted:
-            assert set(replay.sample()["task"].tolist()) == admitted
-            return
-        text = r"40 trajectories \(\d+ steps\) outside of sampler.where.\w+'; check sampler.where"
-        with pytest.raises(StoreError, match=text):
-            replay.sample()
-
-
 def test_after_close(data: Path) -> None:
     replay = split(data, prefetch=2)
     batch, passing = replay.sample(), replay.iterator("eval")

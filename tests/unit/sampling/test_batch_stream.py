@@ -1,10 +1,9 @@
-"""Streams: distributions, epochs, passes, the ring of selections, and selections that are begun again."""
+"""Streams: epochs, passes, the ring of selections, and selections that are begun again."""
 
 import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,13 +12,11 @@ import numpy as np
 import pytest
 from gear_support import wait_until
 from process_support import exit_status, in_child, kill
-from scipy import stats
 from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.mass_rules import AnchorRule
 from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection
 from deepspeed_gear.store.records import NOTHING, Head, Position
 
@@ -43,53 +40,6 @@ def items(cut: Selection) -> list[tuple[int, int]]:
     return [(int(r[0]), int(r[5])) for r in cut.records.numpy()]
 
 
-# ---- distributions -------------------------------------------------------------------------------
-
-
-def chi_square(observed: Counter[Any], shares: dict[Any, float]) -> float:
-    """Return the p value of counts against probabilities; nothing else may have been observed."""
-    assert set(observed) <= set(shares)
-    total, keys = sum(observed.values()), list(shares)
-    expected = [shares[key] * total for key in keys]
-    assert min(expected) > 5
-    return float(stats.chisquare([observed[key] for key in keys], expected).pvalue)
-
-
-@pytest.mark.parametrize(
-    ("unit", "by_length"), [("step", False), ("trajectory", False), ("trajectory", True)]
-)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_frequencies(scenes: Any, unit: str, by_length: bool, seed: int) -> None:
-    """Steps alike; or trajectories by the rule's mass, and then all steps of one alike."""
-    spec = stream_spec(unit=unit, batch=10_000, by_length=by_length, seed=seed)
-    found = draws(scenes(spec, lengths=LENGTHS).streams[0], 0, 6)
-    masses = LENGTHS if by_length or unit == "step" else [1] * len(LENGTHS)
-    shares = {number: mass / sum(masses) for number, mass in enumerate(masses)}
-    assert chi_square(Counter(found[:, 0].tolist()), shares) > 1e-3
-    for number in (3, 5):
-        anchors = Counter(found[found[:, 0] == number, 1].tolist())
-        assert chi_square(anchors, dict.fromkeys(range(LENGTHS[number]), 1 / LENGTHS[number])) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("rule", "places"),
-    [
-        (AnchorRule(most=1), lambda n: [0]),
-        (AnchorRule(most=1, from_end=1), lambda n: [n - 1]),
-        (AnchorRule(stride=10), lambda n: range(0, n, 10)),
-        (AnchorRule(first=4, trim=2), lambda n: range(4, n - 2)),
-    ],
-)
-@pytest.mark.parametrize("unit", ["step", "trajectory"])
-def test_anchors_are_those_of_the_rule(scenes: Any, rule: AnchorRule, places: Any, unit: str) -> None:
-    stream = scenes(stream_spec(unit=unit, batch=10_000, anchors=rule), lengths=LENGTHS).streams[0]
-    admitted = {(number, a) for number, n in enumerate(LENGTHS) for a in places(n)}
-    assert {(int(i), int(a)) for i, a, _ in draws(stream, 0, 2)} == admitted
-
-
-# ---- changes -------------------------------------------------------------------------------------
-
-
 def test_changes_take_effect_at_the_next_selection(scenes: Any) -> None:
     """Also more of them than there are slots, so that the log of changes does not hold them."""
     scene = scenes(stream_spec(batch=500), lengths=[3, 4])
@@ -103,9 +53,6 @@ def test_changes_take_effect_at_the_next_selection(scenes: Any) -> None:
     check_whole(scene.table, scene.streams)
 
 
-# ---- epochs --------------------------------------------------------------------------------------
-
-
 def test_an_epoch_skips_items_that_go(scenes: Any) -> None:
     """What it visits: tests/property/test_online_machine.py."""
     scene = scenes(stream_spec("epoch", "step", 4), lengths=[3, 6], num_slots=3)
@@ -116,6 +63,9 @@ def test_an_epoch_skips_items_that_go(scenes: Any) -> None:
     draws(stream, 1, 4)
     assert stream.state.words[Head.SKIPPED] == 3 - visited
     check_whole(scene.table, scene.streams)
+
+
+# ---- epochs --------------------------------------------------------------------------------------
 
 
 def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:

@@ -108,26 +108,6 @@ def test_a_queue_gives_each_once_in_order() -> None:
         assert numbers(found.sample()) == [8, 9]
 
 
-def test_the_rate_is_kept_on_both_sides() -> None:
-    """One item, two samples, give or take 6, from 4 items on."""
-    rate = {"min_size": 4, "samples_per_insert": 2.0, "error_buffer": 6.0}
-    with replay(2, rate_limiter=rate) as found:
-        for number in range(3):
-            found.add(trajectory(number))
-            assert not found.can_sample()
-        found.add(trajectory(3))
-        for _ in range(3):  # 4 * 2 - S >= 8 - 6
-            assert found.can_sample()
-            found.sample()
-        assert not found.can_sample()
-        added = 0
-        with contextlib.suppress(NotReadyError):
-            for added in range(9):
-                found.add(trajectory(added + 4))
-        assert (added + 4) * 2 - 6 == 14  # at most 8 + 6
-        assert found.can_sample()
-
-
 def test_the_longest_gets_through_with_the_least_buffer() -> None:
     """One item of `min_size` is missing, and who adds has nothing but the longest trajectories."""
     rate = {"min_size": 10, "samples_per_insert": 1.0}

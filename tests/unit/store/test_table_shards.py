@@ -52,9 +52,6 @@ def whole_spec(dataset: Dataset, in_memory: bool) -> TableSpec:
     return TableSpec("main", dataset.schema, len(dataset), dataset.num_rows, dataset, in_memory, True, 1)
 
 
-# ---- a shard of a data set -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("arrivals", [(0, 0), (4, 3)])
 @pytest.mark.parametrize(("first", "end"), [(0, 6), (0, 2), (2, 5), (5, 6), (3, 3), (6, 6), (0, 0)])
@@ -92,9 +89,6 @@ def test_processes_must_agree_on_the_shard(dataset: Dataset) -> None:
     shards = [None, Shard(0, 1, 0, 6), Shard(0, 2, 0, 6), Shard(1, 2, 0, 6), Shard(0, 1, 1, 7)]
     specs = [replace(everything, shard=shard) for shard in shards]
     assert len({table_layout(spec, [], {}).digest for spec in specs}) == len(shards)
-
-
-# ---- arrivals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arrivals", [(5, 3), (5, 0), (0, 3)])
@@ -141,9 +135,6 @@ def test_a_table_without_returns_has_no_derived_column(dataset: Dataset) -> None
         table.columns[RETURN_TO_GO]
 
 
-# ---- shards of a table with a capacity -----------------------------------------------------------
-
-
 def capacity(index: int = 0, count: int = 1, arrivals: tuple[int, int] = (0, 0)) -> TableSpec:
     return TableSpec("main", SCHEMA, 5, 30, None, True, True, 2, Shard(index, count), *arrivals)
 
@@ -153,14 +144,6 @@ def add(table: Table, number: int, steps: int = 2) -> int:
         slot = reserve(table, steps)
         table.write(slot, trajectory(number, steps))
         return table.commit(slot)
-
-
-def test_ids_are_unique_over_shards_and_grow() -> None:
-    with table_of(capacity(0, 3)) as a, table_of(capacity(1, 3)) as b, table_of(capacity(2, 3)) as c:
-        ids = [[add(table, i) for i in range(3)] for table in (a, b, c)]
-        assert ids == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
-        assert b.control[Control.NEXT_ID] == 3
-        assert b.slots_of(np.arange(9)).tolist() == [-1, 0, -1, -1, 1, -1, -1, 2, -1]
 
 
 @pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 3), (2, 3)])
