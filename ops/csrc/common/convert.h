@@ -23,25 +23,6 @@ enum Dtype : int64_t {
   kFloat64
 };
 
-// Bytes of one element.
-GEAR_HOST_DEVICE int64_t SizeOf(int64_t dtype) {
-  switch (dtype) {
-    case kBool:
-    case kUint8:
-    case kInt8:
-      return 1;
-    case kInt16:
-    case kFloat16:
-    case kBfloat16:
-      return 2;
-    case kInt32:
-    case kFloat32:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
 // To any floating type, or to a wider integer.
 GEAR_HOST_DEVICE bool IsConversion(int64_t from, int64_t to) {
   return to >= kFloat16 || (to == kInt64 && from <= kInt32) || (to == kInt32 && from <= kInt16);
@@ -101,72 +82,34 @@ GEAR_HOST_DEVICE Half ToHalf(float x) {
   return {static_cast<uint16_t>(sign | (base + rounded))};
 }
 
-// The type by way of which a dtype changes: double where float would lose bits of the source or of
-// the target.
+// Whether a dtype changes by way of double: float would lose bits of the source or of the target.
 template <typename T>
-struct NeedsDouble {
-  static constexpr bool value = false;
-};
-template <>
-struct NeedsDouble<double> {
-  static constexpr bool value = true;
-};
-template <>
-struct NeedsDouble<int64_t> {
-  static constexpr bool value = true;
-};
-template <>
-struct NeedsDouble<int32_t> {
-  static constexpr bool value = true;
-};
+inline constexpr bool kNeedsDouble =
+    std::is_same_v<T, double> || std::is_same_v<T, int64_t> || std::is_same_v<T, int32_t>;
 
 template <typename C, typename T>
 GEAR_HOST_DEVICE C Load(T x) {
-  return static_cast<C>(x);
-}
-template <>
-GEAR_HOST_DEVICE float Load<float, Half>(Half x) {
-  return ToFloat(x);
-}
-template <>
-GEAR_HOST_DEVICE float Load<float, Bfloat>(Bfloat x) {
-  return ToFloat(x);
-}
-template <>
-GEAR_HOST_DEVICE double Load<double, Half>(Half x) {
-  return ToFloat(x);
-}
-template <>
-GEAR_HOST_DEVICE double Load<double, Bfloat>(Bfloat x) {
-  return ToFloat(x);
+  if constexpr (std::is_class_v<T>)  // Half and Bfloat
+    return ToFloat(x);
+  else
+    return static_cast<C>(x);
 }
 
 // A NaN that arithmetic yields is stored as the one quiet NaN, because processors differ in its
 // payload.
 template <typename T, typename C>
-struct Store {
-  GEAR_HOST_DEVICE static T From(C x) { return static_cast<T>(x); }
-};
-template <typename C>
-struct Store<float, C> {
-  GEAR_HOST_DEVICE static float From(C x) {
+GEAR_HOST_DEVICE T Store(C x) {
+  if constexpr (std::is_same_v<T, Half>)
+    return ToHalf(static_cast<float>(x));
+  else if constexpr (std::is_same_v<T, Bfloat>)
+    return ToBfloat(static_cast<float>(x));
+  else if constexpr (std::is_same_v<T, float>)
     return x == x ? static_cast<float>(x) : BitCast<float>(0x7FC00000u);
-  }
-};
-template <typename C>
-struct Store<double, C> {
-  GEAR_HOST_DEVICE static double From(C x) {
+  else if constexpr (std::is_same_v<T, double>)
     return x == x ? x : BitCast<double>(uint64_t{0x7FF8000000000000u});
-  }
-};
-template <typename C>
-struct Store<Half, C> {
-  GEAR_HOST_DEVICE static Half From(C x) { return ToHalf(static_cast<float>(x)); }
-};
-template <typename C>
-struct Store<Bfloat, C> {
-  GEAR_HOST_DEVICE static Bfloat From(C x) { return ToBfloat(static_cast<float>(x)); }
-};
+  else
+    return static_cast<T>(x);
+}
 
 // Calls `visit(one)` with an element of a dtype's type; those of bool are uint8.
 #if defined(__CUDACC__)
@@ -195,6 +138,11 @@ GEAR_HOST_DEVICE auto WithType(int64_t dtype, const Visit& visit) {
     default:
       return visit(double{});
   }
+}
+
+// Bytes of one element.
+GEAR_HOST_DEVICE int64_t SizeOf(int64_t dtype) {
+  return WithType(dtype, [](auto one) { return static_cast<int64_t>(sizeof one); });
 }
 
 // Calls `visit(to)` with an element of the type that elements of From are converted to: the pair is

@@ -85,7 +85,7 @@ template <typename F, typename T>
 struct ConvertedElements {
   using From = F;
   using To = T;
-  using C = std::conditional_t<NeedsDouble<F>::value || NeedsDouble<T>::value, double, float>;
+  using C = std::conditional_t<kNeedsDouble<F> || kNeedsDouble<T>, double, float>;
   static constexpr int kGroup = GroupOf(sizeof(F));
 
   struct alignas(AlignmentOf(sizeof(F), sizeof(T))) Stored {
@@ -100,10 +100,10 @@ struct ConvertedElements {
   }
 
   __device__ static T Convert(const Field& field, F from, int64_t scale) {
-    if (field.gain == nullptr) return Store<T, C>::From(Load<C>(from));
+    if (field.gain == nullptr) return Store<T>(Load<C>(from));
     const double shift = __ldg(static_cast<const double*>(field.shift) + scale);
     const double gain = __ldg(static_cast<const double*>(field.gain) + scale);
-    return Store<T, double>::From((Load<double>(from) - shift) * gain);
+    return Store<T>((Load<double>(from) - shift) * gain);
   }
 
   // Writes a group from element `first` of a run of `count` on, as far as it lies in it.

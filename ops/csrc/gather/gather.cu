@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, BlocksOf(kHasConversions))
 uint64_t PadOf(const Field& field) {
   return WithType(field.to, [&](auto one) {
     const auto value =
-        Store<decltype(one), double>::From(field.pad_value == 0 ? 0.0 : field.pad_value);
+        Store<decltype(one)>(field.pad_value == 0 ? 0.0 : field.pad_value);
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
     return bits;

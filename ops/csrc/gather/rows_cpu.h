@@ -15,7 +15,7 @@ namespace gear::cpu {
 // (x - shift) * gain over whole rows; shift and gain repeat every `period` elements.
 template <typename From, typename To>
 void Convert(const From* from, To* to, int64_t count, const Field& field) {
-  using C = std::conditional_t<NeedsDouble<From>::value || NeedsDouble<To>::value, double, float>;
+  using C = std::conditional_t<kNeedsDouble<From> || kNeedsDouble<To>, double, float>;
   const auto* shift = static_cast<const double*>(field.shift);
   const auto* gain = static_cast<const double*>(field.gain);
   if constexpr (std::is_integral_v<From> && std::is_integral_v<To>) {
@@ -25,23 +25,23 @@ void Convert(const From* from, To* to, int64_t count, const Field& field) {
     }
   }
   if (gain == nullptr) {
-    for (int64_t i = 0; i < count; ++i) to[i] = Store<To, C>::From(Load<C>(from[i]));
+    for (int64_t i = 0; i < count; ++i) to[i] = Store<To>(Load<C>(from[i]));
   } else if (field.period == 1) {
     const double s = shift[0], g = gain[0];
     for (int64_t i = 0; i < count; ++i)
-      to[i] = Store<To, double>::From((Load<double>(from[i]) - s) * g);
+      to[i] = Store<To>((Load<double>(from[i]) - s) * g);
   } else {
     for (int64_t done = 0; done < count; done += field.period) {
       const int64_t n = Min(field.period, count - done);
       for (int64_t i = 0; i < n; ++i)
-        to[done + i] = Store<To, double>::From((Load<double>(from[done + i]) - shift[i]) * gain[i]);
+        to[done + i] = Store<To>((Load<double>(from[done + i]) - shift[i]) * gain[i]);
     }
   }
 }
 
 template <typename To>
 void FillValue(To* to, int64_t count, double value) {
-  const To x = Store<To, double>::From(value);
+  const To x = Store<To>(value);
   for (int64_t i = 0; i < count; ++i) to[i] = x;
 }
 

@@ -53,7 +53,7 @@ __global__ void SuffixSumKernel(const T* __restrict__ reward, const Extent* __re
       const int64_t next = row - kWarp;
       const double following = next >= first ? Load<double>(reward[next]) : 0;
       const double own = SumInOrder(&sum, value);
-      if (row >= first) out[row] = Store<float, double>::From(own);
+      if (row >= first) out[row] = Store<float>(own);
       row = next, value = following;
     }
   }
@@ -96,7 +96,7 @@ __global__ void NStepKernel(const T* __restrict__ reward, const NStep n_step,
       }
     }
     if (lane != 0) continue;
-    returns[i] = Store<float, double>::From(sum);
+    returns[i] = Store<float>(sum);
     discount[i] = is_terminated || IsNoSample(r) ? 0.0f : static_cast<float>(n_step.powers[k]);
     steps[i] = k;
   }

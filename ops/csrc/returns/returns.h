@@ -65,8 +65,8 @@ GEAR_HOST_DEVICE void EstimateRow(const Advantage& a, int64_t row, float* advant
       own = rho * AddProduct(error, a.gamma, later);
     }
     later = AddProduct(rho * error, c * a.gamma, later);
-    advantage[i] = Store<float, double>::From(a.log_prob != nullptr ? own : later);
-    target[i] = Store<float, double>::From(a.value[i] + later);
+    advantage[i] = Store<float>(a.log_prob != nullptr ? own : later);
+    target[i] = Store<float>(a.value[i] + later);
   }
 }
 

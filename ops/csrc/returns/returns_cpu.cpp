@@ -11,7 +11,7 @@ void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t
       double sum = 0;
       for (int64_t row = first + steps - 1; row >= first; --row) {
         sum += Load<double>(rewards[row]);
-        out[row] = Store<float, double>::From(sum);
+        out[row] = Store<float>(sum);
       }
     }
   });
@@ -40,7 +40,7 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
         stop = terminated || (n_step.truncated != nullptr && n_step.truncated[row]);
         ++k;
       }
-      returns[i] = Store<float, double>::From(sum);
+      returns[i] = Store<float>(sum);
       discount[i] = terminated ? 0.0f : static_cast<float>(n_step.powers[k]);
       steps[i] = k;
     }

@@ -261,7 +261,7 @@ def test_tables_and_polynomials_are_what_the_header_says() -> None:
     def entries(name: str) -> list[int]:
         found = re.search(rf"{name}\[1 << kTableBits\] = \{{([^}}]*)\}}", text)
         assert found is not None
-        return [int(x) for x in re.findall(r"\d+", found[1])]
+        return [int(x, 0) for x in re.findall(r"0x[0-9A-F]+|\d+", found[1])]
 
     def coefficients(function: Callable[[object], object], terms: int) -> list[int]:
         nodes = [(1 + mp.cos(mp.pi * (2 * k + 1) / (2 * terms))) / (2 * size) for k in range(terms)]
