@@ -1,7 +1,6 @@
 // The ops that run on the host alone: draws, changes of masses and priorities, goals, and packs.
 #pragma once
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 #include "bindings/gather_ops.h"
@@ -77,9 +76,7 @@ inline void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tens
 // A coordinate below the total hits an item with a mass, so never the padding after the last slot.
 inline const int64_t* CoordinatesOf(const at::Tensor& coordinates, const uint64_t* sums,
                                     int64_t num_items) {
-  const TreeShape shape = ShapeOfTree(num_items);
-  const uint64_t* top = sums + shape.offset[shape.levels - 1];
-  const uint64_t total = std::accumulate(top, top + shape.width[shape.levels - 1], uint64_t{0});
+  const uint64_t total = TotalOfTree(sums, ShapeOfTree(num_items));
   const int64_t* values = Values<int64_t>(coordinates, "coordinates");
   CheckIndices(values, coordinates.numel(), "coordinates", static_cast<int64_t>(total));
   return values;

@@ -76,7 +76,30 @@ GEAR_HOST_DEVICE int64_t MinimaOffset(const TreeShape& shape, int level) {
   return shape.offset[level] - shape.width[0];
 }
 
+// A level of the minima; level 0 are the leaves of the sums.
+template <typename Words>
+GEAR_HOST_DEVICE Words MinimaLevel(Words sums, Words minima, const TreeShape& shape, int level) {
+  return level == 0 ? sums : minima + MinimaOffset(shape, level);
+}
+
 // Whether a is the lesser where zero means "no mass": 0 - 1 wraps round to the greatest.
 GEAR_HOST_DEVICE bool IsLess(uint64_t a, uint64_t b) { return a - 1 < b - 1; }
+
+inline uint64_t LeastNonZero(const uint64_t* children) {
+  uint64_t least = ~uint64_t{0};  // of the values less 1, as in IsLess
+  for (int child = 0; child < kFanOut; ++child) least = Min(least, children[child] - 1);
+  return least + 1;
+}
+
+// The sum of all masses, and the least one.
+inline uint64_t TotalOfTree(const uint64_t* sums, const TreeShape& shape) {
+  const uint64_t* top = sums + shape.offset[shape.levels - 1];
+  uint64_t total = 0;
+  for (int i = 0; i < kFanOut; ++i) total += top[i];
+  return total;
+}
+inline uint64_t LeastOfTree(const uint64_t* sums, const uint64_t* minima, const TreeShape& shape) {
+  return LeastNonZero(MinimaLevel(sums, minima, shape, shape.levels - 1));
+}
 
 }  // namespace gear

@@ -212,8 +212,7 @@ __global__ void __launch_bounds__(kThreads, BlocksOf(kHasConversions))
 // The bits of the value that pads a field.
 uint64_t PadOf(const Field& field) {
   return WithType(field.to, [&](auto one) {
-    const auto value =
-        Store<decltype(one)>(field.pad_value == 0 ? 0.0 : field.pad_value);
+    const auto value = Store<decltype(one)>(field.pad_value == 0 ? 0.0 : field.pad_value);
     uint64_t bits = 0;
     memcpy(&bits, &value, sizeof value);
     return bits;

@@ -25,20 +25,21 @@ constexpr bool IsComputed(int64_t source) { return source >= kTimestep; }
 
 constexpr bool IsStepRow(int64_t source) { return source <= kStepRowsPlusOne; }
 
-// What a window is placed after, besides the anchor: nothing, the sample's n-step steps, or, in place
-// of the anchor, the step of its goal (on the host; of a sample without one nothing is written).
+// What a window is placed after, besides the anchor: nothing, the sample's n-step steps, or, in
+// place of the anchor, the step of its goal (on the host; of a sample without one nothing is
+// written).
 enum Follows : int64_t { kAnchor = 0, kNStep = 1, kGoal = 2 };
 
 struct Field {
   int64_t source;  // enum Source
   Window window;
-  Part part;             // of the window
-  int64_t follows;       // enum Follows; `n_steps` are what is added to the anchor
-  int64_t pad;           // enum Pad
-  int64_t elements;      // of one row
-  int64_t from, to;      // enum Dtype
-  int64_t to_bytes;      // of one element
-  double pad_value;      // 0 for kPadEdge: a record that is no sample has no edge
+  Part part;         // of the window
+  int64_t follows;   // enum Follows; `n_steps` are what is added to the anchor
+  int64_t pad;       // enum Pad
+  int64_t elements;  // of one row
+  int64_t from, to;  // enum Dtype
+  int64_t to_bytes;  // of one element
+  double pad_value;  // 0 for kPadEdge: a record that is no sample has no edge
   const void* column;
   const void* shift;  // [period], double, or null
   const void* gain;

@@ -292,7 +292,8 @@ GatherFunction FunctionFor(const Field& field, int64_t count) {
 int64_t GatherShort(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
                     int64_t begin, int64_t end, FirstRows* first_rows) {
   const int64_t* rows = first_rows->Of(field);
-  if (rows == nullptr) return FunctionFor(field, end - begin)(field, resolutions, n_steps, begin, end);
+  if (rows == nullptr)
+    return FunctionFor(field, end - begin)(field, resolutions, n_steps, begin, end);
   const int64_t length = field.window.length, row_bytes = field.elements * field.to_bytes;
   const int64_t count = end - begin;
   const auto copy = CopyOf(field, row_bytes, std::make_index_sequence<17>());

@@ -28,8 +28,7 @@ void Convert(const From* from, To* to, int64_t count, const Field& field) {
     for (int64_t i = 0; i < count; ++i) to[i] = Store<To>(Load<C>(from[i]));
   } else if (field.period == 1) {
     const double s = shift[0], g = gain[0];
-    for (int64_t i = 0; i < count; ++i)
-      to[i] = Store<To>((Load<double>(from[i]) - s) * g);
+    for (int64_t i = 0; i < count; ++i) to[i] = Store<To>((Load<double>(from[i]) - s) * g);
   } else {
     for (int64_t done = 0; done < count; done += field.period) {
       const int64_t n = Min(field.period, count - done);

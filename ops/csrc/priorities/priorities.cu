@@ -53,11 +53,6 @@ __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
   }
 }
 
-const uint64_t* LevelBelow(const uint64_t* sums, const uint64_t* minima, const TreeShape& shape,
-                           int level) {
-  return level == 1 ? sums : minima + MinimaOffset(shape, level - 1);
-}
-
 }  // namespace
 
 void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses,
@@ -81,8 +76,8 @@ void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
     LevelKernel<Least><<<Blocks(shape.width[level] * kWarp), kThreads, 0, AsStream(stream)>>>(
-        LevelBelow(sums, minima, shape, level), shape.width[level - 1] / kFanOut,
-        minima + MinimaOffset(shape, level), shape.width[level]);
+        MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1),
+        shape.width[level - 1] / kFanOut, minima + MinimaOffset(shape, level), shape.width[level]);
     CheckLaunch("MinimaBuild");
   }
 }
@@ -95,8 +90,8 @@ void MinimaAbove(const uint64_t* sums, int64_t num_items, const int64_t* items, 
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
     LeastAboveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-        LevelBelow(sums, minima, shape, level), items, count, num_items, level * kFanOutBits,
-        minima + MinimaOffset(shape, level));
+        MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1), items, count, num_items,
+        level * kFanOutBits, minima + MinimaOffset(shape, level));
     CheckLaunch("MinimaAbove");
   }
 }

@@ -10,18 +10,6 @@
 namespace gear::cpu {
 namespace {
 
-uint64_t LeastNonZero(const uint64_t* children) {
-  uint64_t least = ~uint64_t{0};  // of the values less 1, as in IsLess
-  for (int child = 0; child < kFanOut; ++child) least = Min(least, children[child] - 1);
-  return least + 1;
-}
-
-// Level `level` of the minima, whose level 0 are the leaves of the sums.
-const uint64_t* LevelOf(const uint64_t* sums, const uint64_t* minima, const TreeShape& shape,
-                        int level) {
-  return level == 0 ? sums : minima + MinimaOffset(shape, level);
-}
-
 // Repairs the nodes from `level` on, above one child that has changed; they were right before.
 // Reads a node's children only where its least one has grown.
 void MendMinima(const uint64_t* sums, uint64_t* minima, const TreeShape& shape, int level,
@@ -33,7 +21,8 @@ void MendMinima(const uint64_t* sums, uint64_t* minima, const TreeShape& shape, 
     if (IsLess(after, old))
       node = after;
     else if (before == old)
-      node = LeastNonZero(LevelOf(sums, minima, shape, level - 1) + child * kFanOut);
+      node = LeastNonZero(MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1) +
+                          child * kFanOut);
     before = old;
     after = node;
   }
@@ -163,7 +152,7 @@ void Importance(const Resolution* resolutions, int64_t size, uint64_t numerator,
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima) {
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
-    const uint64_t* below = LevelOf(sums, minima, shape, level - 1);
+    const uint64_t* below = MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1);
     uint64_t* nodes = minima + MinimaOffset(shape, level);
     const int64_t used = shape.width[level - 1] / kFanOut;
     for (int64_t node = 0; node < used; ++node) nodes[node] = LeastNonZero(below + node * kFanOut);

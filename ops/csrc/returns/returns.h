@@ -49,7 +49,8 @@ GEAR_HOST_DEVICE double Exp(double x) {
 
 // The advantages and value targets of a row, from its last step back: what a window does not hold
 // is bootstrapped from the value after its last step.
-GEAR_HOST_DEVICE void EstimateRow(const Advantage& a, int64_t row, float* advantage, float* target) {
+GEAR_HOST_DEVICE void EstimateRow(const Advantage& a, int64_t row, float* advantage,
+                                  float* target) {
   double later = 0;  // target - value of the step after
   for (int64_t i = (row + 1) * a.length - 1; i >= row * a.length; --i) {
     if (!a.mask[i] || a.terminated[i] || (a.truncated != nullptr && a.truncated[i])) later = 0;

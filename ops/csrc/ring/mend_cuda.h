@@ -26,9 +26,8 @@ __device__ inline void MendNode(const Ring& ring, const TreeShape& tree, int lev
   const uint64_t sum = SumOfWarp(below[lane]);
   if (lane == 0) ring.sums[tree.offset[level] + node] = sum;
   if (ring.minima == nullptr) return;
-  const uint64_t* least_below =
-      (level == 1 ? ring.sums : ring.minima + MinimaOffset(tree, level - 1)) + node * kFanOut;
-  const uint64_t least = LeastOfWarp(least_below[lane] - 1);  // as in IsLess
+  const uint64_t* least_below = MinimaLevel(ring.sums, ring.minima, tree, level - 1);
+  const uint64_t least = LeastOfWarp(least_below[node * kFanOut + lane] - 1);  // as in IsLess
   if (lane == 0) ring.minima[MinimaOffset(tree, level) + node] = least + 1;
 }
 

@@ -267,9 +267,8 @@ __device__ void Mend(const Ring& ring, const TreeShape& tree, int level, int64_t
                      const Changes& changes, int64_t thread, int64_t threads) {
   const int shift = level * kFanOutBits;
   const uint64_t* below = ring.sums + tree.offset[level - 1];
-  const uint64_t* least_below = nullptr;
-  if (ring.minima != nullptr)
-    least_below = level == 1 ? ring.sums : ring.minima + MinimaOffset(tree, level - 1);
+  const uint64_t* least_below =
+      ring.minima == nullptr ? nullptr : MinimaLevel(ring.sums, ring.minima, tree, level - 1);
   const NodeRun freed = NodesAbove(changes.freed_from, changes.freed_to, num_items, shift);
   const NodeRun added = NodesAbove(changes.added_from, changes.added_to, num_items, shift);
   ForEachNode(freed.count + added.count, thread, threads, [&](int64_t k) {

@@ -98,24 +98,6 @@ void Fill(const Ring& ring, const Placed& placed, uint32_t initial, Changes* cha
   }
 }
 
-uint64_t LeastOf(const Ring& ring, const TreeShape& shape) {
-  const bool has_levels = shape.levels > 1;
-  const uint64_t* top =
-      has_levels ? ring.minima + MinimaOffset(shape, shape.levels - 1) : ring.sums;
-  uint64_t least = ~uint64_t{0};  // of the values less 1, as in IsLess
-  for (int64_t i = 0; i < shape.width[shape.levels - 1]; ++i) least = Min(least, top[i] - 1);
-  return least + 1;
-}
-
-// The total mass that a batch is drawn from.
-uint64_t RingTotal(const uint64_t* sums, int64_t num_items) {
-  const TreeShape shape = ShapeOfTree(num_items);
-  const uint64_t* top = sums + shape.offset[shape.levels - 1];
-  uint64_t total = 0;
-  for (int64_t i = 0; i < shape.width[shape.levels - 1]; ++i) total += top[i];
-  return total;
-}
-
 // The weights of a batch of samples.
 void Weigh(const Ring& ring, const RingDraw& draw, uint64_t total, int64_t count,
            const Resolution* resolutions, float* weights) {
@@ -127,7 +109,7 @@ void Weigh(const Ring& ring, const RingDraw& draw, uint64_t total, int64_t count
     for (int64_t i = 0; i < count; ++i)
       numerator = Min(numerator, static_cast<uint64_t>(resolutions[i].mass));
   } else if (draw.normalize == kByTable) {
-    numerator = LeastOf(ring, ShapeOfTree(ring.NumItems()));
+    numerator = LeastOfTree(ring.sums, ring.minima, ShapeOfTree(ring.NumItems()));
   } else {
     divisor = static_cast<uint64_t>(ring.state[kRingCounts + kDrawable]);
   }
@@ -326,7 +308,7 @@ void RingRemove(const Ring& ring, const int64_t* ids, int64_t count, int64_t* re
 
 void RingSelect(const Ring& ring, const RingDraw& draw, int64_t count, Resolution* resolutions,
                 float* weights) {
-  const uint64_t total = RingTotal(ring.sums, ring.NumItems());
+  const uint64_t total = TotalOfTree(ring.sums, ShapeOfTree(ring.NumItems()));
   if (total > 0)
     DrawBatch(ring, draw, total, count, resolutions, weights);
   else
@@ -336,15 +318,14 @@ void RingSelect(const Ring& ring, const RingDraw& draw, int64_t count, Resolutio
 
 void RingSelectLimited(const Ring& ring, const RingDraw& draw, int64_t count, int64_t most,
                        Resolution* resolutions, float* weights) {
-  const int64_t num_items = ring.NumItems();
-  uint64_t total = RingTotal(ring.sums, num_items);
+  const TreeShape tree = ShapeOfTree(ring.NumItems());
+  uint64_t total = TotalOfTree(ring.sums, tree);
   const uint64_t first_total = total;
   if (total == 0 || !HasDraws(ring, count, most)) {
     FillEmpty(ring, draw, count, resolutions, weights);
     Advance(ring.state, 0, count);
     return;
   }
-  const TreeShape tree = ShapeOfTree(num_items);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t number = NumberOf(draw, ring.state, i);
     const Word128 word =
@@ -381,7 +362,7 @@ void RingTopK(const Ring& ring, const RingDraw& draw, int64_t count, bool counts
     if (counts) TimesSampled(ring.slots[resolutions[i].slot]) += 1;
   }
   if (weights != nullptr) std::fill(weights, weights + count, 1.0f);
-  Advance(ring.state, RingTotal(ring.sums, num_items), count);
+  Advance(ring.state, TotalOfTree(ring.sums, ShapeOfTree(num_items)), count);
 }
 
 void RingUpdate(const Ring& ring, const Resolution* resolutions, const float* values,

@@ -10,8 +10,7 @@ namespace gear::cuda {
 
 // The least mass of the table: of the top of its minima. By a warp, in all its lanes.
 __device__ inline uint64_t LeastOfTable(const Ring& ring, const TreeShape& tree, int lane) {
-  const int top = tree.levels - 1;
-  const uint64_t* nodes = top == 0 ? ring.sums : ring.minima + MinimaOffset(tree, top);
+  const uint64_t* nodes = MinimaLevel(ring.sums, ring.minima, tree, tree.levels - 1);
   return __shfl_sync(kAllLanes, LeastOfWarp(nodes[lane] - 1), 0) + 1;  // as in IsLess
 }
 

@@ -37,14 +37,6 @@ bool HasChanges(const Stream& stream) {
          stream.changes[kSeen] != stream.control[kChanged];
 }
 
-uint64_t TotalOf(const Stream& stream) {
-  const TreeShape shape = ShapeOfTree(stream.num_items);
-  const uint64_t* top = stream.sums + shape.offset[shape.levels - 1];
-  uint64_t total = 0;
-  for (int i = 0; i < kFanOut; ++i) total += top[i];
-  return total;
-}
-
 // Whether the changes of slots that precede a selection can be applied here.
 bool CanApply(const Stream& stream, int64_t alpha) {
   const int64_t* changes = stream.changes;
@@ -144,20 +136,6 @@ bool DrawSamples(Stream& stream, int64_t key, int64_t first, uint64_t total) {
   return true;
 }
 
-uint64_t LeastMass(const StreamPriorities& given) {
-  const TreeShape shape = ShapeOfTree(given.target.num_items);
-  const uint64_t* nodes = given.target.sums;  // of a tree of one level: its leaves
-  int64_t count = given.target.num_items;
-  if (given.target.minima != nullptr) {
-    nodes = given.target.minima + MinimaOffset(shape, shape.levels - 1);
-    count = kFanOut;
-  }
-  uint64_t least = 0;
-  for (int64_t i = 0; i < count; ++i)
-    if (IsLess(nodes[i], least)) least = nodes[i];
-  return least;
-}
-
 void Weigh(const Stream& stream, const Resolution* samples, int64_t beta, int64_t* head) {
   const StreamPriorities& given = stream.priorities;
   head[kDivisor] = 1;
@@ -167,7 +145,9 @@ void Weigh(const Stream& stream, const Resolution* samples, int64_t beta, int64_
     for (int64_t i = 1; i < stream.batch; ++i) least = Min(least, samples[i].mass);
     head[kNumerator] = least;
   } else if (given.normalize == kByTable) {
-    head[kNumerator] = static_cast<int64_t>(LeastMass(given));
+    const Priorities& masses = given.target;
+    head[kNumerator] = static_cast<int64_t>(
+        LeastOfTree(masses.sums, masses.minima, ShapeOfTree(masses.num_items)));
   } else {
     head[kNumerator] = head[kTotal];
     head[kDivisor] = given.counts[kDrawable];
@@ -179,7 +159,7 @@ void DrawAhead(Stream& stream, int64_t key) {
   int64_t* position = stream.position;
   if (position[kKey] != key || position[kAhead] == key || HasChanges(stream)) return;
   if (!IsReleased(stream, key)) return;
-  const uint64_t total = TotalOf(stream);
+  const uint64_t total = TotalOfTree(stream.sums, ShapeOfTree(stream.num_items));
   Write(HeadOf(stream, key)[kKey], kNothing);
   if (total == 0) return;
   DrawSamples(stream, key, position[kSamples], total);
@@ -202,7 +182,7 @@ bool SelectHeld(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
   std::copy_n(position, kNumSet, after);
   Write(head[kKey], kNothing);
   if (!ApplySlots(stream) || (by_priority && !ApplyReports(stream, key))) return false;
-  const uint64_t total = TotalOf(stream);
+  const uint64_t total = TotalOfTree(stream.sums, ShapeOfTree(stream.num_items));
   if (total == 0 || total >> kMostTotalBits != 0) return false;
   Resolution* samples = stream.ring + key % stream.depth * stream.batch;
   if (!is_drawn && !DrawSamples(stream, key, after[kSamples], total)) return false;
