@@ -146,7 +146,7 @@ inline void Prioritize(at::Tensor& sums, at::Tensor& minima, at::Tensor& priorit
   const int64_t num_items = priorities.numel();
   const cpu::Priorities target{TreeOf(sums, num_items), MinimaOrNull(minima, num_items),
                                Values<float>(priorities, "priorities"), num_items};
-  int64_t* counters = Values<int64_t>(counts, "counts", cpu::kNumUpdateCounts);
+  int64_t* counters = Values<int64_t>(counts, "counts", kNumUpdateCounts);
   const Slot* records = Rows<Slot>(slots, "slots");
   TORCH_CHECK(unit == kTrajectory || unit == kStep, "gear: unit must be 0 or 1, got ", unit);
   CheckTensor(updates, "updates", at::kLong);
@@ -194,7 +194,7 @@ inline void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& pri
   const int64_t done =
       cpu::SlotPriorities(target, known, records, LogOf(log, first, last, num_slots), log.numel(),
                           first, last, anchors, unit, static_cast<uint32_t>(initial), scale,
-                          Values<int64_t>(counts, "counts", cpu::kNumUpdateCounts));
+                          Values<int64_t>(counts, "counts", kNumUpdateCounts));
   TORCH_CHECK(done == last, "gear: rows must lie in [0, ", num_items, ")");
 }
 

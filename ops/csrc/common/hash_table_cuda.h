@@ -21,18 +21,9 @@ struct Table {
     }
   }
 
-  // Makes update i the last of its item, unless one that follows it already is. Follows: a strict
-  // order of positions, so that the result does not depend on the order of threads.
-  template <typename Follows>
-  __device__ void Put(int64_t item, int64_t i, const Follows& follows) const {
-    unsigned long long* place = &last[Claim(item)];
-    const auto mine = static_cast<unsigned long long>(i) + 1;
-    unsigned long long expected = 0;
-    for (;;) {
-      const unsigned long long found = atomicCAS(place, expected, mine);
-      if (found == expected || follows(static_cast<int64_t>(found) - 1, i)) return;
-      expected = found;
-    }
+  // Makes update i the last of its item, unless a later one already is.
+  __device__ void Put(int64_t item, int64_t i) const {
+    atomicMax(&last[Claim(item)], static_cast<unsigned long long>(i) + 1);
   }
 
   // Whether update i is the last of its item; after a launch or a barrier before which all were

@@ -22,7 +22,7 @@ enum RingWord : int64_t {
   kRingTotal = 5,         // total mass that the latest one was drawn from
   kRingSteps = 6,         // steps that are stored
   kRingRefused = 7,       // invalid lengths and priorities, which have changed nothing
-  kRingCounts = 8,        // of priority updates: the words of cpu::UpdateCount
+  kRingCounts = 8,        // of priority updates: the words of UpdateCount
   kRingLeast = 13,        // while a batch is drawn: the complement of its least mass
   kRingEmpty = 14,        // global batches without samples: no item had a mass
   kRingDropped = 15,      // steps of open trajectories that the same call has evicted
@@ -89,6 +89,18 @@ GEAR_HOST_DEVICE int64_t OldestItem(const int64_t* state, const Slot* slots, con
 GEAR_HOST_DEVICE Slot SlotOfPlaced(const RingShape& shape, const Placed& placed, int64_t born) {
   return {kCommitted,       placed.id / shape.num_slots,        placed.id, placed.first_row,
           placed.num_steps, placed.num_steps + shape.final_row, 0,         born};
+}
+
+// The state after a batch; total 0: it has no samples. By one thread.
+GEAR_HOST_DEVICE void Advance(int64_t* state, uint64_t total, int64_t count) {
+  state[kRingTotal] = static_cast<int64_t>(total);
+  if (total != 0) {
+    state[kRingSamples] += count;
+    state[kRingBatch] += 1;
+  }
+  state[kRingEmpty] += total == 0;
+  state[kRingInitial] = state[kRingCounts + kHighestPriority];
+  state[kRingLeast] = 0;
 }
 
 // The j-th of `count` coordinates in the j-th of as many equal parts of the total:

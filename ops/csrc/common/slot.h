@@ -60,6 +60,16 @@ struct PriorityUpdate {
 };
 static_assert(sizeof(PriorityUpdate) == 32, "an update is a row of 4 int64");
 
+// Counts of updates by effect.
+enum UpdateCount {
+  kApplied = 0,          // += updates that were applied
+  kStale = 1,            // += updates of evicted trajectories, and of steps that are no anchors
+  kClamped = 2,          // += masses that were clamped
+  kHighestPriority = 3,  // float32 bits of the highest priority so far
+  kDrawable = 4,         // += items that got a mass, less those that lost it
+  kNumUpdateCounts = 5
+};
+
 // A row of a rank's log of reports: an update, the global batch it belongs to, its sample number.
 struct Report {
   PriorityUpdate update;

@@ -62,16 +62,6 @@ struct Priorities {
   int64_t num_items;
 };
 
-// Counts of updates by effect.
-enum UpdateCount {
-  kApplied = 0,          // += updates that were applied
-  kStale = 1,            // += updates of evicted trajectories, and of steps that are no anchors
-  kClamped = 2,          // += masses that were clamped
-  kHighestPriority = 3,  // float32 bits of the highest priority so far
-  kDrawable = 4,         // += items that got a mass, less those that lost it
-  kNumUpdateCounts = 5
-};
-
 // Sets priorities in order, so that the last of equal items wins, and repairs sums and minima.
 void Prioritize(const Priorities& priorities, const Updates& updates, const int64_t* items,
                 int64_t count, MassScale scale, int64_t* counts);

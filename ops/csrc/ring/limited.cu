@@ -3,11 +3,9 @@
 #include "ring/ring.h"
 
 #include "common/launch_cuda.h"
-#include "priorities/priorities.h"
 #include "ring/mend_cuda.h"
 #include "ring/weigh_cuda.h"
 #include "select/descend_cuda.h"
-#include "select/select.h"
 
 namespace gear::cuda {
 namespace {
@@ -18,7 +16,7 @@ constexpr int kDrawers = 16;  // warps: samples that are drawn at once
 // none is looked at. By the block, in all of its threads.
 __device__ bool HasDraws(const Ring& ring, int64_t count, int64_t most) {
   __shared__ uint64_t left;
-  if (ring.state[kRingCounts + cpu::kDrawable] >= count) return true;
+  if (ring.state[kRingCounts + kDrawable] >= count) return true;
   if (threadIdx.x == 0) left = 0;
   __syncthreads();
   const int64_t tail = ring.state[kRingTail], stored = ring.state[kRingNext] - tail;
@@ -37,7 +35,7 @@ __device__ bool HasDraws(const Ring& ring, int64_t count, int64_t most) {
 __device__ void TakeOut(const Ring& ring, const TreeShape& tree, int64_t item, int lane) {
   if (lane == 0) {
     ring.sums[item] = 0;
-    ring.state[kRingCounts + cpu::kDrawable] -= 1;
+    ring.state[kRingCounts + kDrawable] -= 1;
   }
   for (int level = 1; level < tree.levels; ++level) {
     __syncwarp();  // the level below is complete
@@ -73,9 +71,8 @@ __global__ void __launch_bounds__(kDrawers* kWarp)
     Resolution found{};
     if (warp < num_drawn) {
       const int64_t number = NumberOf(draw, ring.state, i);
-      const Word128 word =
-          Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
-      const Hit hit = DescendWarp(ring.sums, tree, Coordinate(word, total), lane);
+      const uint64_t point = PointOf(draw, number, total, i, count);
+      const Hit hit = DescendWarp(ring.sums, tree, point, lane);
       if (lane == 0) {
         Require(ResolveItem(ring, draw, hit, number, &found));
         slots[warp] = found.slot;

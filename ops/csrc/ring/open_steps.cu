@@ -6,7 +6,6 @@
 #include "common/counts_cuda.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "priorities/priorities.h"
 #include "ring/mend_cuda.h"
 
 namespace gear::cuda {
@@ -105,7 +104,7 @@ __global__ void EvictKernel(const Ring ring) {
                        : ClearItems(ring, at, 1, lane, kWarp);
   }
   AddToCount(state, kRingSteps, steps);
-  AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
+  AddToCount(state + kRingCounts, kDrawable, drawable);
 }
 
 // Sets an item; returns by how much the number of items with a mass grows, modulo 2^64.
@@ -177,7 +176,7 @@ __global__ void ExtendKernel(const Ring ring, const OpenRing open, const EnvStep
   }
   AddToCount(state, kRingSteps, added);
   AddToCount(state, kRingDropped, dropped);
-  AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
+  AddToCount(state + kRingCounts, kDrawable, drawable);
 }
 
 // A warp for each trajectory that was evicted, or has a step more: the nodes of one level above its

@@ -3,7 +3,6 @@
 
 #include "common/counts_cuda.h"
 #include "common/launch_cuda.h"
-#include "priorities/priorities.h"
 #include "ring/mend_cuda.h"
 
 namespace gear::cuda {
@@ -33,7 +32,7 @@ __global__ void RemoveKernel(const Ring ring, const int64_t* __restrict__ ids, i
     }
   }
   AddToCount(ring.state, kRingSteps, steps);
-  AddToCount(ring.state + kRingCounts, cpu::kDrawable, drawable);
+  AddToCount(ring.state + kRingCounts, kDrawable, drawable);
 }
 
 __global__ void MendRemovedKernel(const Ring ring, const TreeShape tree, int level, int64_t count,

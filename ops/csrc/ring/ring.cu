@@ -6,13 +6,10 @@
 #include "common/hash_table_cuda.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "gather/gather.h"
 #include "priorities/priorities.h"
-#include "returns/returns.h"
 #include "ring/ring.h"
 #include "ring/weigh_cuda.h"
 #include "select/descend_cuda.h"
-#include "select/select.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {
@@ -39,11 +36,7 @@ __global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeSha
       if (lane == 0) resolutions[i] = NoSample(number);
       continue;
     }
-    const Word128 word =
-        Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
-    uint64_t point = Coordinate(word, total);
-    if (draw.stratified)
-      point = Stratify(point, total, static_cast<uint64_t>(i), static_cast<uint64_t>(count));
+    const uint64_t point = PointOf(draw, number, total, i, count);
     const Hit hit = DescendWarp(ring.sums, tree, point, lane);
     if (lane != 0) continue;
     Resolution found;
@@ -95,7 +88,6 @@ struct Values {
 __device__ void FindItems(const Table& table, const Ring& ring, const Values& values,
                           int64_t* items, int64_t thread, int64_t threads) {
   const int64_t unit = ring.rule.by_row ? kStep : kTrajectory;
-  const auto follows = [](int64_t a, int64_t b) { return a > b; };
   uint64_t refused = 0, stale = 0;
   int64_t highest = -1;
   for (int64_t i = thread; i < values.count; i += threads) {
@@ -110,13 +102,13 @@ __device__ void FindItems(const Table& table, const Ring& ring, const Values& va
       if (r.slot >= 0) highest = Max(highest, int64_t{OrderOf(bits)});
     } else {
       item = ItemOf(ring.slots, unit, update);
-      table.Put(item, i, follows);
+      table.Put(item, i);
     }
     items[i] = item;
   }
   AddToCount(ring.state, kRingRefused, refused);
-  AddToCount(ring.state + kRingCounts, cpu::kStale, stale);
-  RaiseCount(ring.state + kRingCounts, cpu::kHighestPriority, highest);
+  AddToCount(ring.state + kRingCounts, kStale, stale);
+  RaiseCount(ring.state + kRingCounts, kHighestPriority, highest);
 }
 
 // Sets the leaves and priorities of the items, and adds their changes to the sums above.
@@ -142,10 +134,10 @@ __device__ void SetItems(const Table& table, const Ring& ring, const TreeShape& 
     AddAbove(ring.sums, tree, item, mass.value - before);
     drawable += uint64_t{mass.value > 0} - uint64_t{before > 0};
   }
-  AddToCount(counts, cpu::kApplied, applied);
-  AddToCount(counts, cpu::kClamped, clamped);
-  AddToCount(counts, cpu::kDrawable, drawable);
-  RaiseCount(counts, cpu::kHighestPriority, highest);
+  AddToCount(counts, kApplied, applied);
+  AddToCount(counts, kClamped, clamped);
+  AddToCount(counts, kDrawable, drawable);
+  RaiseCount(counts, kHighestPriority, highest);
 }
 
 __global__ void FindKernel(const Table table, const Ring ring, const Values values,

@@ -72,6 +72,15 @@ GEAR_HOST_DEVICE int64_t NumberOf(const RingDraw& draw, const int64_t* state, in
   return (state[kRingSamples] + i) * draw.stride + draw.offset;
 }
 
+// Where sample i of a batch is drawn in [0, total).
+GEAR_HOST_DEVICE uint64_t PointOf(const RingDraw& draw, int64_t number, uint64_t total, int64_t i,
+                                  int64_t count) {
+  const auto counter = static_cast<uint64_t>(number);
+  const uint64_t point = Coordinate(Philox(draw.seed, counter, draw.stream, kForCoordinate), total);
+  if (!draw.stratified) return point;
+  return Stratify(point, total, static_cast<uint64_t>(i), static_cast<uint64_t>(count));
+}
+
 // Adds one trajectory: lengths outside [0, most_steps] are rejected and counted; 0 adds nothing.
 // `initial`: bits of the priority of new items; below 0: the highest when a batch was last drawn.
 void RingAdd(const Ring& ring, const int64_t* lengths, int64_t count, int64_t initial,

@@ -5,11 +5,8 @@
 #include "common/counts_cuda.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "gather/gather.h"
 #include "priorities/priorities.h"
-#include "returns/returns.h"
 #include "ring/ring.h"
-#include "select/select.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {
@@ -182,7 +179,7 @@ __device__ void ClearItems(const Ring& ring, const Changes& changes, int64_t num
     ring.sums[item] = 0;
     if (ring.priorities != nullptr) ring.priorities[item] = 0;
   }
-  AddToCount(ring.state + kRingCounts, cpu::kDrawable, drawable);
+  AddToCount(ring.state + kRingCounts, kDrawable, drawable);
 }
 
 // Clears the evicted trajectories and the masses of their items.
@@ -234,7 +231,7 @@ __device__ void Fill(const Ring& ring, const Placed* placed, int64_t count, int6
     }
   }
   AddToCount(state, kRingSteps, steps);
-  AddToCount(state + kRingCounts, cpu::kDrawable, drawable);
+  AddToCount(state + kRingCounts, kDrawable, drawable);
 }
 
 __global__ void FillKernel(const Ring ring, const Placed* __restrict__ placed, int64_t count,

@@ -116,17 +116,6 @@ void Weigh(const Ring& ring, const RingDraw& draw, uint64_t total, int64_t count
   Importance(resolutions, count, numerator, divisor, beta, weights);
 }
 
-// The state after a batch; total 0: it has no samples.
-void Advance(int64_t* state, uint64_t total, int64_t count) {
-  state[kRingTotal] = static_cast<int64_t>(total);
-  if (total != 0) {
-    state[kRingSamples] += count;
-    state[kRingBatch] += 1;
-  }
-  state[kRingEmpty] += total == 0;
-  state[kRingInitial] = state[kRingCounts + kHighestPriority];
-}
-
 // A batch without samples.
 void FillEmpty(const Ring& ring, const RingDraw& draw, int64_t count, Resolution* resolutions,
                float* weights) {
@@ -139,14 +128,8 @@ void DrawBatch(const Ring& ring, const RingDraw& draw, uint64_t total, int64_t c
                Resolution* resolutions, float* weights) {
   const auto number_of = [&](int64_t i) { return NumberOf(draw, ring.state, i); };
   std::vector<int64_t> points(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i) {
-    const Word128 word =
-        Philox(draw.seed, static_cast<uint64_t>(number_of(i)), draw.stream, kForCoordinate);
-    uint64_t point = Coordinate(word, total);
-    if (draw.stratified)
-      point = Stratify(point, total, static_cast<uint64_t>(i), static_cast<uint64_t>(count));
-    points[i] = static_cast<int64_t>(point);
-  }
+  for (int64_t i = 0; i < count; ++i)
+    points[i] = static_cast<int64_t>(PointOf(draw, number_of(i), total, i, count));
   const int64_t run = draw.stride == 1 ? count : 1;  // samples whose numbers follow each other
   for (int64_t i = 0; i < count; i += run) {
     if (ring.rule.by_row)
@@ -328,9 +311,7 @@ void RingSelectLimited(const Ring& ring, const RingDraw& draw, int64_t count, in
   }
   for (int64_t i = 0; i < count; ++i) {
     const int64_t number = NumberOf(draw, ring.state, i);
-    const Word128 word =
-        Philox(draw.seed, static_cast<uint64_t>(number), draw.stream, kForCoordinate);
-    Hit hit{0, Coordinate(word, total)};
+    Hit hit{0, PointOf(draw, number, total, i, count)};
     for (int level = tree.levels - 1; level >= 0; --level)
       hit = Descend(ring.sums, tree, level, hit);
     ResolveItem(ring, draw, hit, number, &resolutions[i]);

@@ -2,10 +2,7 @@
 #include "common/copy_cuda.h"
 #include "common/launch_cuda.h"
 #include "gather/gather.h"
-#include "priorities/priorities.h"
-#include "returns/returns.h"
 #include "ring/ring.h"
-#include "select/select.h"
 
 namespace gear::cuda {
 namespace {

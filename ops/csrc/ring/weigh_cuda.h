@@ -3,7 +3,6 @@
 #include "common/convert.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
-#include "priorities/priorities.h"
 #include "ring/ring.h"
 
 namespace gear::cuda {
@@ -25,25 +24,13 @@ __device__ inline void Weigh(const Ring& ring, const RingDraw& draw, const TreeS
   if (draw.normalize == kByTable) numerator = LeastOfTable(ring, tree, LaneOfWarp());
   if (draw.normalize == kNotNormalized) {
     numerator = total;
-    divisor = static_cast<uint64_t>(ring.state[kRingCounts + cpu::kDrawable]);
+    divisor = static_cast<uint64_t>(ring.state[kRingCounts + kDrawable]);
   }
   const int64_t log_ratio = total == 0 ? 0 : Log2(numerator) - Log2(divisor);
   for (int64_t i = thread; i < count; i += threads) {
     const auto mass = static_cast<uint64_t>(resolutions[i].mass);
     weights[i] = total == 0 ? 0.0f : BitCast<float>(ImportanceBits(log_ratio, mass, beta));
   }
-}
-
-// By one thread: the state after the batch; total 0: it has no samples.
-__device__ inline void Advance(int64_t* state, uint64_t total, int64_t count) {
-  state[kRingTotal] = static_cast<int64_t>(total);
-  if (total != 0) {
-    state[kRingSamples] += count;
-    state[kRingBatch] += 1;
-  }
-  state[kRingEmpty] += total == 0;
-  state[kRingInitial] = state[kRingCounts + cpu::kHighestPriority];
-  state[kRingLeast] = 0;
 }
 
 }  // namespace gear::cuda
