@@ -1,5 +1,6 @@
 // Gather: windows of columns into the tensors of a batch.
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "common/prefetch.h"
@@ -128,7 +129,7 @@ int64_t GatherSteps(const Field& field, const Resolution* resolutions, const int
     if (is_real)
       CopyFew(from, out, row_bytes);
     else
-      PadRows<To, CopyRows<To>>(field, from, out, 1);
+      PadRows<To, CopyRows>(field, from, out, 1);
     if (field.mask != nullptr) field.mask[i] = is_real;
     real += is_real;
   }
@@ -239,9 +240,6 @@ int64_t GatherComputed(const Field& field, const Resolution* resolutions, const 
   return real;
 }
 
-using GatherFunction = int64_t (*)(const Field&, const Resolution*, const int64_t*, int64_t,
-                                   int64_t);
-
 // Whether a sample is one step, unchanged.
 bool IsOneStep(const Field& field) {
   constexpr int64_t kFewBytes = 512;  // beyond it memcpy is the better loop
@@ -265,26 +263,19 @@ bool IsStreamed(const Field& field, int64_t count) {
   return IsCopy(field) && bytes >= kLeastRun && count * bytes >= kLeastBatch;
 }
 
-template <typename To, typename Rows>
-struct WindowsOf {
-  static constexpr GatherFunction kFunction = &GatherRows<To, Rows>;
-};
-
-template <typename To, typename Rows>
-struct StreamsOf {
-  static constexpr GatherFunction kFunction = &GatherRows<To, StreamRows<To>>;
-};
-
-template <typename To, typename Rows>
-struct StepsOf {
-  static constexpr GatherFunction kFunction = &GatherSteps<To>;
-};
-
-GatherFunction FunctionFor(const Field& field, int64_t count) {
-  if (IsComputed(field.source)) return &GatherComputed;
-  if (IsStreamed(field, count)) return CopyFunctionFor<StreamsOf, GatherFunction>(field);
-  if (IsOneStep(field)) return CopyFunctionFor<StepsOf, GatherFunction>(field);
-  return FunctionForTypes<WindowsOf, GatherFunction>(field);
+int64_t GatherField(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
+                    int64_t begin, int64_t end) {
+  if (IsComputed(field.source)) return GatherComputed(field, resolutions, n_steps, begin, end);
+  const bool is_streamed = IsStreamed(field, end - begin), is_one_step = IsOneStep(field);
+  return WithRows(field, [&](auto to, auto rows) {
+    using To = decltype(to);
+    using Rows = decltype(rows);
+    if constexpr (std::is_same_v<Rows, CopyRows>) {
+      if (is_streamed) return GatherRows<To, StreamRows>(field, resolutions, n_steps, begin, end);
+      if (is_one_step) return GatherSteps<To>(field, resolutions, n_steps, begin, end);
+    }
+    return GatherRows<To, Rows>(field, resolutions, n_steps, begin, end);
+  });
 }
 
 // A field of short windows. Their rows are known before the first is read: so the loads of many
@@ -292,8 +283,7 @@ GatherFunction FunctionFor(const Field& field, int64_t count) {
 int64_t GatherShort(const Field& field, const Resolution* resolutions, const int64_t* n_steps,
                     int64_t begin, int64_t end, FirstRows* first_rows) {
   const int64_t* rows = first_rows->Of(field);
-  if (rows == nullptr)
-    return FunctionFor(field, end - begin)(field, resolutions, n_steps, begin, end);
+  if (rows == nullptr) return GatherField(field, resolutions, n_steps, begin, end);
   const int64_t length = field.window.length, row_bytes = field.elements * field.to_bytes;
   const int64_t count = end - begin;
   const auto copy = CopyOf(field, row_bytes, std::make_index_sequence<17>());
@@ -310,8 +300,7 @@ int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolu
                const int64_t* n_steps, int64_t begin, int64_t end) {
   int64_t real = 0;
   for (const Field* field = fields; field < fields + num_fields; ++field)
-    if (!IsShort(*field))
-      real += FunctionFor(*field, end - begin)(*field, resolutions, n_steps, begin, end);
+    if (!IsShort(*field)) real += GatherField(*field, resolutions, n_steps, begin, end);
   EndStreaming();
   for (int64_t first = begin; first < end; first += FirstRows::kMost) {
     const int64_t last = Min(first + FirstRows::kMost, end);

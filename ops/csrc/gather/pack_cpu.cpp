@@ -62,22 +62,18 @@ void PackSteps(const Field& field, const Resolution* resolutions, const int64_t*
   }
 }
 
-using PackFunction = void (*)(const Field&, const Resolution*, const int64_t*, int64_t, int64_t,
-                              int64_t);
-
-template <typename To, typename Rows>
-struct PacksOf {
-  static constexpr PackFunction kFunction = &PackRows<To, Rows>;
-};
-
 }  // namespace
 
 void Pack(const Field* fields, int64_t num_fields, const Resolution* resolutions,
           const int64_t* places, int64_t count, int64_t first, int64_t rows) {
   for (const Field* field = fields; field < fields + num_fields; ++field) {
-    const PackFunction pack =
-        IsComputed(field->source) ? &PackSteps : FunctionForTypes<PacksOf, PackFunction>(*field);
-    pack(*field, resolutions, places, count, first, rows);
+    if (IsComputed(field->source)) {
+      PackSteps(*field, resolutions, places, count, first, rows);
+      continue;
+    }
+    WithRows(*field, [&](auto to, auto how) {
+      PackRows<decltype(to), decltype(how)>(*field, resolutions, places, count, first, rows);
+    });
   }
 }
 

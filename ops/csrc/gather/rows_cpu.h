@@ -72,7 +72,6 @@ inline void EndStreaming() {
 }
 
 // Copies whole rows unchanged.
-template <typename Unit>
 struct CopyRows {
   static void Run(const void* from, void* to, int64_t rows, const Field& field) {
     std::memcpy(to, from, static_cast<size_t>(rows * field.elements * field.to_bytes));
@@ -80,7 +79,6 @@ struct CopyRows {
 };
 
 // The same past the caches.
-template <typename Unit>
 struct StreamRows {
   static void Run(const void* from, void* to, int64_t rows, const Field& field) {
     CopyStreaming(static_cast<const char*>(from), static_cast<char*>(to),
@@ -109,29 +107,18 @@ void PadRows(const Field& field, const char* edge, char* to, int64_t count) {
 }
 
 inline bool IsCopy(const Field& field) {
-  return !IsComputed(field.source) && field.from == field.to && field.shift == nullptr &&
-         field.gain == nullptr;
+  return !IsComputed(field.source) && field.from == field.to && field.gain == nullptr;
 }
 
-// The function of a field whose elements are copied: `Of<To, CopyRows<To>>::kFunction`.
-template <template <typename, typename> class Of, typename Function>
-Function CopyFunctionFor(const Field& field) {
-  return WithType(field.from, [](auto one) -> Function {
-    using To = decltype(one);
-    return Of<To, CopyRows<To>>::kFunction;
-  });
-}
-
-// The function of a field by the types of its elements: copied, or converted
-// (`Of<To, ConvertRows<From, To>>::kFunction`).
-template <template <typename, typename> class Of, typename Function>
-Function FunctionForTypes(const Field& field) {
-  if (IsCopy(field)) return CopyFunctionFor<Of, Function>(field);
+// Calls visit(to, rows) with an element of the type that a field is written in, and how its rows
+// get there.
+template <typename Visit>
+auto WithRows(const Field& field, const Visit& visit) {
   return WithType(field.from, [&](auto from) {
     using From = decltype(from);
-    return WithTarget<From>(field.to, [](auto to) -> Function {
-      return Of<decltype(to), ConvertRows<From, decltype(to)>>::kFunction;
-    });
+    if (IsCopy(field)) return visit(from, CopyRows{});
+    return WithTarget<From>(field.to,
+                            [&](auto to) { return visit(to, ConvertRows<From, decltype(to)>{}); });
   });
 }
 
