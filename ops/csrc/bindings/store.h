@@ -10,10 +10,10 @@
 #include <vector>
 
 #include "bindings/direct.h"
+#include "common/row_copies.h"
 #include "store/late_rows.h"
 #include "store/map_guard.h"
 #include "store/mutex.h"
-#include "store/step_rows.h"
 #include "store/store.h"
 
 namespace gear::python {

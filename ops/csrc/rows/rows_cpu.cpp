@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "common/host_device.h"
-#include "rows/copy_cpu.h"
+#include "common/prefetch.h"
+#include "common/row_copies.h"
 #include "rows/rows.h"
 
 namespace gear::cpu {
@@ -39,6 +39,35 @@ void Sort(std::vector<Keyed>* items) {
     for (const Keyed& item : *items) other[place[item.key >> shift & kMost]++] = item;
     items->swap(other);
   }
+}
+
+// Rows of a column that lie together.
+struct Placed {
+  int64_t row, rows;
+};
+
+// Copies rows of a column one after the other, or the inverse.
+template <bool kToColumn>
+void CopyPlaced(const Placed* placed, int64_t count, int64_t row_bytes, char* column,
+                char* together) {
+  constexpr int64_t kLookAhead = 48;  // places that are requested before their turn
+  WithRowBytes(row_bytes, [&](auto one) {
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + kLookAhead < count) {
+        const Placed& next = placed[i + kLookAhead];
+        PrefetchBytes(column + next.row * one, next.rows * one);
+      }
+      char* rows = column + placed[i].row * one;
+      char* to = kToColumn ? rows : together;
+      const char* from = kToColumn ? together : rows;
+      const int64_t bytes = placed[i].rows * one;
+      if (placed[i].rows == 1)
+        std::memcpy(to, from, static_cast<size_t>(one));
+      else
+        std::memcpy(to, from, static_cast<size_t>(bytes));
+      together += bytes;
+    }
+  });
 }
 
 // Rows [first, end) of a trajectory.
@@ -127,15 +156,15 @@ class Planner {
   }
 
   // Copies every row between its column and its message, after the message's head.
-  template <typename Copy>
-  void CopyAll(const RowColumns& columns, std::vector<char*> messages, const Copy& copy) const {
+  template <bool kToColumn>
+  void CopyAll(const RowColumns& columns, std::vector<char*> messages) const {
     for (int64_t c = 0; c < layout_.num_columns; ++c) {
       const Group& group = GroupOf(c);
       const Placed* placed = group.placed.data();
       for (int64_t p = 0; p < num_peers_; ++p) {
         const Placed* end = group.placed.data() + group.ends[p];
         const int64_t row_bytes = layout_.columns[c].row_bytes;
-        copy(placed, end - placed, row_bytes, columns.data[c], messages[p]);
+        CopyPlaced<kToColumn>(placed, end - placed, row_bytes, columns.data[c], messages[p]);
         messages[p] += group.rows[p] * row_bytes;
         placed = end;
       }
@@ -301,7 +330,7 @@ bool EncodeRows(const RowSample* samples, int64_t count, const RowLayout& layout
   if (!planner.Fits(columns)) return false;
   std::vector<char*> messages;
   for (int64_t p = 0; p < num_peers; ++p) messages.push_back(message + begins[p] + heads[p]);
-  planner.CopyAll(columns, std::move(messages), CopyTogether);
+  planner.CopyAll<false>(columns, std::move(messages));
   return true;
 }
 
@@ -323,7 +352,7 @@ RowsTaken DecodeRows(const RowSample* samples, int64_t count, const RowLayout& l
     behind.push_back(messages[p] + heads[p]);
   }
   if (!planner.Fits(columns)) return RowsTaken::kOutside;
-  planner.CopyAll(columns, std::move(behind), CopyApart);
+  planner.CopyAll<true>(columns, std::move(behind));
   return RowsTaken::kAll;
 }
 

@@ -1,4 +1,5 @@
 #include "store/store.h"
+#include "common/row_copies.h"
 #include "store/bell.h"
 #include "store/compact.h"
 #include "store/held.h"
@@ -382,28 +383,6 @@ bool Stands(const Store& store, const Growing& growing) {
   return is_same && record.state == kCommitted && OpenOf(store, growing.slot) != 0;
 }
 
-void CopyRows(char* to, const char* from, int64_t row_bytes, int64_t count) {
-  if (count == 1) {
-    switch (row_bytes) {  // those of scalars; a call of memcpy costs more than they do
-      case 1:
-        *to = *from;
-        return;
-      case 4:
-        std::memcpy(to, from, 4);
-        return;
-      case 8:
-        std::memcpy(to, from, 8);
-        return;
-      case 16:
-        std::memcpy(to, from, 16);
-        return;
-      default:
-        break;
-    }
-  }
-  std::memcpy(to, from, static_cast<size_t>(count * row_bytes));
-}
-
 // Copies steps [published, num_steps) into the slot's rows, which no process reads yet; with the
 // first ones also the first rows of the columns of T+1, and the values per trajectory.
 void WriteSteps(Store& store, int64_t slot, const Staged& staged, int64_t first, int64_t published,
@@ -420,8 +399,10 @@ void WriteSteps(Store& store, int64_t slot, const Staged& staged, int64_t first,
     if (source == nullptr)
       std::memset(rows, 0, static_cast<size_t>(count * column.row_bytes));
     else
-      CopyRows(rows, source + (single ? staged.env : from + begin) * column.row_bytes,
-               column.row_bytes, count);
+      WithRowBytes(count * column.row_bytes, [&](auto bytes) {
+        const int64_t row = single ? staged.env : from + begin;
+        std::memcpy(rows, source + row * column.row_bytes, static_cast<size_t>(bytes));
+      });
   }
 }
 

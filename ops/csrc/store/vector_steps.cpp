@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "common/row_copies.h"
 #include "store/held.h"
-#include "store/step_rows.h"
 
 namespace gear::cpu {
 
