@@ -211,7 +211,7 @@ bool SelectHeld(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
 
 bool Select(Stream& stream, int64_t key, int64_t alpha, int64_t beta) {
   const Held held(stream.mutex, stream.holder, stream.timeout_s);
-  if (held.refused() != Refused::kNo || !SelectHeld(stream, key, alpha, beta)) return false;
+  if (held.refusal() != 0 || !SelectHeld(stream, key, alpha, beta)) return false;
   const bool is_turn = stream.num_peers > 1 && (key + 1) % stream.num_peers == stream.peer;
   if (is_turn) DrawAhead(stream, key + 1);
   return true;

@@ -6,42 +6,40 @@
 #include <cstdint>
 
 #include "store/mutex.h"
+#include "store/store.h"
 
 namespace gear::cpu {
-
-// Why the lock was not taken.
-enum class Refused { kNo, kTimeout, kBroken, kMustRecover };
 
 class Held {
  public:
   Held(SharedMutex* mutex, int64_t* holder, double timeout_s) : mutex_(mutex), holder_(holder) {
     const Locked locked = MutexLock(mutex, timeout_s);
     if (locked == Locked::kTimeout || locked == Locked::kBroken) {
-      refused_ = locked == Locked::kTimeout ? Refused::kTimeout : Refused::kBroken;
+      refusal_ = locked == Locked::kTimeout ? kLockTimeout : kLockBroken;
       return;
     }
     if (locked == Locked::kOwnerDied) MutexConsistent(mutex);
     if (locked == Locked::kOwnerDied || *holder != 0) {
       if (*holder == 0) *holder = getpid();  // the next holder repairs
       MutexUnlock(mutex);
-      refused_ = Refused::kMustRecover;
+      refusal_ = kMustRecover;
       return;
     }
     *holder = getpid();
   }
   ~Held() {
-    if (refused_ != Refused::kNo) return;
+    if (refusal_ != 0) return;
     *holder_ = 0;
     MutexUnlock(mutex_);
   }
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
-  Refused refused() const { return refused_; }
+  int64_t refusal() const { return refusal_; }  // why the lock was not taken; 0: it was
 
  private:
   SharedMutex* mutex_;
   int64_t* holder_;
-  Refused refused_ = Refused::kNo;
+  int64_t refusal_ = 0;
 };
 
 }  // namespace gear::cpu

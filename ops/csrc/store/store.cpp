@@ -64,21 +64,6 @@ int64_t FindGap(Store& store, int64_t num_rows, int64_t most) {
   return -1;
 }
 
-// The lock was not taken: the refusal; else 0.
-int64_t RefusalOf(const Held& held) {
-  switch (held.refused()) {
-    case Refused::kNo:
-      return 0;
-    case Refused::kTimeout:
-      return kLockTimeout;
-    case Refused::kBroken:
-      return kLockBroken;
-    case Refused::kMustRecover:
-      return kMustRecover;
-  }
-  return kLockBroken;
-}
-
 int64_t RowsOf(const Store& store, int64_t num_steps) {
   for (const ColumnOf& column : store.columns) {
     if (column.rows == kPerStepAndEnd) return num_steps + 1;
@@ -355,7 +340,7 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
   int64_t slot = -1;
   {
     const Held held(store.mutex, store.holder, timeout_s);
-    if (RefusalOf(held) != 0) return {RefusalOf(held), -1};
+    if (held.refusal() != 0) return {held.refusal(), -1};
     if (!MayInsert(store, num_steps)) return {kRateLimited, -1};
     slot = ReserveWithRemoval(store, RowsOf(store, num_steps), num_steps, num_steps);
     if (slot < 0) return {slot, -1};
@@ -365,11 +350,11 @@ Added Add(Store& store, const void* const* sources, int64_t num_steps, double ti
   if (finite && store.moments.head != nullptr) block = MomentsOf(store, slot, 0, num_steps);
   const Held held(store.mutex, store.holder, timeout_s);
   if (!finite) {
-    if (RefusalOf(held) != 0) return {kNotFinite, slot};
+    if (held.refusal() != 0) return {kNotFinite, slot};
     Free(store, slot);
     return {kNotFinite, -1};
   }
-  if (RefusalOf(held) != 0) return {RefusalOf(held), slot};
+  if (held.refusal() != 0) return {held.refusal(), slot};
   return {Commit(store, slot, num_steps, store.slots[slot].num_rows, BornNow(store), &block), slot};
 }
 

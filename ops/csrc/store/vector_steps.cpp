@@ -97,7 +97,7 @@ int64_t VectorSteps::Take(const char* const* values, const std::vector<const cha
   bool published = !publish;
   if (store != nullptr) {
     const Held held(store->mutex, store->holder, timeout_s);
-    if (held.refused() == Refused::kNo) {
+    if (held.refusal() == 0) {
       for (const int64_t env : ended) {
         if (!StoreEnded(env, following[env] - first[env], false)) break;
         ++num_stored;
@@ -122,14 +122,14 @@ int64_t VectorSteps::Take(const char* const* values, const std::vector<const cha
 
 bool VectorSteps::Publish() {
   const Held held(store->mutex, store->holder, timeout_s);
-  return held.refused() == Refused::kNo && PublishHeld();
+  return held.refusal() == 0 && PublishHeld();
 }
 
 // Stores the trajectories of environments whose rows are full; the next ones begin at their last
 // states. False: some are left, and nothing of the step has been taken.
 bool VectorSteps::Cut() {
   const Held held(store->mutex, store->holder, timeout_s);
-  if (held.refused() != Refused::kNo) return false;
+  if (held.refusal() != 0) return false;
   for (int64_t i = 0; i < num_envs; ++i) {
     const int64_t num_steps = following[i] - first[i] - 1;
     if (rows[i] < 0 || starts[i] != 0 || num_steps < length) continue;
