@@ -29,9 +29,15 @@ inline void Check(cudaError_t error, const char* what) {
                              " failed: " + cudaGetErrorString(error));
 }
 
-inline void CheckLaunch(const char* kernel) { Check(cudaGetLastError(), kernel); }
-
 inline cudaStream_t AsStream(void* stream) { return static_cast<cudaStream_t>(stream); }
+
+// Launches a kernel of an op, and checks that it was launched.
+template <typename... Parameters, typename... Arguments>
+void Launch(const char* op, void (*kernel)(Parameters...), unsigned blocks, int threads,
+            void* stream, const Arguments&... arguments) {
+  kernel<<<blocks, threads, 0, AsStream(stream)>>>(arguments...);
+  Check(cudaGetLastError(), op);
+}
 
 __device__ inline int64_t GlobalThread() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
 __device__ inline int64_t GlobalThreads() { return int64_t{gridDim.x} * blockDim.x; }

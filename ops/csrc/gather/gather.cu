@@ -265,7 +265,7 @@ int64_t ShareOf(int64_t bytes, int64_t all_bytes, int64_t most_blocks, int num_f
 }
 
 // Launches the samples [batch->first, batch->last) of the order.
-void Launch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
+void LaunchBatch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
   const int64_t samples = batch->last - batch->first;
   unsigned blocks = 0;
   bool has_conversions = false;
@@ -285,12 +285,8 @@ void Launch(Batch* batch, int64_t bytes, int64_t most_blocks, void* stream) {
     batch->bytes +=
         static_cast<uint64_t>(samples * field.part.count * field.elements * field.to_bytes);
   }
-  if (has_conversions) {
-    GatherKernel<true><<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
-  } else {
-    GatherKernel<false><<<blocks, kThreads, 0, AsStream(stream)>>>(*batch);
-  }
-  CheckLaunch("Gather");
+  const auto kernel = has_conversions ? GatherKernel<true> : GatherKernel<false>;
+  Launch("Gather", kernel, blocks, kThreads, stream, *batch);
 }
 
 }  // namespace
@@ -314,7 +310,7 @@ void Gather(const Field* fields, const int64_t* held, int64_t num_fields,
     const int64_t samples = SamplesOf(count, bytes, most_blocks);
     for (; batch.first < count; batch.first = batch.last) {
       batch.last = static_cast<int>(Min(batch.first + samples, count));
-      Launch(&batch, bytes, most_blocks, stream);
+      LaunchBatch(&batch, bytes, most_blocks, stream);
     }
   }
 }

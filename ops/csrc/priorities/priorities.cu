@@ -58,27 +58,25 @@ __global__ void LeastAboveKernel(const uint64_t* __restrict__ below,
 void MassOf(const float* priorities, int64_t count, MassScale scale, int64_t* masses,
             void* stream) {
   if (count == 0) return;
-  MassKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(priorities, count, scale, masses);
-  CheckLaunch("MassOf");
+  Launch("MassOf", MassKernel, Blocks(count), kThreads, stream, priorities, count, scale, masses);
 }
 
 void TreeBuild(uint64_t* sums, int64_t num_items, void* stream) {
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
-    LevelKernel<Sum><<<Blocks(shape.width[level] * kWarp), kThreads, 0, AsStream(stream)>>>(
-        sums + shape.offset[level - 1], shape.width[level - 1] / kFanOut,
-        sums + shape.offset[level], shape.width[level]);
-    CheckLaunch("TreeBuild");
+    Launch("TreeBuild", LevelKernel<Sum>, Blocks(shape.width[level] * kWarp), kThreads, stream,
+           sums + shape.offset[level - 1], shape.width[level - 1] / kFanOut,
+           sums + shape.offset[level], shape.width[level]);
   }
 }
 
 void MinimaBuild(const uint64_t* sums, int64_t num_items, uint64_t* minima, void* stream) {
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
-    LevelKernel<Least><<<Blocks(shape.width[level] * kWarp), kThreads, 0, AsStream(stream)>>>(
-        MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1),
-        shape.width[level - 1] / kFanOut, minima + MinimaOffset(shape, level), shape.width[level]);
-    CheckLaunch("MinimaBuild");
+    Launch("MinimaBuild", LevelKernel<Least>, Blocks(shape.width[level] * kWarp), kThreads, stream,
+           MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1),
+           shape.width[level - 1] / kFanOut, minima + MinimaOffset(shape, level),
+           shape.width[level]);
   }
 }
 
@@ -89,10 +87,9 @@ void MinimaAbove(const uint64_t* sums, int64_t num_items, const int64_t* items, 
   if (count == 0) return;
   const TreeShape shape = ShapeOfTree(num_items);
   for (int level = 1; level < shape.levels; ++level) {
-    LeastAboveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-        MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1), items, count, num_items,
-        level * kFanOutBits, minima + MinimaOffset(shape, level));
-    CheckLaunch("MinimaAbove");
+    Launch("MinimaAbove", LeastAboveKernel, Blocks(count * kWarp), kThreads, stream,
+           MinimaLevel<const uint64_t*>(sums, minima, shape, level - 1), items, count, num_items,
+           level * kFanOutBits, minima + MinimaOffset(shape, level));
   }
 }
 

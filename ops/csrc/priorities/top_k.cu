@@ -79,14 +79,12 @@ __global__ void MergeKernel(const Ordered* __restrict__ from, Ordered* __restric
 // bisection.
 Ordered* Sort(Ordered* items, Ordered* other, int64_t count, void* stream) {
   if (count < 2) return items;
-  SortRunsKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(items, other, count);
-  CheckLaunch("Sort");
+  Launch("Sort", SortRunsKernel, Blocks(count), kThreads, stream, items, other, count);
   for (int64_t run = kRun; run < count; run *= 2) {
     Ordered* sorted = other;
     other = items;
     items = sorted;
-    MergeKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(items, other, count, run);
-    CheckLaunch("Sort");
+    Launch("Sort", MergeKernel, Blocks(count), kThreads, stream, items, other, count, run);
   }
   return other;
 }
@@ -344,28 +342,21 @@ void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int
   fill(memory.counts, 0, kPasses * kDigits * sizeof(uint64_t));
   // Places without a leaf are sorted after all others, and their leaf is -1.
   fill(memory.found, 0xFF, static_cast<size_t>(memory.most) * sizeof(Ordered));
-  BeginKernel<<<1, 1, 0, AsStream(stream)>>>(memory.search, static_cast<uint64_t>(k), first);
-  CheckLaunch("TopK");
+  Launch("TopK", BeginKernel, 1, 1, stream, memory.search, static_cast<uint64_t>(k), first);
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = (kPasses - 1 - pass) * kDigitBits;
     uint64_t* counts = memory.counts + pass * kDigits;
-    CountDigitsKernel<<<memory.blocks, kThreads, 0, AsStream(stream)>>>(leaves, shift,
-                                                                        memory.search, counts);
-    CheckLaunch("TopK");
-    ChooseDigitKernel<<<1, kWarp, 0, AsStream(stream)>>>(memory.search, shift, counts);
-    CheckLaunch("TopK");
+    Launch("TopK", CountDigitsKernel, memory.blocks, kThreads, stream, leaves, shift, memory.search,
+           counts);
+    Launch("TopK", ChooseDigitKernel, 1, kWarp, stream, memory.search, shift, counts);
   }
-  TakeAboveKernel<<<memory.blocks, kThreads, 0, AsStream(stream)>>>(
-      leaves, memory.search, memory.found, memory.most, memory.num_equal);
-  CheckLaunch("TopK");
-  SumInFrontKernel<<<1, kWarp, 0, AsStream(stream)>>>(memory.num_equal, memory.NumWarps());
-  CheckLaunch("TopK");
-  TakeEqualKernel<<<memory.blocks, kThreads, 0, AsStream(stream)>>>(
-      leaves, memory.search, memory.found, memory.most, memory.num_equal);
-  CheckLaunch("TopK");
+  Launch("TopK", TakeAboveKernel, memory.blocks, kThreads, stream, leaves, memory.search,
+         memory.found, memory.most, memory.num_equal);
+  Launch("TopK", SumInFrontKernel, 1, kWarp, stream, memory.num_equal, memory.NumWarps());
+  Launch("TopK", TakeEqualKernel, memory.blocks, kThreads, stream, leaves, memory.search,
+         memory.found, memory.most, memory.num_equal);
   const Ordered* sorted = Sort(memory.found, memory.other, memory.most, stream);
-  WriteItemsKernel<<<Blocks(k), kThreads, 0, AsStream(stream)>>>(sorted, memory.most, k, items);
-  CheckLaunch("TopK");
+  Launch("TopK", WriteItemsKernel, Blocks(k), kThreads, stream, sorted, memory.most, k, items);
 }
 
 }  // namespace gear::cuda

@@ -116,10 +116,9 @@ void SuffixSum(const void* reward, int64_t dtype, const Extent* extents, int64_t
   if (num_extents == 0) return;
   WithType(dtype, [&](auto one) {
     const auto* rewards = static_cast<const decltype(one)*>(reward);
-    SuffixSumKernel<<<Blocks(num_extents * kWarp), kThreads, 0, AsStream(stream)>>>(
-        rewards, extents, num_extents, num_rows, out);
+    Launch("SuffixSum", SuffixSumKernel<decltype(one)>, Blocks(num_extents * kWarp), kThreads,
+           stream, rewards, extents, num_extents, num_rows, out);
   });
-  CheckLaunch("SuffixSum");
 }
 
 void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t count, float* returns,
@@ -127,16 +126,14 @@ void NStepReturn(const NStep& n_step, const Resolution* resolutions, int64_t cou
   if (count == 0) return;
   WithType(n_step.dtype, [&](auto one) {
     const auto* rewards = static_cast<const decltype(one)*>(n_step.reward);
-    NStepKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-        rewards, n_step, resolutions, count, returns, discount, steps);
+    Launch("NStepReturn", NStepKernel<decltype(one)>, Blocks(count * kWarp), kThreads, stream,
+           rewards, n_step, resolutions, count, returns, discount, steps);
   });
-  CheckLaunch("NStepReturn");
 }
 
 void Estimate(const Advantage& a, float* advantage, float* target, void* stream) {
   if (a.rows == 0) return;
-  EstimateKernel<<<Blocks(a.rows), kThreads, 0, AsStream(stream)>>>(a, advantage, target);
-  CheckLaunch("Estimate");
+  Launch("Estimate", EstimateKernel, Blocks(a.rows), kThreads, stream, a, advantage, target);
 }
 
 }  // namespace gear::cuda

@@ -115,9 +115,8 @@ void RingSelectLimited(const Ring& ring, const RingDraw& draw, int64_t count, in
                        Resolution* resolutions, float* weights, void* stream) {
   if (count == 0) return;
   const int threads = ThreadsOf(count * kWarp, kDrawers * kWarp);
-  LimitedKernel<<<1, threads, 0, AsStream(stream)>>>(ring, draw, ShapeOfTree(ring.NumItems()),
-                                                     count, most, resolutions, weights);
-  CheckLaunch("RingSelectLimited");
+  Launch("RingSelectLimited", LimitedKernel, 1, threads, stream, ring, draw,
+         ShapeOfTree(ring.NumItems()), count, most, resolutions, weights);
 }
 
 }  // namespace gear::cuda

@@ -211,19 +211,15 @@ void RingExtend(const Ring& ring, const OpenRing& open, const EnvSteps& steps, i
                 PlacedStep* placed, int64_t* begun, void* stream) {
   const TreeShape tree = ShapeOfTree(ring.NumItems());
   const int planners = ThreadsOf(steps.num_envs, kMostPlanners);
-  PlanKernel<<<1, planners, 0, AsStream(stream)>>>(ring, open, steps, placed);
-  CheckLaunch("RingExtend");
+  Launch("RingExtend", PlanKernel, 1, planners, stream, ring, open, steps, placed);
   const int64_t evictors = Min(ring.shape.num_slots * kWarp, kMostThreads);
-  EvictKernel<<<Blocks(evictors), kThreads, 0, AsStream(stream)>>>(ring);
-  CheckLaunch("RingExtend");
-  ExtendKernel<<<Blocks(steps.num_envs * kWarp), kThreads, 0, AsStream(stream)>>>(
-      ring, open, steps, initial, placed, begun);
-  CheckLaunch("RingExtend");
+  Launch("RingExtend", EvictKernel, Blocks(evictors), kThreads, stream, ring);
+  Launch("RingExtend", ExtendKernel, Blocks(steps.num_envs * kWarp), kThreads, stream, ring, open,
+         steps, initial, placed, begun);
   const int64_t menders = Min((steps.num_envs + ring.shape.num_slots) * kWarp, kMostThreads);
   for (int level = 1; level < tree.levels; ++level) {
-    MendAboveKernel<<<Blocks(menders), kThreads, 0, AsStream(stream)>>>(ring, tree, level,
-                                                                        steps.num_envs, placed);
-    CheckLaunch("RingExtend");
+    Launch("RingExtend", MendAboveKernel, Blocks(menders), kThreads, stream, ring, tree, level,
+           steps.num_envs, placed);
   }
 }
 

@@ -54,12 +54,11 @@ void RingRemove(const Ring& ring, const int64_t* ids, int64_t count, int64_t* re
                 void* stream) {
   if (count == 0) return;
   const TreeShape tree = ShapeOfTree(ring.NumItems());
-  RemoveKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, ids, count, removed);
-  CheckLaunch("RingRemove");
+  Launch("RingRemove", RemoveKernel, Blocks(count * kWarp), kThreads, stream, ring, ids, count,
+         removed);
   for (int level = 1; level < tree.levels; ++level) {
-    MendRemovedKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(ring, tree, level,
-                                                                                count, removed);
-    CheckLaunch("RingRemove");
+    Launch("RingRemove", MendRemovedKernel, Blocks(count * kWarp), kThreads, stream, ring, tree,
+           level, count, removed);
   }
 }
 

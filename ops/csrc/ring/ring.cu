@@ -191,13 +191,11 @@ void RingSelect(const Ring& ring, const RingDraw& draw, int64_t count, Resolutio
   if (count == 0) return;
   const TreeShape tree = ShapeOfTree(ring.NumItems());
   const bool finishes = weights == nullptr || count <= kMostFinished;
-  SelectKernel<<<Blocks(count * kWarp), kThreads, 0, AsStream(stream)>>>(
-      ring, draw, tree, count, resolutions, finishes, weights);
-  CheckLaunch("RingSelect");
+  Launch("RingSelect", SelectKernel, Blocks(count * kWarp), kThreads, stream, ring, draw, tree,
+         count, resolutions, finishes, weights);
   if (finishes) return;
-  WeighKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(ring, draw, tree, resolutions,
-                                                                count, weights);
-  CheckLaunch("RingSelect");
+  Launch("RingSelect", WeighKernel, Blocks(count), kThreads, stream, ring, draw, tree, resolutions,
+         count, weights);
 }
 
 int64_t RingUpdateScratch(int64_t count) { return count + TableWords(count); }
@@ -212,16 +210,13 @@ void RingUpdate(const Ring& ring, const Resolution* resolutions, const float* va
     // A thread for each sample, and where minima are repaired a team for its node.
     const int threads =
         ThreadsOf(ring.minima == nullptr ? count : count * kNodeTeam, kMostUpdaters);
-    UpdateKernel<<<1, threads, 0, AsStream(stream)>>>(ring, tree, given, TableSize(count));
-    CheckLaunch("RingUpdate");
+    Launch("RingUpdate", UpdateKernel, 1, threads, stream, ring, tree, given, TableSize(count));
     return;
   }
   int64_t* items = scratch;
   const Table table = MakeTable(scratch + count, count, stream);
-  FindKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, given, items);
-  CheckLaunch("RingUpdate");
-  SetKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(table, ring, tree, given, items);
-  CheckLaunch("RingUpdate");
+  Launch("RingUpdate", FindKernel, Blocks(count), kThreads, stream, table, ring, given, items);
+  Launch("RingUpdate", SetKernel, Blocks(count), kThreads, stream, table, ring, tree, given, items);
   if (ring.minima != nullptr) MinimaAbove(ring.sums, num_items, items, count, ring.minima, stream);
 }
 

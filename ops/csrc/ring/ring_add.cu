@@ -340,24 +340,19 @@ void RingAdd(const Ring& ring, const int64_t* lengths, int64_t count, int64_t in
   while (ring.rule.by_row && team < kWarp && team < ring.shape.most_steps) team *= 2;
   if (count <= kMostPlacers &&
       count * (ring.shape.most_steps + ring.shape.final_row) <= kMostAdded) {
-    AddKernel<<<1, kMostPlacers, 0, AsStream(stream)>>>(ring, tree, lengths, count, initial, team,
-                                                        num_items, placed);
-    CheckLaunch("RingAdd");
+    Launch("RingAdd", AddKernel, 1, kMostPlacers, stream, ring, tree, lengths, count, initial, team,
+           num_items, placed);
     return;
   }
   const int placers = ThreadsOf(count, kMostPlacers);
-  PlaceKernel<<<1, placers, 0, AsStream(stream)>>>(ring, lengths, count, placed);
-  CheckLaunch("RingAdd");
+  Launch("RingAdd", PlaceKernel, 1, placers, stream, ring, lengths, count, placed);
   const int64_t most = Min(Max(num_items, ring.shape.num_slots), kMostThreads);
-  ClearKernel<<<Blocks(most), kThreads, 0, AsStream(stream)>>>(ring, num_items);
-  CheckLaunch("RingAdd");
-  FillKernel<<<Blocks(count * team), kThreads, 0, AsStream(stream)>>>(ring, placed, count, initial,
-                                                                      team);
-  CheckLaunch("RingAdd");
+  Launch("RingAdd", ClearKernel, Blocks(most), kThreads, stream, ring, num_items);
+  Launch("RingAdd", FillKernel, Blocks(count * team), kThreads, stream, ring, placed, count,
+         initial, team);
   for (int level = 1; level < tree.levels; ++level) {
     const int64_t nodes = Min(tree.width[level] * kNodeTeam, kMostThreads);
-    MendKernel<<<Blocks(nodes), kThreads, 0, AsStream(stream)>>>(ring, tree, level, num_items);
-    CheckLaunch("RingAdd");
+    Launch("RingAdd", MendKernel, Blocks(nodes), kThreads, stream, ring, tree, level, num_items);
   }
 }
 

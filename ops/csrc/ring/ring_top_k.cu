@@ -43,12 +43,10 @@ void RingTopK(const Ring& ring, const RingDraw& draw, int64_t count, bool counts
   if (count == 0) return;
   const int64_t num_items = ring.NumItems();
   int64_t *oldest = scratch, *items = scratch + 1;
-  OldestKernel<<<1, 1, 0, AsStream(stream)>>>(ring, oldest);
-  CheckLaunch("RingTopK");
+  Launch("RingTopK", OldestKernel, 1, 1, stream, ring, oldest);
   TopK(ring.priorities, ring.sums, num_items, count, oldest, items, items + count, stream);
-  RecordKernel<<<Blocks(count), kThreads, 0, AsStream(stream)>>>(
-      ring, draw, ShapeOfTree(num_items), items, count, counts, resolutions, weights);
-  CheckLaunch("RingTopK");
+  Launch("RingTopK", RecordKernel, Blocks(count), kThreads, stream, ring, draw,
+         ShapeOfTree(num_items), items, count, counts, resolutions, weights);
 }
 
 }  // namespace gear::cuda

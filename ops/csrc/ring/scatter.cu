@@ -41,9 +41,8 @@ void Scatter(const ScatterColumn* columns, int64_t num_columns, const int64_t* p
     const int64_t now = Min(num_columns - first, kMostColumns);
     Columns part{};
     for (int64_t c = 0; c < now; ++c) part.at[c] = columns[first + c];
-    ScatterKernel<<<Blocks(count * now * kWarp), kThreads, 0, AsStream(stream)>>>(
-        part, now, placed, place_words, count);
-    CheckLaunch("Scatter");
+    Launch("Scatter", ScatterKernel, Blocks(count * now * kWarp), kThreads, stream, part, now,
+           placed, place_words, count);
   }
 }
 
