@@ -1,5 +1,10 @@
 // Common parts of all kernels: the shape of a launch, the check after it, and the index of a
 // thread.
+//
+// A function of gear::cuda takes what the one of gear::cpu takes, raw pointers and sizes, and a
+// stream at the end. Every launch is followed by an error check, which throws std::runtime_error;
+// an empty input returns before it. No call waits for the device: indices in device memory are
+// checked there, and a wrong one ends the kernel with an error before it reads or writes outside.
 #pragma once
 #include <cuda_runtime.h>
 

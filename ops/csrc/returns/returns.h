@@ -1,8 +1,4 @@
 // Returns-to-go, n-step returns and advantages.
-// gear::cpu takes raw pointers and sizes; gear::cuda the same on a GPU, with a stream at the end.
-// Every launch is followed by an error check, which throws std::runtime_error; an empty input
-// returns before it. No call waits for the device: indices in device memory are checked there, and
-// a wrong one ends the kernel with an error before it reads or writes outside.
 #pragma once
 #include <cstdint>
 
