@@ -47,19 +47,13 @@ inline GatherCall MakeGatherCall(const py::object& outs, const py::object& masks
       std::move(pad_values), threads};
 }
 
-// gather_into(call, resolutions, n_steps): increments the versions of what it overwrites, so that a
-// backward pass that has saved old values raises.
-inline PyObject* GatherInto(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 3);
-  auto& call = *direct::AddressOf<GatherCall>(given[0]);
-  const at::Tensor& resolutions = direct::AsTensor(given[1]);
-  std::optional<at::Tensor> n_steps;
-  if (given[2] != Py_None) n_steps = direct::AsTensor(given[2]);
+// Increments the versions of what it overwrites, so that a backward pass that has saved old values
+// raises.
+inline void GatherInto(GatherCall& call, const at::Tensor& resolutions,
+                       const std::optional<at::Tensor>& n_steps) {
   for (const at::Tensor& tensor : call.overwritten) tensor.unsafeGetTensorImpl()->bump_version();
-  const WithoutLock unlocked;
   Gather(call.outs, call.masks, call.counters, call.columns, call.shifts, call.gains, resolutions,
          n_steps, call.spec, call.pad_values, call.threads, std::nullopt);
-  Py_RETURN_NONE;
 }
 
 inline void BindGatherCall(py::module_& module) {

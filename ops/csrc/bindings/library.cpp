@@ -22,7 +22,7 @@ TORCH_LIBRARY_IMPL(gear, CPU, m) {
 namespace gear::direct {
 
 #define GEAR_METHOD(name, function, arguments) \
-  Method<gear::function>(#name, #name "(" arguments ") -> ()"),
+  Function<gear::function, true>(#name, #name "(" arguments ") -> ()"),
 PyMethodDef kOps[] = {GEAR_OPS(GEAR_METHOD)
                           GEAR_HOST_OPS(GEAR_METHOD){nullptr, nullptr, 0, nullptr}};
 

@@ -1,13 +1,14 @@
-// The module itself: the mutex of the stores, by address, and direct calls; classes, and functions
-// that are called seldom, are defined in store.h, and the ops as plain functions in library.cpp.
+// The module itself: the mutex and the notifications of the stores, by address, and direct calls;
+// classes, and functions that are called seldom, are defined in store.h, and the ops as plain
+// functions in library.cpp.
 #include <Python.h>
 
-#include "bindings/bell.h"
 #include "bindings/direct.h"
 #include "bindings/gather_call.h"
 #include "bindings/store.h"
 #include "bindings/stream.h"
 #include "bindings/vector_steps.h"
+#include "store/bell.h"
 #include "store/mutex.h"
 
 namespace gear::direct {
@@ -18,37 +19,15 @@ extern PyMethodDef kOps[];  // of library.cpp
 
 namespace {
 
-gear::cpu::SharedMutex* MutexAt(PyObject* address) {
-  return static_cast<gear::cpu::SharedMutex*>(PyLong_AsVoidPtr(address));
-}
-
-PyObject* PyMutexLock(PyObject*, PyObject* arguments) {
-  PyObject* address;
-  double timeout_s;
-  if (!PyArg_ParseTuple(arguments, "Od", &address, &timeout_s)) return nullptr;
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  int result;
-  Py_BEGIN_ALLOW_THREADS result = static_cast<int>(gear::cpu::MutexLock(mutex, timeout_s));
-  Py_END_ALLOW_THREADS return PyLong_FromLong(result);
-}
-
-PyObject* PyMutexUnlock(PyObject*, PyObject* address) {
-  auto* mutex = MutexAt(address);
-  if (PyErr_Occurred()) return nullptr;
-  gear::cpu::MutexUnlock(mutex);
-  Py_RETURN_NONE;
-}
-
 using gear::direct::Function;
 
 PyMethodDef kMethods[] = {
-    {"mutex_lock", PyMutexLock, METH_VARARGS,
-     "mutex_lock(address, timeout_s) -> 0 locked, 1 locked after its owner died, 2 timed out, 3 "
-     "broken"},
-    {"mutex_unlock", PyMutexUnlock, METH_O, "mutex_unlock(address) -> None"},
+    Function<gear::cpu::MutexLock, true>("mutex_lock",
+                                         "mutex_lock(address, timeout_s) -> 0 locked, 1 locked "
+                                         "after its owner died, 2 timed out, 3 broken"),
+    Function<gear::cpu::MutexUnlock>("mutex_unlock", "mutex_unlock(address) -> None"),
     Function<gear::python::AddTrajectory>(
-        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot)"),
+        "store_add", "store_add(store, columns, num_steps, timeout_s) -> (id, slot) or None"),
     Function<gear::python::RowFits>("row_fits", "row_fits(targets, target, row) -> bool"),
     Function<gear::python::PutRows>("rows_put", "rows_put(targets, columns, rows) -> column"),
     Function<gear::python::WriteLateRows>(
@@ -59,15 +38,15 @@ PyMethodDef kMethods[] = {
                                          "late_rows_mark(store, bit, slots) -> None"),
     Function<gear::python::TakeStep>(
         "vector_step", "vector_step(steps, columns, final, observed, publish) -> events"),
-    Function<gear::python::PublishSteps>("vector_publish",
-                                         "vector_publish(steps) -> whether all is published"),
-    Function<gear::python::GatherInto>("gather_into",
-                                       "gather_into(call, resolutions, n_steps) -> None"),
+    Function<gear::python::PublishSteps, true>("vector_publish",
+                                               "vector_publish(steps) -> whether all is published"),
+    Function<gear::python::GatherInto, true>("gather_into",
+                                             "gather_into(call, resolutions, n_steps) -> None"),
     Function<gear::python::TakeSelection>(
         "stream_take", "stream_take(stream, key, alpha, beta, part, num_parts) -> part or None"),
-    Function<gear::direct::RingBell>("bell_ring", "bell_ring(bell) -> None"),
-    Function<gear::direct::WaitForBell>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
-    Function<gear::direct::FenceMemory>("fence", "fence() -> None"),
+    Function<gear::cpu::BellRing>("bell_ring", "bell_ring(bell) -> None"),
+    Function<gear::cpu::BellWait, true>("bell_wait", "bell_wait(bell, seen, timeout_s) -> count"),
+    Function<gear::cpu::Fence>("fence", "fence() -> None"),
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

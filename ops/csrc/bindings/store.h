@@ -48,6 +48,29 @@ class Buffer {
   bool held_;
 };
 
+}  // namespace gear::python
+
+namespace gear::direct {
+
+template <>
+struct Argument<python::Buffer> {
+  explicit Argument(PyObject* object) : value(object) {}
+  python::Buffer value;
+};
+
+template <>
+struct Argument<std::vector<python::Buffer>> {
+  explicit Argument(PyObject* list) {
+    value.reserve(16);
+    ForEach(list, [&](PyObject* item) { value.emplace_back(item); });
+  }
+  std::vector<python::Buffer> value;
+};
+
+}  // namespace gear::direct
+
+namespace gear::python {
+
 // 'f', 'i', 'u' or 'b' as NumPy's kinds; 0 for anything else.
 inline char KindOf(const char* format) {
   if (format == nullptr || format[0] == 0 || format[1] != 0) return 0;
@@ -87,14 +110,6 @@ inline RowForm MakeForm(char kind, Py_ssize_t item_bytes, int64_t checked,
   return form;
 }
 
-// The buffers of a list or a tuple of columns.
-inline std::vector<Buffer> BuffersOf(PyObject* columns, size_t expected) {
-  std::vector<Buffer> buffers;
-  buffers.reserve(expected);
-  ForEach(columns, [&](PyObject* column) { buffers.emplace_back(column); });
-  return buffers;
-}
-
 // A store with the forms of its columns.
 struct Store : cpu::Store {
   std::vector<RowForm> forms;
@@ -125,26 +140,10 @@ struct Store : cpu::Store {
     }
   }
 
-  // Takes the lock. False: a column has another dtype or shape than stored; nothing has changed.
-  bool Add(PyObject* given, int64_t num_steps, double timeout_s, cpu::Added* added) {
-    const std::vector<Buffer> buffers = BuffersOf(given, forms.size());
-    if (buffers.size() != forms.size()) return false;
-    std::vector<const void*> sources;
-    sources.reserve(buffers.size());
-    for (size_t i = 0; i < buffers.size(); ++i) {
-      const int64_t rows = columns[i].rows;
-      const bool single = rows == cpu::kPerTrajectory;
-      if (!forms[i].Fits(buffers[i], single ? -1 : num_steps + rows)) return false;
-      sources.push_back(buffers[i].view().buf);
-    }
-    const WithoutLock unlocked;
-    *added = cpu::Add(*this, sources.data(), num_steps, timeout_s);
-    return true;
-  }
-
   // Whether each column has its stored dtype, and no NaN or infinity unless the schema allows them.
   bool AreFinite(py::handle given) const {
-    const std::vector<Buffer> buffers = BuffersOf(given.ptr(), forms.size());
+    const direct::Argument<std::vector<Buffer>> columns_given(given.ptr());
+    const std::vector<Buffer>& buffers = columns_given.value;
     bool finite = buffers.size() == forms.size();
     for (size_t i = 0; finite && i < buffers.size(); ++i) {
       const Buffer& buffer = buffers[i];
@@ -169,41 +168,6 @@ inline bool RowsAreFinite(const RowForm& form, const char* source, const int64_t
 // Places of rows that are put one by one.
 struct RowTargets {
   std::vector<std::pair<uintptr_t, RowForm>> targets;
-
-  // Whether one row has its stored dtype and shape, and no NaN or infinity unless allowed.
-  bool Fits(size_t target, PyObject* given) const {
-    const RowForm& form = targets.at(target).second;
-    const Buffer row(given);
-    return form.Fits(row, -1) && cpu::AllFinite(row.view().buf, form.row_bytes, form.checked);
-  }
-
-  // Returns the index of the first column of another dtype or shape, or with a NaN or infinity that
-  // is not allowed, and copies nothing; -1 if there is none.
-  int64_t Put(PyObject* columns, PyObject* places_of_rows) const {
-    const std::vector<Buffer> buffers = BuffersOf(columns, targets.size());
-    const Buffer rows(places_of_rows);
-    const bool are_rows = rows.held() && KindOf(rows.view().format) == 'i' &&
-                          rows.view().itemsize == 8 && rows.view().ndim == 1;
-    if (!are_rows || buffers.size() != targets.size()) {
-      PyErr_SetString(PyExc_TypeError,
-                      "gear: rows_put expects a buffer for each target, and rows [n] int64");
-      throw direct::PythonError{};
-    }
-    const Py_ssize_t num_rows = rows.view().shape[0];
-    const auto* places = static_cast<const int64_t*>(rows.view().buf);
-    for (size_t i = 0; i < targets.size(); ++i) {
-      const RowForm& form = targets[i].second;
-      if (!form.Fits(buffers[i], num_rows) ||
-          !RowsAreFinite(form, static_cast<const char*>(buffers[i].view().buf), places, num_rows)) {
-        return static_cast<int64_t>(i);
-      }
-    }
-    for (size_t i = 0; i < targets.size(); ++i) {
-      cpu::ScatterRows(At<char>(targets[i].first), static_cast<const char*>(buffers[i].view().buf),
-                       targets[i].second.row_bytes, places, num_rows);
-    }
-    return -1;
-  }
 };
 
 inline Store MakeStore(uintptr_t mutex, uintptr_t holder, uintptr_t control, uintptr_t links,
@@ -233,33 +197,62 @@ inline Store MakeStore(uintptr_t mutex, uintptr_t holder, uintptr_t control, uin
 }
 
 // Functions called for each trajectory, step or row take the address of their object (`address`)
-// and are direct calls: pybind11 would take 0.1 us more for each.
+// and are direct calls.
 
-// store_add(store, columns, num_steps, timeout_s) -> (id or refusal, slot), or None
-inline PyObject* AddTrajectory(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 4);
-  auto& store = *direct::AddressOf<Store>(given[0]);
+// Takes the lock. Id or refusal, and slot; None: a column has another dtype or shape than stored,
+// and nothing has changed.
+inline PyObject* AddTrajectory(Store& store, const std::vector<Buffer>& columns, int64_t num_steps,
+                               double timeout_s) {
+  if (columns.size() != store.forms.size()) Py_RETURN_NONE;
+  std::vector<const void*> sources;
+  sources.reserve(columns.size());
+  for (size_t i = 0; i < columns.size(); ++i) {
+    const int64_t rows = store.columns[i].rows;
+    const bool single = rows == cpu::kPerTrajectory;
+    if (!store.forms[i].Fits(columns[i], single ? -1 : num_steps + rows)) Py_RETURN_NONE;
+    sources.push_back(columns[i].view().buf);
+  }
   cpu::Added added{};
-  if (!store.Add(given[1], direct::AsInt(given[2]), direct::AsDouble(given[3]), &added)) {
-    Py_RETURN_NONE;
+  {
+    const WithoutLock unlocked;
+    added = cpu::Add(store, sources.data(), num_steps, timeout_s);
   }
   return Py_BuildValue("LL", static_cast<long long>(added.id), static_cast<long long>(added.slot));
 }
 
-// row_fits(targets, target, row) -> bool
-inline PyObject* RowFits(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 3);
-  const auto& targets = *direct::AddressOf<RowTargets>(given[0]);
-  return PyBool_FromLong(targets.Fits(static_cast<size_t>(direct::AsInt(given[1])), given[2]));
+// Whether one row has its stored dtype and shape, and no NaN or infinity unless allowed.
+inline bool RowFits(const RowTargets& targets, int64_t target, const Buffer& row) {
+  const RowForm& form = targets.targets.at(static_cast<size_t>(target)).second;
+  return form.Fits(row, -1) && cpu::AllFinite(row.view().buf, form.row_bytes, form.checked);
 }
 
-// rows_put(targets, columns, rows) -> index of a column that does not fit, or -1
-inline PyObject* PutRows(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 3);
-  return PyLong_FromLongLong(direct::AddressOf<RowTargets>(given[0])->Put(given[1], given[2]));
+// Returns the index of the first column of another dtype or shape, or with a NaN or infinity that
+// is not allowed, and copies nothing; -1 if there is none.
+inline int64_t PutRows(const RowTargets& given, const std::vector<Buffer>& columns,
+                       const Buffer& rows) {
+  const auto& targets = given.targets;
+  const bool are_rows = rows.held() && KindOf(rows.view().format) == 'i' &&
+                        rows.view().itemsize == 8 && rows.view().ndim == 1;
+  if (!are_rows || columns.size() != targets.size()) {
+    PyErr_SetString(PyExc_TypeError,
+                    "gear: rows_put expects a buffer for each target, and rows [n] int64");
+    throw direct::PythonError{};
+  }
+  const Py_ssize_t num_rows = rows.view().shape[0];
+  const auto* places = static_cast<const int64_t*>(rows.view().buf);
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const RowForm& form = targets[i].second;
+    if (!form.Fits(columns[i], num_rows) ||
+        !RowsAreFinite(form, static_cast<const char*>(columns[i].view().buf), places, num_rows))
+      return static_cast<int64_t>(i);
+  }
+  for (size_t i = 0; i < targets.size(); ++i)
+    cpu::ScatterRows(At<char>(targets[i].first), static_cast<const char*>(columns[i].view().buf),
+                     targets[i].second.row_bytes, places, num_rows);
+  return -1;
 }
 
-// An argument that is a buffer of int64, of `num_words` in all; -1: as many as it has.
+// The words of a buffer of int64, of `num_words` in all; -1: as many as it has.
 inline int64_t* WordsOf(const Buffer& buffer, Py_ssize_t num_words) {
   const bool fits = buffer.held() && KindOf(buffer.view().format) == 'i' &&
                     buffer.view().itemsize == 8 &&
@@ -271,14 +264,10 @@ inline int64_t* WordsOf(const Buffer& buffer, Py_ssize_t num_words) {
   return static_cast<int64_t*>(buffer.view().buf);
 }
 
-// late_rows_write(store, column, bit, records, values, offset, slots)
-//     -> (written, repeated, first row that is not finite or -1)
-inline PyObject* WriteLateRows(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 7);
-  auto& store = *direct::AddressOf<Store>(given[0]);
-  const cpu::LateColumn late{static_cast<size_t>(direct::AsInt(given[1])), direct::AsInt(given[2])};
-  const Buffer records(given[3]), values(given[4]), slots(given[6]);
-  const int64_t offset = direct::AsInt(given[5]);
+// Returns slots written, trajectories that had the column, first row that is not finite or -1.
+inline PyObject* WriteLateRows(Store& store, int64_t column, int64_t bit, const Buffer& records,
+                               const Buffer& values, int64_t offset, const Buffer& slots) {
+  const cpu::LateColumn late{static_cast<size_t>(column), bit};
   const auto* all = reinterpret_cast<const Resolution*>(WordsOf(records, -1));
   const auto num = records.view().len / static_cast<Py_ssize_t>(sizeof(Resolution));
   int64_t* written = WordsOf(slots, num);
@@ -303,14 +292,8 @@ inline PyObject* WriteLateRows(PyObject* const* given, Py_ssize_t count) {
                        static_cast<long long>(done.not_finite));
 }
 
-// late_rows_mark(store, bit, slots) -> None
-inline PyObject* MarkLateRows(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 3);
-  const Buffer slots(given[2]);
-  const int64_t* marked = WordsOf(slots, -1);
-  cpu::MarkPresent(*direct::AddressOf<Store>(given[0]), direct::AsInt(given[1]), marked,
-                   slots.view().len / 8);
-  Py_RETURN_NONE;
+inline void MarkLateRows(Store& store, int64_t bit, const Buffer& slots) {
+  cpu::MarkPresent(store, bit, WordsOf(slots, -1), slots.view().len / 8);
 }
 
 // Adds the classes and the functions that are called seldom. Functions that are called in every

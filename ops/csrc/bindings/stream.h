@@ -119,14 +119,11 @@ inline bool TakePart(cpu::Stream& stream, int64_t key, int64_t alpha, int64_t be
   return true;
 }
 
-// stream_take(stream, key, alpha, beta, part, num_parts) -> (head, records, weights), or None
-inline PyObject* TakeSelection(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 6);
-  auto& stream = *direct::AddressOf<cpu::Stream>(given[0]);
+// Head, records and weights, or None.
+inline PyObject* TakeSelection(cpu::Stream& stream, int64_t key, int64_t alpha, int64_t beta,
+                               int64_t part, int64_t num_parts) {
   SelectionPart taken;
-  if (!TakePart(stream, direct::AsInt(given[1]), direct::AsInt(given[2]), direct::AsInt(given[3]),
-                direct::AsInt(given[4]), direct::AsInt(given[5]), &taken))
-    Py_RETURN_NONE;
+  if (!TakePart(stream, key, alpha, beta, part, num_parts, &taken)) Py_RETURN_NONE;
   PyObject* head = PyList_New(cpu::kNumSet);
   if (head == nullptr) throw direct::PythonError{};
   for (Py_ssize_t i = 0; i < cpu::kNumSet; ++i)

@@ -228,29 +228,16 @@ inline VectorSteps MakeVectorSteps(
   return made;
 }
 
-// vector_step(steps, columns, final, observed, publish) -> events, or -1
-inline PyObject* TakeStep(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 5);
-  if (!PyDict_Check(given[1])) direct::RaiseType("a dict", given[1]);
-  PyObject* observed = given[3] == Py_None ? nullptr : given[3];
-  const bool publish = PyObject_IsTrue(given[4]) == 1;
+inline int64_t TakeStep(VectorSteps& steps, PyObject* columns, PyObject* final, PyObject* observed,
+                        bool publish) {
+  if (!PyDict_Check(columns)) direct::RaiseType("a dict", columns);
   const int64_t events =
-      direct::AddressOf<VectorSteps>(given[0])->TakeStep(given[1], given[2], observed, publish);
+      steps.TakeStep(columns, final, observed == Py_None ? nullptr : observed, publish);
   if (PyErr_Occurred() != nullptr) throw direct::PythonError{};
-  return PyLong_FromLongLong(events);
+  return events;
 }
 
-// vector_publish(steps) -> whether all is published
-inline PyObject* PublishSteps(PyObject* const* given, Py_ssize_t count) {
-  direct::CheckCount(count, 1);
-  auto& steps = *direct::AddressOf<VectorSteps>(given[0]);
-  bool done = false;
-  {
-    const WithoutLock unlocked;
-    done = steps.Publish();
-  }
-  return PyBool_FromLong(done);
-}
+inline bool PublishSteps(VectorSteps& steps) { return steps.Publish(); }
 
 inline void BindVectorSteps(py::module_& module) {
   py::class_<VectorSteps>(module, "VectorSteps", py::module_local())
