@@ -40,27 +40,7 @@ class Store:
     A refusal is negative.
     """
 
-    def __init__(
-        self,
-        *,
-        mutex: int,
-        holder: int,
-        control: int,
-        links: int,
-        log: int,
-        retention: int,
-        slots: int,
-        num_slots: int,
-        num_rows: int,
-        log_size: int,
-        id_index: int,
-        id_count: int,
-        peer: int,
-        most_trajectories: int,
-        most_steps: int,
-        position: int,
-        least_free_rows: int,
-    ) -> None: ...
+    def __init__(self, *, words: Mapping[str, int]) -> None: ...
     @property
     def address(self) -> int:
         """Where it lies, for direct calls; it must live as long as they use it."""

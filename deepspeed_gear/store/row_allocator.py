@@ -60,22 +60,23 @@ class RowAllocator:
         self.ends = len(self.slots)
         self.retired_ends = self.ends + 1
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
+        words = {name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")}
+        words |= {
+            "mutex": base + MUTEX_OFFSET,
+            "holder": base + HOLDER_OFFSET,
+            "num_slots": spec.num_slots,
+            "num_rows": self.num_rows,
+            "log_size": len(self.log),
+            "id_index": self._shard.index,
+            "id_count": self._shard.count,
+            "peer": memory.peer,
+            "most_trajectories": spec.retention.max_trajectories,
+            "most_steps": spec.retention.max_steps,
+            "position": address(views[_TRAIN_POSITION]) if _TRAIN_POSITION in views else 0,
+            "least_free_rows": spec.least_free_rows,
+        }
         #: The native Store.
-        self.handle: Any = native.Store(
-            mutex=base + MUTEX_OFFSET,
-            holder=base + HOLDER_OFFSET,
-            **{name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")},
-            num_slots=spec.num_slots,
-            num_rows=self.num_rows,
-            log_size=len(self.log),
-            id_index=self._shard.index,
-            id_count=self._shard.count,
-            peer=memory.peer,
-            most_trajectories=spec.retention.max_trajectories,
-            most_steps=spec.retention.max_steps,
-            position=address(views[_TRAIN_POSITION]) if _TRAIN_POSITION in views else 0,
-            least_free_rows=spec.least_free_rows,
-        )
+        self.handle: Any = native.Store(words=words)
         self.handle.set_columns(
             [(address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c)) for c in spec.schema]
         )

@@ -57,12 +57,10 @@ inline void GatherInto(GatherCall& call, const at::Tensor& resolutions,
 }
 
 inline void BindGatherCall(py::module_& module) {
-  py::class_<GatherCall>(module, "GatherCall", py::module_local())
+  AddressedClass<GatherCall>(module, "GatherCall")
       .def(py::init(&MakeGatherCall), py::kw_only(), py::arg("outs"), py::arg("masks"),
            py::arg("counters"), py::arg("columns"), py::arg("shifts"), py::arg("gains"),
-           py::arg("spec"), py::arg("pad_values"), py::arg("threads"), py::arg("overwritten"))
-      .def_property_readonly("address",
-                             [](GatherCall& call) { return reinterpret_cast<uintptr_t>(&call); });
+           py::arg("spec"), py::arg("pad_values"), py::arg("threads"), py::arg("overwritten"));
 }
 
 }  // namespace gear::python

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <map>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -25,6 +26,28 @@ using direct::WithoutLock;
 template <typename T>
 T* At(uintptr_t address) {
   return reinterpret_cast<T*>(address);
+}
+
+// The addresses and numbers of an object of C++, by name; a missing one is an error.
+using WordMap = std::map<std::string, int64_t>;
+
+// Sets members by the names of their words: name, member, and so on.
+template <typename T, typename... More>
+void ReadWords(const WordMap& words, const char* name, T* member, const More&... more) {
+  const auto found = words.find(name);
+  if (found == words.end()) throw py::key_error(name);
+  if constexpr (std::is_pointer_v<T>)
+    *member = reinterpret_cast<T>(found->second);
+  else
+    *member = static_cast<T>(found->second);
+  if constexpr (sizeof...(more) > 0) ReadWords(words, more...);
+}
+
+// A class whose objects direct calls take by their address.
+template <typename T>
+py::class_<T> AddressedClass(const py::module_& module, const char* name) {
+  return py::class_<T>(module, name, py::module_local())
+      .def_property_readonly("address", [](T& one) { return reinterpret_cast<uintptr_t>(&one); });
 }
 
 // A buffer of Python's, released at the end of the scope.
@@ -170,29 +193,15 @@ struct RowTargets {
   std::vector<std::pair<uintptr_t, RowForm>> targets;
 };
 
-inline Store MakeStore(uintptr_t mutex, uintptr_t holder, uintptr_t control, uintptr_t links,
-                       uintptr_t log, uintptr_t retention, uintptr_t slots, int64_t num_slots,
-                       int64_t num_rows, int64_t log_size, int64_t id_index, int64_t id_count,
-                       int64_t peer, int64_t most_trajectories, int64_t most_steps,
-                       uintptr_t position, int64_t least_free_rows) {
+inline Store MakeStore(const WordMap& words) {
   Store store;
-  store.mutex = At<cpu::SharedMutex>(mutex);
-  store.holder = At<int64_t>(holder);
-  store.control = At<int64_t>(control);
-  store.links = At<int64_t>(links);
-  store.log = At<int64_t>(log);
-  store.retention = At<int64_t>(retention);
-  store.slots = At<Slot>(slots);
-  store.num_slots = num_slots;
-  store.num_rows = num_rows;
-  store.log_size = log_size;
-  store.id_index = id_index;
-  store.id_count = id_count;
-  store.peer = peer;
-  store.most_trajectories = most_trajectories;
-  store.most_steps = most_steps;
-  store.position = At<const int64_t>(position);
-  store.least_free_rows = least_free_rows;
+  ReadWords(words, "mutex", &store.mutex, "holder", &store.holder, "control", &store.control);
+  ReadWords(words, "links", &store.links, "log", &store.log, "log_size", &store.log_size);
+  ReadWords(words, "retention", &store.retention, "slots", &store.slots);
+  ReadWords(words, "num_slots", &store.num_slots, "num_rows", &store.num_rows);
+  ReadWords(words, "most_trajectories", &store.most_trajectories, "most_steps", &store.most_steps);
+  ReadWords(words, "least_free_rows", &store.least_free_rows, "position", &store.position);
+  ReadWords(words, "id_index", &store.id_index, "id_count", &store.id_count, "peer", &store.peer);
   return store;
 }
 
@@ -305,16 +314,11 @@ inline void Bind(py::module_& module) {
     } catch (const direct::PythonError&) {  // Python's error indicator is set
     }
   });
-  const auto local = py::module_local();
-  py::class_<RowForm>(module, "RowForm", local)
+  py::class_<RowForm>(module, "RowForm", py::module_local())
       .def(py::init(&MakeForm), py::arg("kind"), py::arg("item_bytes"), py::arg("check"),
            py::arg("shape"));
-  py::class_<Store>(module, "Store", local)
-      .def(py::init(&MakeStore), py::kw_only(), py::arg("mutex"), py::arg("holder"),
-           py::arg("control"), py::arg("links"), py::arg("log"), py::arg("retention"),
-           py::arg("slots"), py::arg("num_slots"), py::arg("num_rows"), py::arg("log_size"),
-           py::arg("id_index"), py::arg("id_count"), py::arg("peer"), py::arg("most_trajectories"),
-           py::arg("most_steps"), py::arg("position"), py::arg("least_free_rows"))
+  AddressedClass<Store>(module, "Store")
+      .def(py::init(&MakeStore), py::kw_only(), py::arg("words"))
       .def("set_columns", &Store::SetColumns)
       .def("set_retention", &Store::SetRetention)
       .def(
@@ -349,13 +353,9 @@ inline void Bind(py::module_& module) {
                         int64_t born) { return cpu::Commit(store, slot, steps, rows, born); })
       .def("retire", [](Store& store, int64_t slot) { cpu::Retire(store, slot); })
       .def("free", [](Store& store, int64_t slot) { cpu::Free(store, slot); })
-      .def_property_readonly("address",
-                             [](Store& store) { return reinterpret_cast<uintptr_t>(&store); })
       .def("are_finite", &Store::AreFinite);
-  py::class_<RowTargets>(module, "RowTargets", local)
-      .def(py::init<std::vector<std::pair<uintptr_t, RowForm>>>())
-      .def_property_readonly(
-          "address", [](RowTargets& targets) { return reinterpret_cast<uintptr_t>(&targets); });
+  AddressedClass<RowTargets>(module, "RowTargets")
+      .def(py::init<std::vector<std::pair<uintptr_t, RowForm>>>());
   module.def("mutex_init", [](uintptr_t mutex) { cpu::MutexInit(At<cpu::SharedMutex>(mutex)); });
   module.def("mutex_consistent",
              [](uintptr_t mutex) { cpu::MutexConsistent(At<cpu::SharedMutex>(mutex)); });

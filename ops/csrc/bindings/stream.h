@@ -5,8 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <map>
-#include <string>
+#include <vector>
 
 #include "bindings/direct.h"
 #include "bindings/store.h"
@@ -14,82 +13,39 @@
 
 namespace gear::python {
 
-// The addresses and numbers of a stream, by name; a missing one is an error.
-class StreamWords {
- public:
-  explicit StreamWords(const std::map<std::string, int64_t>& given) : given_(given) {}
-  int64_t operator[](const char* name) const {
-    const auto found = given_.find(name);
-    if (found == given_.end()) throw py::key_error(name);
-    return found->second;
-  }
-  template <typename T>
-  T* At(const char* name) const {
-    return python::At<T>(static_cast<uintptr_t>((*this)[name]));
-  }
-
- private:
-  const std::map<std::string, int64_t>& given_;
-};
-
-inline cpu::StreamPriorities MakeStreamPriorities(const StreamWords& words, uint64_t* sums,
-                                                  int64_t num_items) {
-  return {{sums, words.At<uint64_t>("minima"), words.At<float>("priorities"), num_items},
-          {words.At<int64_t>("bases"), words.At<int64_t>("generations"), words.At<int64_t>("steps"),
-           words.At<int32_t>("row_slots")},
-          words.At<int64_t>("counts"),
-          words.At<int64_t>("window"),
-          words["window_size"],
-          words.At<Report>("logs"),
-          words.At<int64_t>("ends"),
-          words.At<const int64_t>("asked"),
-          words["reports_size"],
-          words["num_peers"],
-          words["lag"],
-          words["update_unit"],
-          words["initial"],
-          words["most_bits"],
-          words["normalize"]};
-}
-
-inline cpu::Stream MakeStream(const std::map<std::string, int64_t>& given,
-                              const std::vector<int64_t>& rule, double timeout_s) {
-  const StreamWords words(given);
+inline cpu::Stream MakeStream(const WordMap& words, const std::vector<int64_t>& rule,
+                              double timeout_s) {
   if (rule.size() != 5) throw py::value_error("rule must have 5 words");
   cpu::Stream stream{};
-  stream.mutex = words.At<cpu::SharedMutex>("mutex");
-  stream.holder = words.At<int64_t>("holder");
-  stream.control = words.At<const int64_t>("control");
-  stream.slots = words.At<const Slot>("slots");
-  stream.num_slots = words["num_slots"];
-  stream.log = words.At<const int64_t>("log");
-  stream.log_size = words["log_size"];
-  stream.position = words.At<int64_t>("position");
-  stream.heads = words.At<int64_t>("heads");
-  stream.changes = words.At<int64_t>("changes");
-  stream.ring = words.At<Resolution>("ring");
-  stream.consumed = words.At<const int64_t>("consumed");
-  stream.num_peers = words["num_peers"];
-  stream.peer = words["peer"];
-  stream.last_drawn = words.At<int64_t>("last_drawn");
-  stream.sums = words.At<uint64_t>("sums");
-  stream.num_items = words["num_items"];
   stream.rule = {rule[0], rule[1], rule[2], rule[3], rule[4]};
-  stream.unit = words["unit"];
-  stream.plain_unit = words["plain_unit"];
-  stream.seed = static_cast<uint64_t>(words["seed"]);
-  stream.key = static_cast<uint32_t>(words["key"]);
-  stream.batch = words["batch"];
-  stream.depth = words["depth"];
   stream.timeout_s = timeout_s;
-  stream.has_priorities = words["has_priorities"] != 0;
-  if (stream.has_priorities)
-    stream.priorities = MakeStreamPriorities(words, stream.sums, stream.num_items);
-  stream.moments_head = words.At<const int64_t>("moments_head");
-  stream.moments = words.At<const double>("moments");
-  stream.numbers = words.At<double>("numbers");
-  stream.moments_size = words["moments_size"];
+  ReadWords(words, "mutex", &stream.mutex, "holder", &stream.holder, "control", &stream.control);
+  ReadWords(words, "slots", &stream.slots, "num_slots", &stream.num_slots);
+  ReadWords(words, "log", &stream.log, "log_size", &stream.log_size, "consumed", &stream.consumed);
+  ReadWords(words, "num_peers", &stream.num_peers, "peer", &stream.peer);
+  ReadWords(words, "position", &stream.position, "heads", &stream.heads, "ring", &stream.ring);
+  ReadWords(words, "changes", &stream.changes, "last_drawn", &stream.last_drawn);
+  ReadWords(words, "batch", &stream.batch, "depth", &stream.depth);
+  ReadWords(words, "seed", &stream.seed, "key", &stream.key, "unit", &stream.unit);
+  ReadWords(words, "sums", &stream.sums, "num_items", &stream.num_items);
+  ReadWords(words, "plain_unit", &stream.plain_unit, "has_priorities", &stream.has_priorities);
+  ReadWords(words, "moments_head", &stream.moments_head, "moments", &stream.moments);
+  ReadWords(words, "numbers", &stream.numbers, "moments_size", &stream.moments_size);
   stream.coordinates.resize(static_cast<size_t>(stream.batch));
+  if (!stream.has_priorities) return stream;
+  cpu::StreamPriorities& given = stream.priorities;
+  cpu::Priorities& target = given.target;
+  cpu::PrioritizedSlots& known = given.known;
+  ReadWords(words, "sums", &target.sums, "num_items", &target.num_items);
+  ReadWords(words, "minima", &target.minima, "priorities", &target.values);
+  ReadWords(words, "bases", &known.bases, "generations", &known.generations);
+  ReadWords(words, "steps", &known.steps, "row_slots", &known.row_slots);
+  ReadWords(words, "counts", &given.counts, "logs", &given.logs, "reports_size", &given.log_size);
+  ReadWords(words, "window", &given.window, "window_size", &given.window_size);
+  ReadWords(words, "ends", &given.ends, "asked", &given.asked, "lag", &given.lag);
+  ReadWords(words, "num_peers", &given.num_peers, "update_unit", &given.unit);
+  ReadWords(words, "initial", &given.initial, "most_bits", &given.most_bits);
+  ReadWords(words, "normalize", &given.normalize);
   return stream;
 }
 
@@ -137,11 +93,9 @@ inline PyObject* TakeSelection(cpu::Stream& stream, int64_t key, int64_t alpha, 
 }
 
 inline void BindStream(py::module_& module) {
-  py::class_<cpu::Stream>(module, "Stream", py::module_local())
+  AddressedClass<cpu::Stream>(module, "Stream")
       .def(py::init(&MakeStream), py::kw_only(), py::arg("words"), py::arg("rule"),
-           py::arg("timeout_s"))
-      .def_property_readonly(
-          "address", [](cpu::Stream& stream) { return reinterpret_cast<uintptr_t>(&stream); });
+           py::arg("timeout_s"));
 }
 
 }  // namespace gear::python

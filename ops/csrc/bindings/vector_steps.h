@@ -206,15 +206,12 @@ inline VectorSteps MakeVectorSteps(
   made.truncated = end(ends.second);
   made.num_envs = num_envs;
   made.length = length;
-  made.next = At<int64_t>(words.at(0));
-  made.first = At<const int64_t>(words.at(1));
-  made.waits = At<bool>(words.at(2));
-  made.unstored = At<bool>(words.at(3));
-  made.was_truncated = At<bool>(words.at(4));
-  made.checks_resets = At<const bool>(words.at(5));
-  made.counts = At<int64_t>(words.at(6));
-  made.completed = At<cpu::Completed>(words.at(7));
-  made.growing = At<cpu::Growing>(words.at(8));
+  size_t word = 0;
+  const auto read = [&](auto&... members) {
+    ((members = At<std::remove_pointer_t<std::decay_t<decltype(members)>>>(words.at(word++))), ...);
+  };
+  read(made.next, made.first, made.waits, made.unstored, made.was_truncated, made.checks_resets,
+       made.counts, made.completed, made.growing);
   made.truncated_column = truncated_column;
   made.autoreset = autoreset == "next_step"   ? cpu::Autoreset::kNextStep
                    : autoreset == "same_step" ? cpu::Autoreset::kSameStep
@@ -240,12 +237,10 @@ inline int64_t TakeStep(VectorSteps& steps, PyObject* columns, PyObject* final, 
 inline bool PublishSteps(VectorSteps& steps) { return steps.Publish(); }
 
 inline void BindVectorSteps(py::module_& module) {
-  py::class_<VectorSteps>(module, "VectorSteps", py::module_local())
+  AddressedClass<VectorSteps>(module, "VectorSteps")
       .def(py::init(&MakeVectorSteps), py::kw_only(), py::arg("columns"), py::arg("ends"),
            py::arg("num_envs"), py::arg("length"), py::arg("words"), py::arg("autoreset"),
            py::arg("truncated_column"))
-      .def_property_readonly("address",
-                             [](VectorSteps& steps) { return reinterpret_cast<uintptr_t>(&steps); })
       .def("set_store", &VectorSteps::SetStore, py::kw_only(), py::arg("of_store"),
            py::arg("of_columns"), py::arg("most"), py::arg("whole"), py::arg("begins"),
            py::arg("cuts"), py::arg("timeout"));
