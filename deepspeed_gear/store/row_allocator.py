@@ -75,8 +75,7 @@ class RowAllocator:
             "position": address(views[_TRAIN_POSITION]) if _TRAIN_POSITION in views else 0,
             "least_free_rows": spec.least_free_rows,
         }
-        #: The native Store.
-        self.handle: Any = native.Store(words=words)
+        self.handle: Any = native.Store(words=words)  #: the native Store
         self.handle.set_columns(
             [(address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c)) for c in spec.schema]
         )

@@ -239,8 +239,7 @@ inline void Gather(at::TensorList outs, at::TensorList masks, at::Tensor& counte
                    const at::Tensor& resolutions, const std::optional<at::Tensor>& n_steps,
                    at::IntArrayRef spec, at::ArrayRef<double> pad_values, int64_t threads,
                    const std::optional<at::Tensor>& order) {
-  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   const int64_t* samples = order ? Values<int64_t>(*order, "order", count) : nullptr;
   const int64_t* offsets = n_steps ? Values<int64_t>(*n_steps, "n_steps", count) : nullptr;
   int64_t* counter = Values<int64_t>(counters, "counters");

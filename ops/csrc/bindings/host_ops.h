@@ -65,8 +65,7 @@ inline const int64_t* LogOf(const at::Tensor& log, int64_t first, int64_t last, 
 
 inline void SlotMasses(at::Tensor& sums, const at::Tensor& slots, const at::Tensor& log,
                        int64_t first, int64_t last, at::IntArrayRef rule, int64_t unit) {
-  const Slot* records = Rows<Slot>(slots, "slots");
-  const int64_t num_slots = slots.size(0);
+  const auto [records, num_slots] = CountedRows<Slot>(slots, "slots");
   uint64_t* tree = TreeOf(sums, num_slots);
   const AnchorRule anchors = AnchorsOf(rule);
   cpu::SlotMasses(tree, records, num_slots, LogOf(log, first, last, num_slots), log.numel(), first,
@@ -85,8 +84,8 @@ inline const int64_t* CoordinatesOf(const at::Tensor& coordinates, const uint64_
 inline void Resolve(at::Tensor& resolutions, const at::Tensor& sums, const at::Tensor& slots,
                     const at::Tensor& coordinates, at::IntArrayRef rule, int64_t unit, int64_t seed,
                     int64_t stream, int64_t first) {
-  const Slot* records = Rows<Slot>(slots, "slots");
-  const int64_t num_slots = slots.size(0), count = coordinates.numel();
+  const auto [records, num_slots] = CountedRows<Slot>(slots, "slots");
+  const int64_t count = coordinates.numel();
   const uint64_t* tree = TreeOf(sums, num_slots);
   cpu::Resolve(tree, records, num_slots, CoordinatesOf(coordinates, tree, num_slots), count,
                AnchorsOf(rule), unit, static_cast<uint64_t>(seed), static_cast<uint32_t>(stream),
@@ -108,8 +107,7 @@ inline void ResolveRows(at::Tensor& resolutions, const at::Tensor& sums, const a
 
 inline void Importance(at::Tensor& weights, const at::Tensor& resolutions, int64_t numerator,
                        int64_t count, int64_t beta) {
-  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t size = resolutions.size(0);
+  const auto [records, size] = CountedRows<Resolution>(resolutions, "resolutions");
   CheckExponent("beta", beta);
   TORCH_CHECK(numerator > 0 && count > 0, "gear: numerator and count must be positive, got ",
               numerator, " and ", count);
@@ -180,8 +178,7 @@ inline void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& pri
   const MassScale scale = ScaleOf(alpha, most_bits);
   const AnchorRule anchors = AnchorsOf(rule);
   CheckPriority(static_cast<uint32_t>(initial), 0);
-  const Slot* records = Rows<Slot>(slots, "slots");
-  const int64_t num_slots = slots.size(0);
+  const auto [records, num_slots] = CountedRows<Slot>(slots, "slots");
   const bool by_step = row_slots.numel() > 0;
   const int64_t num_items = by_step ? row_slots.numel() : num_slots;
   const cpu::Priorities target{TreeOf(sums, num_items), MinimaOrNull(minima, num_items),
@@ -200,8 +197,7 @@ inline void SlotPriorities(at::Tensor& sums, at::Tensor& minima, at::Tensor& pri
 
 inline void DrawGoals(at::Tensor& goal_step, const at::Tensor& resolutions, int64_t seed,
                       int64_t stream, int64_t strategy, int64_t fraction, int64_t final_row) {
-  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   CheckExponent("fraction", fraction);
   TORCH_CHECK(strategy >= 0 && strategy <= cpu::kEpisode, "gear: strategy must be 0 to 2, got ",
               strategy);
@@ -223,8 +219,7 @@ inline void Pack(at::TensorList outs, at::TensorList columns, at::TensorList shi
                  at::TensorList gains, const at::Tensor& resolutions, const at::Tensor& places,
                  at::IntArrayRef spec, at::ArrayRef<double> pad_values, int64_t first,
                  int64_t rows) {
-  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   const int64_t* at = Values<int64_t>(places, "places", count);
   TORCH_CHECK(first >= 0 && rows >= 0 && first <= kMostSteps && rows <= kMostSteps,
               "gear: first and rows must be in [0, 2^40]");

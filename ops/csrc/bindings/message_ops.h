@@ -70,8 +70,7 @@ inline void EncodeDraws(at::Tensor& samples, at::Tensor& encoded, at::Tensor& en
                         const std::optional<at::Tensor>& goals, const at::Tensor& readers,
                         const at::Tensor& need_of, int64_t offset, int64_t index,
                         int64_t takes_own) {
-  const Resolution* resolutions = Rows<Resolution>(records, "records");
-  const int64_t count = records.size(0);
+  const auto [resolutions, count] = CountedRows<Resolution>(records, "records");
   int64_t* words = Values<int64_t>(encoded, "encoded");
   TORCH_CHECK(encoded.dim() == 2, "gear: encoded must be [n, words]");
   cpu::DrawRoutes routes =
@@ -98,12 +97,11 @@ inline void DecodeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& sampl
                         const std::optional<at::Tensor>& steps, const at::Tensor& owner,
                         const at::Tensor& asked, const at::Tensor& need_of, int64_t first,
                         int64_t offset, int64_t index, int64_t takes_own) {
-  const Resolution* resolutions = Rows<Resolution>(records, "records");
-  const int64_t count = records.size(0), others = asked.numel();
+  const auto [resolutions, count] = CountedRows<Resolution>(records, "records");
+  const int64_t others = asked.numel();
   const int64_t words = kPackedWords + (steps ? 1 : 0);
   const cpu::DrawRoutes routes = RoutesOf(need_of, steps, count, words, offset, index, takes_own);
-  Resolution* out = Rows<Resolution>(ring, "ring");
-  const int64_t size = ring.size(0);
+  const auto [out, size] = CountedRows<Resolution>(ring, "ring");
   int64_t* origin = AtLeast(origins, "origins", size);
   auto* rows = Rows<cpu::RowSample>(samples, "samples");
   TORCH_CHECK(samples.size(0) >= count + others, "gear: samples must hold all that is taken");
@@ -130,8 +128,8 @@ inline void DecodeDraws(at::Tensor& ring, at::Tensor& origins, at::Tensor& sampl
 
 inline void EncodeReports(at::Tensor& encoded, at::Tensor& ends, const at::Tensor& reports,
                           int64_t latest) {
-  const Report* records = Rows<Report>(reports, "reports");
-  const int64_t count = reports.size(0), num_shards = ends.numel();
+  const auto [records, count] = CountedRows<Report>(reports, "reports");
+  const int64_t num_shards = ends.numel();
   for (int64_t i = 0; i < count; ++i) {
     const int64_t shard = records[i].update.slot >> 32;
     TORCH_CHECK(shard >= 0 && shard < num_shards, "gear: report ", i, " must be of one of ",
@@ -143,8 +141,7 @@ inline void EncodeReports(at::Tensor& encoded, at::Tensor& ends, const at::Tenso
 }
 
 inline void DecodeReports(at::Tensor& reports, const at::Tensor& encoded, int64_t latest) {
-  const auto* records = Rows<cpu::EncodedReport>(encoded, "encoded");
-  const int64_t count = encoded.size(0);
+  const auto [records, count] = CountedRows<cpu::EncodedReport>(encoded, "encoded");
   cpu::DecodeReports(records, count, latest, Rows<Report>(reports, "reports", count));
 }
 

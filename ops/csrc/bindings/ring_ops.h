@@ -35,9 +35,10 @@ void SetMemory(cpu::Ring* ring, at::Tensor& state, Slots& slots, Sums& sums) {
   ring->sums = const_cast<uint64_t*>(TreeOf(sums, ring->NumItems()));
 }
 
-template <typename Minima>
-uint64_t* MinimaOf(const cpu::Ring& ring, Minima& minima) {
-  return const_cast<uint64_t*>(MinimaOrNull(minima, ring.NumItems()));
+template <typename Slots, typename Sums, typename Minima>
+void SetMemory(cpu::Ring* ring, at::Tensor& state, Slots& slots, Sums& sums, Minima& minima) {
+  SetMemory(ring, state, slots, sums);
+  ring->minima = const_cast<uint64_t*>(MinimaOrNull(minima, ring->NumItems()));
 }
 
 inline float* PrioritiesOf(const cpu::Ring& ring, at::Tensor& priorities) {
@@ -63,8 +64,7 @@ inline void RingAdd(at::Tensor& state, at::Tensor& slots, at::Tensor& begins, at
                     at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t initial,
                     int64_t most_bits) {
   cpu::Ring ring = RingOf(shape, rule, unit, priorities.numel() > 0, alpha, most_bits);
-  SetMemory(&ring, state, slots, sums);
-  ring.minima = MinimaOf(ring, minima);
+  SetMemory(&ring, state, slots, sums, minima);
   ring.priorities = PrioritiesOf(ring, priorities);
   ring.row_slots = RowSlotsOf(ring, row_slots);
   ring.begins = Values<int64_t>(begins, "begins", ring.shape.num_slots);
@@ -99,8 +99,7 @@ inline void RingExtend(at::Tensor& state, at::Tensor& slots, at::Tensor& opened,
                        at::IntArrayRef shape, int64_t unit, int64_t alpha, int64_t initial,
                        int64_t most_bits, bool next_step) {
   cpu::Ring ring = RingOf(shape, rule, unit, priorities.numel() > 0, alpha, most_bits);
-  SetMemory(&ring, state, slots, sums);
-  ring.minima = MinimaOf(ring, minima);
+  SetMemory(&ring, state, slots, sums, minima);
   ring.priorities = PrioritiesOf(ring, priorities);
   const int64_t num_rows = ring.shape.num_rows, num_slots = ring.shape.num_slots;
   const cpu::OpenRing open{Rows<OpenTrajectory>(opened, "opened"),
@@ -128,8 +127,7 @@ inline void RingRemove(at::Tensor& state, at::Tensor& slots, at::Tensor& sums, a
                        at::Tensor& priorities, at::Tensor& removed, const at::Tensor& ids,
                        at::IntArrayRef shape, int64_t unit) {
   cpu::Ring ring = RingOf(shape, {0, 0, 1, 1, 0}, unit, priorities.numel() > 0);
-  SetMemory(&ring, state, slots, sums);
-  ring.minima = MinimaOf(ring, minima);
+  SetMemory(&ring, state, slots, sums, minima);
   ring.priorities = PrioritiesOf(ring, priorities);
   const int64_t count = ids.numel();
   const Device device(state, kOfRing, slots, sums, minima, priorities, removed, ids);
@@ -173,11 +171,9 @@ inline void RingSelect(at::Tensor& state, at::Tensor& resolutions, at::Tensor& w
                        const at::Tensor& row_slots, const at::Tensor& betas, at::IntArrayRef rule,
                        at::IntArrayRef shape, at::IntArrayRef draw, int64_t unit) {
   cpu::Ring ring = RingOf(shape, rule, unit, row_slots.numel() > 0);
-  SetMemory(&ring, state, slots, sums);
-  ring.minima = MinimaOf(ring, minima);
+  SetMemory(&ring, state, slots, sums, minima);
   ring.row_slots = RowSlotsOf(ring, row_slots);
-  Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   float* weighed = ValuesOrNull<float>(weights, "weights", count);
   const cpu::RingDraw found = WeighedDrawOf(draw, ring, weighed != nullptr, betas);
   const Device device(state, kOfRing, resolutions, weights, slots, sums, minima, row_slots, betas);
@@ -189,10 +185,8 @@ inline void RingSelectLimited(at::Tensor& state, at::Tensor& resolutions, at::Te
                               const at::Tensor& betas, at::IntArrayRef rule, at::IntArrayRef shape,
                               at::IntArrayRef draw, int64_t unit, int64_t most) {
   cpu::Ring ring = RingOf(shape, rule, unit, false);
-  SetMemory(&ring, state, slots, sums);
-  ring.minima = MinimaOf(ring, minima);
-  Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  SetMemory(&ring, state, slots, sums, minima);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   float* weighed = ValuesOrNull<float>(weights, "weights", count);
   const cpu::RingDraw found = WeighedDrawOf(draw, ring, weighed != nullptr, betas);
   TORCH_CHECK(!found.stratified, "gear: limited draws must not be stratified");
@@ -210,8 +204,7 @@ inline void RingTopK(at::Tensor& state, at::Tensor& resolutions, at::Tensor& wei
   ring.row_slots = RowSlotsOf(ring, row_slots);
   ring.priorities = const_cast<float*>(Values<float>(priorities, "priorities", ring.NumItems()));
   TORCH_CHECK(!counts || !ring.rule.by_row, "gear: draws of steps must not be counted");
-  Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   float* weighed = ValuesOrNull<float>(weights, "weights", count);
   const Device device(state, kOfRing, resolutions, weights, slots, sums, priorities, row_slots);
   device.RunWith(on::RingTopKScratch(ring, count), on::RingTopK, ring, DrawOf(draw), count, counts,
@@ -224,11 +217,9 @@ inline void RingUpdate(at::Tensor& state, at::Tensor& sums, at::Tensor& minima,
                        at::IntArrayRef rule, at::IntArrayRef shape, int64_t unit, int64_t alpha,
                        int64_t most_bits) {
   cpu::Ring ring = RingOf(shape, rule, unit, true, alpha, most_bits);
-  SetMemory(&ring, state, slots, sums);
-  ring.minima = MinimaOf(ring, minima);
+  SetMemory(&ring, state, slots, sums, minima);
   ring.priorities = PrioritiesOf(ring, priorities);
-  const Resolution* records = Rows<Resolution>(resolutions, "resolutions");
-  const int64_t count = resolutions.size(0);
+  const auto [records, count] = CountedRows<Resolution>(resolutions, "resolutions");
   const float* reported = Values<float>(values, "values", count);
   const Device device(state, kOfRing, sums, minima, priorities, slots, resolutions, values);
   device.RunWith(on::RingUpdateScratch(count), on::RingUpdate, ring, records, reported, count);

@@ -3,8 +3,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
+#include <iterator>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "common/convert.h"
 #include "common/power.h"
@@ -13,31 +16,14 @@
 
 namespace gear {
 
+// The Dtype of a tensor.
 inline int64_t CodeOf(const at::Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case at::kBool:
-      return kBool;
-    case at::kByte:
-      return kUint8;
-    case at::kChar:
-      return kInt8;
-    case at::kShort:
-      return kInt16;
-    case at::kInt:
-      return kInt32;
-    case at::kLong:
-      return kInt64;
-    case at::kHalf:
-      return kFloat16;
-    case at::kBFloat16:
-      return kBfloat16;
-    case at::kFloat:
-      return kFloat32;
-    case at::kDouble:
-      return kFloat64;
-    default:
-      TORCH_CHECK(false, "gear: dtype ", tensor.scalar_type(), " is not supported");
-  }
+  constexpr at::ScalarType kTypes[] = {at::kBool,  at::kByte,  at::kChar, at::kShort,
+                                       at::kInt,   at::kLong,  at::kHalf, at::kBFloat16,
+                                       at::kFloat, at::kDouble};
+  const at::ScalarType* found = std::find(kTypes, std::end(kTypes), tensor.scalar_type());
+  TORCH_CHECK(found != std::end(kTypes), "gear: dtype ", tensor.scalar_type(), " is not supported");
+  return found - kTypes;
 }
 
 inline void CheckTensor(const at::Tensor& tensor, const char* name, at::ScalarType type) {
@@ -96,6 +82,13 @@ auto* Rows(Tensor& tensor, const char* name, int64_t count = kAny) {
   TORCH_CHECK(count == kAny || tensor.size(0) == count, "gear: ", name, " must have ", count,
               " rows, got ", tensor.size(0));
   return Data<Record>(tensor);
+}
+
+// The same, and how many they are.
+template <typename Record, typename Tensor>
+auto CountedRows(Tensor& tensor, const char* name) {
+  auto* rows = Rows<Record>(tensor, name);
+  return std::pair{rows, int64_t{tensor.size(0)}};
 }
 
 template <typename Tensor>
