@@ -5,7 +5,6 @@
 
 #include "bindings/gather_ops.h"
 #include "bindings/tensors.h"
-#include "gather/pack.h"
 #include "pack/plan.h"
 #include "priorities/priorities.h"
 #include "select/select.h"

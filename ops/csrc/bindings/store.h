@@ -276,25 +276,25 @@ inline int64_t* WordsOf(const Buffer& buffer, Py_ssize_t num_words) {
 // Returns slots written, trajectories that had the column, first row that is not finite or -1.
 inline PyObject* WriteLateRows(Store& store, int64_t column, int64_t bit, const Buffer& records,
                                const Buffer& values, int64_t offset, const Buffer& slots) {
-  const cpu::LateColumn late{static_cast<size_t>(column), bit};
+  const auto late = static_cast<size_t>(column);
   const auto* all = reinterpret_cast<const Resolution*>(WordsOf(records, -1));
   const auto num = records.view().len / static_cast<Py_ssize_t>(sizeof(Resolution));
   int64_t* written = WordsOf(slots, num);
-  const int64_t rows_of = store.columns.at(late.column).rows;
+  const int64_t rows_of = store.columns.at(late).rows;
   Py_ssize_t rows = num;
   if (rows_of != cpu::kPerTrajectory) {
     rows = 0;
     for (Py_ssize_t i = 0; i < num; ++i) rows += all[i].num_steps + rows_of;
   }
-  if (!store.forms[late.column].Fits(values, rows)) {
+  if (!store.forms[late].Fits(values, rows)) {
     PyErr_Format(PyExc_TypeError, "gear: late_rows_write expects %zd rows of the column", rows);
     throw direct::PythonError{};
   }
   cpu::LateRows done{};
   {
     const WithoutLock unlocked;
-    done = cpu::WriteLateRows(store, late, all, num, static_cast<const char*>(values.view().buf),
-                              offset, written);
+    done = cpu::WriteLateRows(store, late, bit, all, num,
+                              static_cast<const char*>(values.view().buf), offset, written);
   }
   return Py_BuildValue("LLL", static_cast<long long>(done.written),
                        static_cast<long long>(done.repeated),

@@ -49,47 +49,36 @@ inline cpu::Stream MakeStream(const WordMap& words, const std::vector<int64_t>& 
   return stream;
 }
 
-// The part of a selection that a process gathers: copies, valid after the ring entry is reused.
-struct SelectionPart {
-  int64_t head[cpu::kNumSet];
-  at::Tensor records, weights;
-};
-
-inline bool TakePart(cpu::Stream& stream, int64_t key, int64_t alpha, int64_t beta, int64_t part,
-                     int64_t num_parts, SelectionPart* taken) {
-  const WithoutLock unlocked;
-  if (!cpu::Select(stream, key, alpha, beta)) return false;
-  const int64_t entry = key % stream.depth;
-  std::copy_n(stream.heads + entry * cpu::kSelectionWords, cpu::kNumSet, taken->head);
-  const int64_t count = stream.batch / num_parts;
-  taken->records = at::detail::empty_cpu({count, 8}, at::kLong);
-  auto* records = reinterpret_cast<Resolution*>(taken->records.mutable_data_ptr<int64_t>());
-  const Resolution* samples = stream.ring + entry * stream.batch + part;
-  for (int64_t i = 0; i < count; ++i) records[i] = samples[i * num_parts];
-  if (!stream.has_priorities) return true;
-  taken->weights = at::detail::empty_cpu({count}, at::kFloat);
-  cpu::Importance(records, count, static_cast<uint64_t>(taken->head[cpu::kNumerator]),
-                  static_cast<uint64_t>(taken->head[cpu::kDivisor]),
-                  static_cast<uint64_t>(taken->head[cpu::kExponent]),
-                  taken->weights.mutable_data_ptr<float>());
-  return true;
-}
-
-// Head, records and weights, or None.
+// The part of a selection that a process gathers: its head, records and weights, or None. They are
+// copies, valid after the ring entry is reused.
 inline PyObject* TakeSelection(cpu::Stream& stream, int64_t key, int64_t alpha, int64_t beta,
                                int64_t part, int64_t num_parts) {
-  SelectionPart taken;
-  if (!TakePart(stream, key, alpha, beta, part, num_parts, &taken)) Py_RETURN_NONE;
+  int64_t words[cpu::kNumSet];
+  at::Tensor taken, weights;
+  const auto take = [&] {
+    const WithoutLock unlocked;
+    if (!cpu::Select(stream, key, alpha, beta)) return false;
+    const int64_t entry = key % stream.depth, count = stream.batch / num_parts;
+    std::copy_n(stream.heads + entry * cpu::kSelectionWords, cpu::kNumSet, words);
+    taken = at::detail::empty_cpu({count, 8}, at::kLong);
+    auto* records = reinterpret_cast<Resolution*>(taken.mutable_data_ptr<int64_t>());
+    const Resolution* samples = stream.ring + entry * stream.batch + part;
+    for (int64_t i = 0; i < count; ++i) records[i] = samples[i * num_parts];
+    if (!stream.has_priorities) return true;
+    weights = at::detail::empty_cpu({count}, at::kFloat);
+    cpu::Importance(records, count, static_cast<uint64_t>(words[cpu::kNumerator]),
+                    static_cast<uint64_t>(words[cpu::kDivisor]),
+                    static_cast<uint64_t>(words[cpu::kExponent]),
+                    weights.mutable_data_ptr<float>());
+    return true;
+  };
+  if (!take()) Py_RETURN_NONE;
   PyObject* head = PyList_New(cpu::kNumSet);
   if (head == nullptr) throw direct::PythonError{};
   for (Py_ssize_t i = 0; i < cpu::kNumSet; ++i)
-    PyList_SET_ITEM(head, i, PyLong_FromLongLong(taken.head[i]));
-  PyObject* weights = Py_None;
-  if (taken.weights.defined())
-    weights = THPVariable_Wrap(std::move(taken.weights));
-  else
-    Py_INCREF(weights);
-  return Py_BuildValue("NNN", head, THPVariable_Wrap(std::move(taken.records)), weights);
+    PyList_SET_ITEM(head, i, PyLong_FromLongLong(words[i]));
+  return Py_BuildValue("NNN", head, THPVariable_Wrap(std::move(taken)),
+                       THPVariable_Wrap(std::move(weights)));
 }
 
 inline void BindStream(py::module_& module) {

@@ -59,10 +59,6 @@ struct RingShape {
   int64_t most_steps;  // of a trajectory
 };
 
-GEAR_HOST_DEVICE int64_t ItemsOfRing(const RingShape& shape, const RingRule& rule) {
-  return rule.by_row ? shape.num_rows : shape.num_slots;
-}
-
 // Where a trajectory of `rows` rows begins, if the one before it ends at `head`: it never wraps.
 GEAR_HOST_DEVICE int64_t BeginInRing(int64_t head, int64_t rows, int64_t num_rows) {
   const int64_t at = head % num_rows;

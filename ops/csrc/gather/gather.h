@@ -1,4 +1,4 @@
-// Windows of columns into the tensors of a batch.
+// Windows of columns into the tensors of a batch, and whole trajectories into packs.
 #pragma once
 #include <cstdint>
 
@@ -47,6 +47,13 @@ struct Field {
 // Gathers the samples [begin, end) of all fields. Returns the number of real rows.
 int64_t Gather(const Field* fields, int64_t num_fields, const Resolution* resolutions,
                const int64_t* n_steps, int64_t begin, int64_t end);
+
+// Writes the rows [first, first + rows) of a pack: rows of whole trajectories without padding
+// between them. Trajectory i lies at [places[i], places[i] + num_steps). A place holds the
+// trajectory's step that is `window.offset` later; where there is none, the pad value. Places of no
+// trajectory are not written. Field::out is [rows, elements].
+void Pack(const Field* fields, int64_t num_fields, const Resolution* resolutions,
+          const int64_t* places, int64_t count, int64_t first, int64_t rows);
 
 }  // namespace gear::cpu
 

@@ -1,6 +1,5 @@
-#include "gather/pack.h"
-
 #include "common/prefetch.h"
+#include "gather/gather.h"
 #include "gather/rows_cpu.h"
 
 namespace gear::cpu {

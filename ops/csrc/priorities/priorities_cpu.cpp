@@ -43,16 +43,14 @@ void PrefetchItem(const Priorities& priorities, const TreeShape& shape, int64_t 
     __builtin_prefetch(priorities.minima + (item >> kFanOutBits), 1);
 }
 
-void SetPriority(const Priorities& priorities, const TreeShape& shape, int64_t item,
-                 uint32_t priority, Mass mass, int64_t* counts) {
+void SetItem(const Priorities& priorities, const TreeShape& shape, int64_t item, uint64_t mass,
+             uint32_t priority, int64_t* counts) {
   const uint64_t before = priorities.sums[item];
   priorities.values[item] = BitCast<float>(priority);
-  SetMass(priorities.sums, shape, item, mass.value);
+  SetMass(priorities.sums, shape, item, mass);
   if (priorities.minima != nullptr)
-    MendMinima(priorities.sums, priorities.minima, shape, 1, item, before, mass.value);
-  counts[kApplied] += 1;
-  counts[kClamped] += mass.clamped;
-  counts[kDrawable] += int64_t{mass.value > 0} - int64_t{before > 0};
+    MendMinima(priorities.sums, priorities.minima, shape, 1, item, before, mass);
+  counts[kDrawable] += int64_t{mass > 0} - int64_t{before > 0};
 }
 
 // The k highest of a sequence in the order of the leaves.
@@ -236,12 +234,12 @@ void Prioritize(const Priorities& priorities, const Updates& updates, const int6
     for (int64_t i = 0; i < n; ++i) masses[i] = MassOfPriority(OrderOf(updates[begin + i]), scale);
     for (int64_t i = 0; i < n; ++i) {
       const int64_t item = items[begin + i];
-      counts[kHighestPriority] =
-          Max(counts[kHighestPriority], int64_t{OrderOf(updates[begin + i])});
-      if (item >= 0)
-        SetPriority(priorities, shape, item, OrderOf(updates[begin + i]), masses[i], counts);
-      else
-        counts[kStale] += 1;
+      const uint32_t priority = OrderOf(updates[begin + i]);
+      counts[kHighestPriority] = Max(counts[kHighestPriority], int64_t{priority});
+      counts[item >= 0 ? kApplied : kStale] += 1;
+      if (item < 0) continue;
+      counts[kClamped] += masses[i].clamped;
+      SetItem(priorities, shape, item, masses[i].value, priority, counts);
     }
   }
 }
@@ -254,14 +252,7 @@ int64_t SlotPriorities(const Priorities& priorities, const PrioritizedSlots& kno
   const TreeShape shape = ShapeOfTree(priorities.num_items);
   const uint64_t initial_mass = MassOfPriority(initial, scale).value;
   const auto set = [&](int64_t item, bool has_mass) {
-    const float priority = has_mass ? BitCast<float>(initial) : 0.0f;
-    const uint64_t mass = has_mass ? initial_mass : 0, before = priorities.sums[item];
-    priorities.values[item] = priority;
-    if (mass == before) return;
-    SetMass(priorities.sums, shape, item, mass);
-    if (priorities.minima != nullptr)
-      MendMinima(priorities.sums, priorities.minima, shape, 1, item, before, mass);
-    counts[kDrawable] += int64_t{mass > 0} - int64_t{before > 0};
+    SetItem(priorities, shape, item, has_mass ? initial_mass : 0, has_mass ? initial : 0, counts);
   };
   for (int64_t i = first; i < last; ++i) {
     const int64_t s = log[i % log_size];

@@ -5,7 +5,7 @@
 #include "common/launch_cuda.h"
 #include "ring/mend_cuda.h"
 #include "ring/weigh_cuda.h"
-#include "select/descend_cuda.h"
+#include "select/tree_cuda.h"
 
 namespace gear::cuda {
 namespace {

@@ -3,7 +3,6 @@
 #include "ring/ring.h"
 
 #include "common/convert.h"
-#include "common/counts_cuda.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
 #include "ring/mend_cuda.h"

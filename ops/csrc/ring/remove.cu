@@ -1,7 +1,6 @@
 // Removal of trajectories by their ids: a warp for each, then the nodes above, level by level.
 #include "ring/ring.h"
 
-#include "common/counts_cuda.h"
 #include "common/launch_cuda.h"
 #include "ring/mend_cuda.h"
 

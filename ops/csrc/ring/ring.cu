@@ -2,14 +2,12 @@
 // updates are one launch each; else kernels pass values to the next one through the state. Both run
 // the same device functions.
 #include "common/convert.h"
-#include "common/counts_cuda.h"
 #include "common/hash_table_cuda.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
 #include "priorities/priorities.h"
 #include "ring/ring.h"
 #include "ring/weigh_cuda.h"
-#include "select/descend_cuda.h"
 #include "select/tree_cuda.h"
 
 namespace gear::cuda {

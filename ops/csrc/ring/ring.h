@@ -20,7 +20,9 @@ struct Ring {
   float* priorities;   // [items]; null: there are none
   int32_t* row_slots;  // [num_rows], where items are rows
 
-  GEAR_HOST_DEVICE int64_t NumItems() const { return ItemsOfRing(shape, rule); }
+  GEAR_HOST_DEVICE int64_t NumItems() const {
+    return rule.by_row ? shape.num_rows : shape.num_slots;
+  }
 };
 
 // How a global batch is drawn.

@@ -2,7 +2,6 @@
 // block assigns places, the whole grid does the rest, and kernels pass values to the next one
 // through the state. Both run the same device functions, over the threads of a block or a grid.
 #include "common/convert.h"
-#include "common/counts_cuda.h"
 #include "common/launch_cuda.h"
 #include "common/power.h"
 #include "priorities/priorities.h"

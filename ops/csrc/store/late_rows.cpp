@@ -27,9 +27,9 @@ int64_t& PresentOf(const Store& store, int64_t slot) {
 
 }  // namespace
 
-LateRows WriteLateRows(Store& store, LateColumn late, const Resolution* records, int64_t count,
-                       const char* values, int64_t offset, int64_t* slots) {
-  const ColumnOf& column = store.columns[late.column];
+LateRows WriteLateRows(Store& store, size_t late, int64_t bit, const Resolution* records,
+                       int64_t count, const char* values, int64_t offset, int64_t* slots) {
+  const ColumnOf& column = store.columns[late];
   const int64_t bytes = column.row_bytes;
   int64_t first = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -51,7 +51,7 @@ LateRows WriteLateRows(Store& store, LateColumn late, const Resolution* records,
     if (r.slot < 0 || r.slot >= store.num_slots) continue;
     const Slot& slot = store.slots[r.slot];
     if (slot.state != kCommitted || slot.id != r.id || slot.num_steps != r.num_steps) continue;
-    if ((PresentOf(store, r.slot) & late.bit) != 0) {
+    if ((PresentOf(store, r.slot) & bit) != 0) {
       ++done.repeated;
       continue;
     }

@@ -7,12 +7,6 @@
 
 namespace gear::cpu {
 
-// A late column, and its bit in kPresent.
-struct LateColumn {
-  size_t column;
-  int64_t bit;
-};
-
 struct LateRows {
   int64_t written;     // slots that have the rows now
   int64_t repeated;    // trajectories that had the column already
@@ -20,13 +14,14 @@ struct LateRows {
 };
 
 // ---- with the lock held
-// Writes the rows of the trajectories of `records` (their ids, slots and steps count) that are
-// stored and lack the column, and lists their slots in `slots`, [count]. `values` has the rows of
-// one trajectory after the other; a row takes the value that is `offset` places before it in its
-// trajectory, and zeros where there is none. Nothing is visible before MarkPresent; after
-// `not_finite` nothing is written. Cost: one read for the check, one for the copy.
-LateRows WriteLateRows(Store& store, LateColumn late, const Resolution* records, int64_t count,
-                       const char* values, int64_t offset, int64_t* slots);
+// Writes the rows of a late column, whose bit in kPresent is `bit`, of the trajectories of
+// `records` (their ids, slots and steps count) that are stored and lack the column, and lists their
+// slots in `slots`, [count]. `values` has the rows of one trajectory after the other; a row takes
+// the value that is `offset` places before it in its trajectory, and zeros where there is none.
+// Nothing is visible before MarkPresent; after `not_finite` nothing is written. Cost: one read for
+// the check, one for the copy.
+LateRows WriteLateRows(Store& store, size_t late, int64_t bit, const Resolution* records,
+                       int64_t count, const char* values, int64_t offset, int64_t* slots);
 // The commit points, one after the other; each slot is logged as changed.
 void MarkPresent(Store& store, int64_t bit, const int64_t* slots, int64_t count);
 
