@@ -2,6 +2,7 @@
 // reference (deepspeed_gear/ops/reference/packing.py) has the same steps and explains them.
 #include <algorithm>
 #include <functional>
+#include <numeric>
 #include <queue>
 #include <set>
 #include <utility>
@@ -287,15 +288,19 @@ class Filling {
   Packs spread_{0, 0, 0, {}}, best_{0, 0, 0, {}};
 };
 
-// The packs by falling cost: `width` neighbours are a micro step.
-Values ByCost(const Packs& packs) {
-  Values order(packs.Count());
-  for (int64_t p = 0; p < packs.Count(); ++p) order[p] = p;
+// The indices of values as `precedes` orders these, those of equal ones in their own order.
+template <typename Precedes>
+Values OrderOf(const Values& values, const Precedes& precedes) {
+  Values order(values.size());
+  std::iota(order.begin(), order.end(), 0);
   std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-    return packs.cost[a] != packs.cost[b] ? packs.cost[a] > packs.cost[b] : a < b;
+    return values[a] != values[b] ? precedes(values[a], values[b]) : a < b;
   });
   return order;
 }
+
+// The packs by falling cost: `width` neighbours are a micro step.
+Values ByCost(const Packs& packs) { return OrderOf(packs.cost, std::greater<>()); }
 
 // Exchanges trajectories, so that the packs of a micro step cost the same.
 class Balancing {
@@ -306,8 +311,7 @@ class Balancing {
         packs_(*packs),
         members_(packs->Count()),
         excess_(packs->Count()),
-        tolerance_(packs->Count()),
-        lowest_(packs->Count()) {
+        tolerance_(packs->Count()) {
     for (int64_t i = 0; i < items.Count(); ++i) members_[packs_.pack[i]].push_back(i);
   }
 
@@ -342,10 +346,7 @@ class Balancing {
         tolerance_[pack] = target >> kToleranceBits;
       }
     }
-    for (int64_t p = 0; p < packs_.Count(); ++p) lowest_[p] = p;
-    std::sort(lowest_.begin(), lowest_.end(), [&](int64_t a, int64_t b) {
-      return excess_[a] != excess_[b] ? excess_[a] < excess_[b] : a < b;
-    });
+    lowest_ = OrderOf(excess_, std::less<>());
     next_lowest_ = 0;
   }
 

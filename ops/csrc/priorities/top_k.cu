@@ -89,26 +89,6 @@ Ordered* Sort(Ordered* items, Ordered* other, int64_t count, void* stream) {
   return other;
 }
 
-// Arrays one after the other in scratch memory of int64 words; without memory it only counts them.
-class Scratch {
- public:
-  explicit Scratch(int64_t* words) : words_(words) {}
-
-  template <typename T>
-  T* Take(int64_t count) {
-    static_assert(alignof(T) <= sizeof(int64_t), "scratch is aligned to words");
-    int64_t* taken = words_ == nullptr ? nullptr : words_ + size_;
-    size_ += (count * static_cast<int64_t>(sizeof(T)) + 7) / 8;
-    return reinterpret_cast<T*>(taken);
-  }
-
-  int64_t size() const { return size_; }
-
- private:
-  int64_t* words_;
-  int64_t size_ = 0;
-};
-
 // State of the search for the k-th highest: its first bits, and how many of the leaves that begin
 // with them are still needed. `taken`: places that are assigned to higher ones. `first`: the leaf
 // from which on they are numbered, round the end.
@@ -134,7 +114,7 @@ struct Leaves {
 template <typename IsCandidate>
 __device__ void LoadOrders(const Leaves& leaves, int64_t first, int64_t begin, int64_t end,
                            const IsCandidate& is_candidate, int64_t* orders) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
 #pragma unroll
   for (int k = 0; k < kAtOnce; ++k) {
     const int64_t i = begin + k * kWarp + lane;
@@ -224,7 +204,7 @@ __device__ Ordered Candidate(const Leaves& leaves, int64_t first, int64_t order,
 // Takes the leaves above the k-th highest, in any order, and counts those equal to it, by warp.
 __global__ void TakeAboveKernel(const Leaves leaves, Search* search, Ordered* __restrict__ found,
                                 int64_t most, uint64_t* __restrict__ num_equal) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
   const int64_t end = Min((warp + 1) * own, leaves.count);
   const auto lowest = static_cast<int64_t>(search->prefix);
@@ -268,7 +248,7 @@ __global__ void SumInFrontKernel(uint64_t* counts, int64_t count) {
 __global__ void TakeEqualKernel(const Leaves leaves, const Search* __restrict__ search,
                                 Ordered* __restrict__ found, int64_t most,
                                 const uint64_t* __restrict__ before) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int lane = LaneOfWarp();
   const int64_t warp = GlobalThread() / kWarp, own = LeavesOfWarp(leaves.count);
   const int64_t end = Min((warp + 1) * own, leaves.count);
   const auto lowest = static_cast<int64_t>(search->prefix);
@@ -302,32 +282,40 @@ __global__ void BeginKernel(Search* search, uint64_t k, const int64_t* first) {
   *search = {0, k, 0, *first};
 }
 
+// The arrays of a search, one after the other in scratch memory of int64 words; without memory only
+// their size.
 struct Memory {
-  Memory(int64_t* words, int64_t num_leaves, int64_t k)
-      : scratch(words),
-        blocks(static_cast<unsigned>(Min<int64_t>(Blocks(num_leaves), kTopBlocks))),
-        most(Min(num_leaves, k)),
-        search(scratch.Take<Search>(1)),
-        counts(scratch.Take<uint64_t>(kPasses * kDigits)),
-        num_equal(scratch.Take<uint64_t>(NumWarps())),
-        found(scratch.Take<Ordered>(most)),
-        other(scratch.Take<Ordered>(most)) {}
+  Memory(int64_t* scratch, int64_t num_leaves, int64_t k)
+      : blocks(static_cast<unsigned>(Min<int64_t>(Blocks(num_leaves), kTopBlocks))),
+        most(Min(num_leaves, k)) {
+    const auto take = [&](auto** array, int64_t count) {
+      static_assert(sizeof(**array) % sizeof(int64_t) == 0, "whole words");
+      if (scratch != nullptr)
+        *array = reinterpret_cast<std::remove_pointer_t<decltype(array)>>(scratch + num_words);
+      num_words += count * static_cast<int64_t>(sizeof(**array) / sizeof(int64_t));
+    };
+    take(&search, 1);
+    take(&counts, kPasses * kDigits);
+    take(&num_equal, NumWarps());
+    take(&found, most);
+    take(&other, most);
+  }
 
   int64_t NumWarps() const { return int64_t{blocks} * (kThreads / kWarp); }
 
-  Scratch scratch;
   unsigned blocks;
   int64_t most;  // that are found
-  Search* search;
-  uint64_t* counts;     // [passes, digits]
-  uint64_t* num_equal;  // [warps]
-  Ordered *found, *other;
+  int64_t num_words = 0;
+  Search* search = nullptr;
+  uint64_t* counts = nullptr;     // [passes, digits]
+  uint64_t* num_equal = nullptr;  // [warps]
+  Ordered *found = nullptr, *other = nullptr;
 };
 
 }  // namespace
 
 int64_t TopKScratch(int64_t num_leaves, int64_t k) {
-  return Memory(nullptr, num_leaves, k).scratch.size();
+  return Memory(nullptr, num_leaves, k).num_words;
 }
 
 void TopK(const float* priorities, const uint64_t* sums, int64_t num_leaves, int64_t k,

@@ -98,14 +98,7 @@ __global__ void __launch_bounds__(kDrawers* kWarp)
     }
     __syncthreads();  // before the next round reads the tree and the counts, and writes to `slots`
   }
-  if (weights != nullptr) {
-    uint64_t least = ~uint64_t{0};
-    for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
-      least = Min(least, static_cast<uint64_t>(resolutions[i].mass));
-    Weigh(ring, draw, tree, first_total, LeastOfBlock(least), resolutions, count, weights,
-          threadIdx.x, blockDim.x);
-    __syncthreads();  // the state is read above
-  }
+  if (weights != nullptr) WeighByBlock(ring, draw, tree, first_total, resolutions, count, weights);
   if (threadIdx.x == 0) Advance(ring.state, first_total, count);
 }
 

@@ -50,14 +50,7 @@ __global__ void SelectKernel(const Ring ring, const RingDraw draw, const TreeSha
     return;
   }
   if (!IsLastBlock(&ring.state[kRingBlocks])) return;
-  if (weights != nullptr) {
-    uint64_t least = ~uint64_t{0};
-    for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
-      least = Min(least, static_cast<uint64_t>(resolutions[i].mass));
-    Weigh(ring, draw, tree, total, LeastOfBlock(least), resolutions, count, weights, threadIdx.x,
-          blockDim.x);
-    __syncthreads();  // the state is read above
-  }
+  if (weights != nullptr) WeighByBlock(ring, draw, tree, total, resolutions, count, weights);
   if (threadIdx.x == 0) Advance(ring.state, total, count);
 }
 

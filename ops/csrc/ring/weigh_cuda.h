@@ -33,4 +33,16 @@ __device__ inline void Weigh(const Ring& ring, const RingDraw& draw, const TreeS
   }
 }
 
+// The same by one block, which has written all samples. The state may be written afterwards.
+__device__ inline void WeighByBlock(const Ring& ring, const RingDraw& draw, const TreeShape& tree,
+                                    uint64_t total, const Resolution* resolutions, int64_t count,
+                                    float* weights) {
+  uint64_t least = ~uint64_t{0};
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
+    least = Min(least, static_cast<uint64_t>(resolutions[i].mass));
+  Weigh(ring, draw, tree, total, LeastOfBlock(least), resolutions, count, weights, threadIdx.x,
+        blockDim.x);
+  __syncthreads();  // the state is read above
+}
+
 }  // namespace gear::cuda
