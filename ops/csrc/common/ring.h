@@ -95,7 +95,7 @@ GEAR_HOST_DEVICE void Advance(int64_t* state, uint64_t total, int64_t count) {
     state[kRingBatch] += 1;
   }
   state[kRingEmpty] += total == 0;
-  state[kRingInitial] = state[kRingCounts + kHighestPriority];
+  state[kRingInitial] = (state + kRingCounts)[kHighestPriority];
   state[kRingLeast] = 0;
 }
 
