@@ -70,7 +70,7 @@ def test_what_a_table_refuses_is_raised_later_and_the_rest_is_stored() -> None:
         writer.add(trajectory(0))
         writer.add({**trajectory(1), "weight": -1.0})
         writer.add(trajectory(1))
-        with pytest.raises(DataError, match=r"trajectory 1: column weight: .* got -1"):
+        with pytest.raises(DataError, match=r"trajectory 1: table main: column weight: .* got -1"):
             writer.flush()
         writer.add(trajectory(9, 301))
         writer.add(trajectory(2))
