@@ -627,8 +627,9 @@ class SharedRows(NamedTuple):
         before[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
         before[:, Resolution.NUM_STEPS] = np.minimum(left[front] + 1, own[front, Resolution.NUM_STEPS])
         own[:, Resolution.FIRST_ROW] += np.maximum(skipped - self.steps, 0)
-        own[:, Resolution.NUM_STEPS] = np.maximum(own[:, Resolution.NUM_STEPS] - left, 0)
-        runs = np.concatenate([before, own]), np.concatenate([at[front], at + left])
+        own[:, Resolution.NUM_STEPS] -= left
+        rest = own[:, Resolution.NUM_STEPS] > 0  # none of a trajectory that is cut within its prompt
+        runs = np.concatenate([before, own[rest]]), np.concatenate([at[front], (at + left)[rest]])
         return torch.from_numpy(runs[0]), torch.from_numpy(runs[1])
 
 

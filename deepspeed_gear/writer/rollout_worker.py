@@ -252,4 +252,4 @@ def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> i
             prompt = trajectories[0][index][:first].tobytes()
             if any(columns[index][:first].tobytes() != prompt for columns in trajectories[1:]):
                 return 0
-    return first - 1
+    return max(first - 1, 0)
