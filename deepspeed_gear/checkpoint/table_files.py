@@ -498,6 +498,9 @@ class TableLoader:
             raise CheckpointError(str(found.folders[0]), rule, None, remedy)
         if table.ledger is not None:
             _check_prompts(table.ledger.spec, found)
+        elif found.whole.shared_prompts is not None and found.whole.shared_prompts.any():
+            rule = "must be loaded into a table with prompts: trajectories share those of their groups"
+            raise CheckpointError(str(found.folders[0]), rule, None, f"give tables.{name}.prompts")
         division = self._divisions[name] = self._divide(name, table, found)
         chosen = division.chosen(table.spec.own_shard.index)
         if dataset is not None and found.whole.num_slots != dataset.versions[data]:

@@ -59,6 +59,10 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             evicted = table.extents.retired()
             times = table.views["retention"][evicted, SlotRetention.TIMES_SAMPLED]
             evicted = evicted[times >= table.spec.retention.max_times_sampled]
+            if table.groups is not None and table.shared_prompts is not None:  # the prompts may be freed
+                shared, holders = table.shared_prompts[evicted].T
+                is_same = table.groups.numbers(holders) == table.groups.numbers(evicted)
+                evicted = evicted[(shared == 0) | (is_same & np.isin(holders, evicted))]
             place = dict(zip(table.slots[evicted, Slot.ID].tolist(), evicted.tolist(), strict=True))
             used_up = np.array([place.get(number, -1) for number in numbers.tolist()], np.int64)
             slots = np.where(slots >= 0, slots, used_up)

@@ -47,7 +47,7 @@ class Staleness:
         if ledger is not None:
             old |= ledger.too_old(committed, key)
         for slot in self._table.evict(committed[old]).tolist():
-            num_steps = int(records[slot, Slot.NUM_STEPS])
+            num_steps = int(self._table.num_steps_of(np.array([slot]))[0])
             length = num_steps.bit_length() - 1
             self._num_stale[length] += 1
             self._stale_steps[length] += num_steps

@@ -5,24 +5,25 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gear_support import run_command
+from gear_support import prefix, run_command
 from ledger_support import check_books, write_prompts
 from media_support import MEDIA, image
 from pyarrow import parquet
 from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 
-from deepspeed_gear import DataError, FillWorker, Replay
+from deepspeed_gear import CheckpointError, DataError, FillWorker, Replay, StoreError
 from deepspeed_gear.cli import export
 from deepspeed_gear.cli.inspect import of_living
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.records import SharedPrompt
+from deepspeed_gear.store.shared_memory import remove_garbage
 
 SIZE, MOST, GROUPS = 4, 60, 6
 LATE = {"ref": {"dtype": "float32", "late": True}, "score": {"dtype": "float32", "rows": "1", "late": True}}
@@ -193,6 +194,10 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
     assert (
         run_command(export, str(tmp_path / "save"), str(tmp_path / "saved.parquet"), "--format=parquet") == 0
     )
+    without = config()
+    del without["tables"]["main"]["prompts"]
+    with Replay(without) as other, pytest.raises(CheckpointError, match="into a table with prompts"):
+        other.load(tmp_path / "save")
     larger = config()
     larger["tables"]["main"] |= {"capacity_steps": 5000, "capacity_trajectories": 300}
     with Replay(larger) as other:
@@ -204,3 +209,42 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
         # A batch in training is not exported: that of the first leases, which were committed last.
         for trajectory, tokens in zip(expected, parquet.read_table(file)["tokens"].to_pylist(), strict=False):
             assert trajectory["tokens"].tolist() == tokens
+
+
+def test_trajectories_that_are_dropped_count_with_their_prompts(tmp_path: Path) -> None:
+    config = gear(write_prompts(tmp_path / "prompts", 8), rollout={"groups": 2})
+    config["tables"]["main"]["prompts"] |= {"max_lag": 1, "order": "completion", "late": "drop"}
+    members = [groups()[number % GROUPS] for number in range(8)]
+    with Replay(config) as replay, replay.rollout_worker() as worker:
+        slow = worker.lease(4)
+        for leases in (slow[:2], None):
+            for lease in leases or worker.lease(2):
+                lease.commit(members[lease.number])
+            list(replay.rollout().step(0))
+        for lease in (*slow[2:], *worker.lease(2)):
+            lease.commit(members[lease.number])
+        list(replay.rollout().step(0))
+        stale = replay.statistics()["stale"]["main"]
+        assert stale["steps"] == sum(len(one["tokens"]) for number in (2, 3) for one in members[number])
+
+
+def test_what_was_trained_is_read_only_with_its_prompt(tmp_path: Path) -> None:
+    """A store that is kept frees trajectories of a group one by one."""
+    config = gear(write_prompts(tmp_path / "prompts", 50))
+    config["shared_memory"]["keep"] = True
+    config["tables"]["main"] |= {"capacity_steps": 1000, "capacity_trajectories": 60}
+    known, read = dict[int, Any](), 0
+    try:
+        with Replay(config) as replay, replay.rollout_worker() as worker:
+            for _ in range(8):
+                for lease in worker.lease(3):
+                    members = groups(lease.number)[3]
+                    known.update(zip(lease.commit(members), members, strict=True))
+                for number, one in known.items():
+                    with suppress(StoreError):
+                        assert replay.read([number])[0]["tokens"].tolist() == one["tokens"].tolist()
+                        read += 1
+                list(replay.rollout().step(0))
+            assert read > 8 * 3 * SIZE
+    finally:
+        remove_garbage(prefix(), kept=True)
