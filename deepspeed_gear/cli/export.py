@@ -127,7 +127,8 @@ def _stored(
                 if steps:
                     prompt = rows(c.name, before, steps)
                     trajectory[c.name] = np.concatenate([prompt, trajectory[c.name]])
-            if np.array_equal(held, slots[[slot, holder]]):
+            is_same = shared_prompts is None or shared_prompts[slot].tolist() == [steps, holder]
+            if is_same and np.array_equal(held, slots[[slot, holder]]):
                 opaque = [c for c in schema if c.is_opaque]
                 return trajectory | {c.name: decode(trajectory[c.name], c, c.name) for c in opaque}
 
