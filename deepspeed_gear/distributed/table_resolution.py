@@ -364,8 +364,10 @@ def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableS
     """Return whether the prompt of a group may be stored once: no field of the steps before its responses
     depends on which trajectory it is of.
     """
-    mask = schema.role("loss_mask")
-    if spec.prompts is None or mask is None or mask.late or spec.return_to_go or spec.normalized:
+    late = [column.role for column in schema.late_columns]
+    if schema.role("loss_mask") is None or "loss_mask" in late or "token" in late:
+        return False
+    if spec.prompts is None or spec.return_to_go or spec.normalized:
         return False
     return all(field.derived is None and field.first in (0, 1) for field in fields)
 

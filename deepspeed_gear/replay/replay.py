@@ -399,7 +399,7 @@ class Replay(ReplayBase):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in this node's stores of the sampled tables."""
+        """Number of steps in this node's stores of the sampled tables; a shared prompt counts once."""
         return sum(table.num_steps for table in self._sampled)
 
     def sample(self) -> Batch:

@@ -103,7 +103,7 @@ def fill_each(
         num, repeated, wrong = native.late_rows_write(store, *given)
         if wrong >= 0:  # the row of a value; nothing is written
             at = int(np.searchsorted(ends := np.cumsum(counts), wrong, "right"))
-            step = wrong - ends[at] + counts[at] + offset + (0 if column.rows == "1" else shared[at])
+            step = wrong - ends[at] + counts[at] + offset + shared[at]
             place = f"step {step} of id {records[at, Resolution.ID]}"
             check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
         if repeated:

@@ -301,7 +301,7 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
             digest.update(rows.numpy().tobytes())
         for group, step in zip(micro["prompt"].tolist(), micro.lengths.tolist(), strict=True):
             assert set(micro["image"][0].tolist()) >= {one.number for one in items(group, step)}
-    opaque = micro.opaque("note") if "note" in micro._sources.opaque else None
+    opaque = micro.opaque("note") if "note" in micro.sources.opaque else None
     assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
     numbers, rows = micro["number"].tolist(), [int(micro["tokens"].numel()), int(micro.loss_mask.sum())]
     return {"numbers": numbers, "group": micro.group.tolist(), "rows": rows, "digest": digest.hexdigest()}
