@@ -58,6 +58,19 @@ def test_complete_groups_are_in_the_checkpoint(tmp_path: Path) -> None:
         assert [train(replay) for _ in range(3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
+def test_groups_beyond_a_batch_wait_for_theirs(tmp_path: Path) -> None:
+    """THUDM/slime#2238: of the complete groups a batch took those that it needed, and dropped the rest."""
+    with run_of(tmp_path, max_lag=2) as replay, replay.rollout_worker() as worker:
+        commit(*reversed(worker.lease(99)))
+        for batch in range(6):  # with three batches ahead at every time
+            assert check_books(replay)["waiting"] == 12
+            assert train(replay) == [4 * batch + place for place in range(4)]
+            replay.can_sample()  # by then the batch is trained
+            commit(*worker.lease(99))
+        books = check_books(replay)
+        assert (books["trained"] + books["training"], books["dropped"]) == (24, {})
+
+
 def test_a_dropped_group_does_not_hold_the_position(tmp_path: Path) -> None:
     """huggingface/trl#7274: all that was trained after a dropped group was trained again after a resume."""
     rule = {"max_lag": 1, "order": "completion", "late": "drop"}
