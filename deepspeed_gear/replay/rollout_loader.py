@@ -30,7 +30,8 @@ from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_data import Records, RolloutData, RolloutSession, TablePart, item_numbers
+from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.table_part import Records, RolloutSession, TablePart, item_numbers
 from deepspeed_gear.sampling.mass_rules import key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head

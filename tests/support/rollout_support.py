@@ -15,7 +15,8 @@ from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import RolloutData, RolloutSession
+from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.table_part import RolloutSession
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},

@@ -18,7 +18,8 @@ from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, Pee
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import Records, RolloutData, TablePart
+from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.table_part import Records, TablePart
 from deepspeed_gear.store.table_spec import Shard
 
 
