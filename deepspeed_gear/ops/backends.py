@@ -11,9 +11,10 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -27,30 +28,55 @@ _BUILD_KERNELS = [sys.executable, "-c", f"from {__name__} import build_kernels; 
 _building: list[subprocess.Popen[bytes]] = []  # kept, so that they are reaped
 
 
-OP_NAMES = tuple(
-    "draw_ permute_ tree_build_ tree_update_ slot_masses_ resolve_ resolve_rows_ mass_ importance_ "
-    "minima_build_ minima_update_ top_k_ append_reports_ prioritize_ slot_priorities_ suffix_sum_ n_step_ "
-    "advantages_ gather_ encode_rows_ decode_rows_ draw_goals_ pack_ plan_packs_ assign_draws_ "
-    "encode_draws_ decode_draws_ encode_reports_ decode_reports_ ring_add_ ring_extend_ ring_remove_ "
-    "ring_select_ ring_select_limited_ ring_top_k_ ring_update_ scatter_ copy_pieces_".split()
-)
-
-
+@dataclass(frozen=True)
 class Ops:
-    """The ops of one backend, an attribute each: they write into tensors of the caller and return nothing.
+    """The ops of one backend: they write into tensors of the caller and return nothing.
 
     `reference` defines them under the same names; ops/csrc/bindings/op_table.h has their schemas. Thread safe
     as long as outputs differ. `native` is the loaded module, with store, writers and streams in C++.
     """
 
-    def __init__(self, name: str, native: ModuleType, is_direct: bool = False, **ops: Op) -> None:
-        self.name, self.native = name, native
-        self.is_direct = is_direct  # plain functions for host memory, which `torch.compile` cannot trace
-        self.__dict__.update({op: ops[op] for op in OP_NAMES})
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, op: str) -> Op: ...
+    name: str
+    draw_: Op
+    permute_: Op
+    tree_build_: Op
+    tree_update_: Op
+    slot_masses_: Op
+    resolve_: Op
+    resolve_rows_: Op
+    mass_: Op
+    importance_: Op
+    minima_build_: Op
+    minima_update_: Op
+    top_k_: Op
+    append_reports_: Op
+    prioritize_: Op
+    slot_priorities_: Op
+    suffix_sum_: Op
+    n_step_: Op
+    advantages_: Op
+    gather_: Op
+    encode_rows_: Op
+    decode_rows_: Op
+    draw_goals_: Op
+    pack_: Op
+    plan_packs_: Op
+    assign_draws_: Op
+    encode_draws_: Op
+    decode_draws_: Op
+    encode_reports_: Op
+    decode_reports_: Op
+    ring_add_: Op
+    ring_extend_: Op
+    ring_remove_: Op
+    ring_select_: Op
+    ring_select_limited_: Op
+    ring_top_k_: Op
+    ring_update_: Op
+    scatter_: Op
+    copy_pieces_: Op
+    native: ModuleType
+    is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 
     def on_host(self) -> Ops:
         """Return the same ops for host memory as plain functions, which `torch.compile` cannot trace.
@@ -58,10 +84,11 @@ class Ops:
         A call takes 0.3 us; through torch's dispatcher 1.5, and more after a batch that has emptied the
         caches.
         """
-        ops = {op: getattr(self.native, op, getattr(self, op)) for op in OP_NAMES}
-        return Ops(self.name, self.native, is_direct=True, **ops)
+        direct = {op: getattr(self.native, op) for op in OP_NAMES if hasattr(self.native, op)}
+        return replace(self, **direct, is_direct=True)
 
 
+OP_NAMES = tuple(field.name for field in fields(Ops) if field.name.endswith("_"))
 _fakes_lock, _fakes = threading.Lock(), set[str]()
 
 

@@ -1,6 +1,7 @@
 """The reference ops as a backend: the oracle of equivalence tests."""
 
 from collections import ChainMap
+from dataclasses import dataclass
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
@@ -16,6 +17,7 @@ from deepspeed_gear.ops.reference import (
 )
 
 
+@dataclass(frozen=True)
 class ReferenceOps(Ops):
     """The ops in plain PyTorch, for host memory as they are."""
 
