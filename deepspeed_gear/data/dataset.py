@@ -328,12 +328,10 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
     dataset_files.check_types(f"{name}: ", manifest, kinds, REMAKE)
     if (count := manifest["num_trajectories"]) < 1:
         raise DataError(f"{name}: num_trajectories", "must be at least 1", count, REMAKE)
-    records = {}
-    for file, entry in manifest["files"].items():
-        rule = "must record bytes, sha256 and probe"
-        with DataError.on(f"{name}: files.{file}", rule, TypeError, remedy=REMAKE):
-            records[file] = FileRecord(**entry)
-    return records
+    return {
+        file: FileRecord.from_json(f"{name}: files.{file}", entry)
+        for file, entry in manifest["files"].items()
+    }
 
 
 class MappedFiles:

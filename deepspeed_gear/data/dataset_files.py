@@ -38,6 +38,12 @@ class FileRecord:
     sha256: str  # of the payload: what follows the NumPy header, or the whole of a JSON file
     probe: str  # SHA-256 of its first and last 64 KiB (of all of it for small files), cheap to check
 
+    @classmethod
+    def from_json(cls, name: str, entry: Any) -> FileRecord:
+        rule, kinds = "must record bytes, sha256 and probe", (TypeError, KeyError, ValueError)
+        with DataError.on(name, rule, *kinds, remedy=REMAKE):
+            return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
+
 
 @dataclass(frozen=True)
 class DatasetPart:

@@ -56,7 +56,7 @@ def pages_of(replay: Replay) -> MediaPages:
 def with_media(config: dict[str, Any]) -> dict[str, Any]:
     """Return a section whose table has media; without a schema the program gives the column."""
     config = copy.deepcopy(config)
-    config["tables"]["main"]["media"] = MEDIA
+    config["tables"]["main"]["media"] = copy.deepcopy(MEDIA)
     if "schema" in config["tables"]["main"]:
         config["tables"]["main"]["schema"]["columns"]["image"] = {"dtype": "int64", "role": "media"}
         config["fields"]["image"] = {}
