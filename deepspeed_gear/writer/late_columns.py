@@ -65,12 +65,16 @@ def fill(
             if rows[column].shape != arrays[column].shape:
                 rule = f"must have the rows of {table.num_steps_of(np.array([slot]))[0]} steps"
                 raise DataError(f"{name}: column {column}", rule, len(array))
-        for column, array in arrays.items():
-            rows[column][...] = array
+        _write(rows, arrays)
         if table.groups is not None:
             table.groups.note_time(slot)
         retention[slot, SlotRetention.PRESENT] |= bits  # the commit point
         table.extents.note(slot)
+
+
+def _write(rows: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]) -> None:
+    for column, array in arrays.items():
+        rows[column][...] = array
 
 
 def fill_each(

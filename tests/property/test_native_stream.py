@@ -1,5 +1,7 @@
 """Native calls of selections and writers do the same as Python, in any sequence of events."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import numpy as np
