@@ -92,7 +92,7 @@ class BatchLoader:
                 if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
                     self._barrier.reach(self.take_digest())
                     self._barrier.begin()
-        self._metrics.add(made.heads[0][Head.EPOCH], wait_s=time.perf_counter() - begin, batches=1)
+        self._metrics.used(made.heads[0][Head.EPOCH], time.perf_counter() - begin)
         batch = made.batch if self._transfer is None else self._transfer.hand_over(made.batch)
         self._lent.add(batch)
         return batch
@@ -163,11 +163,13 @@ class BatchLoader:
         key, part = self._start + step, micro * info.data_world + self._data_rank
         if self._mixture is None:
             stream, shares = self._streams[0], None
-            taken = [(stream, stream.take(key, part, info.num_micro))]
+            own = stream.take(key, part, info.num_micro)
+            taken, heads = [(stream, own)], [own.head]
         else:
             shares, chosen = self._mixture.shares(key), self._mixture.part(key, part, info.num_micro)
             parts = zip(self._streams, map(torch.from_numpy, chosen), strict=True)
             taken = [(s, s.part_of(s.get(key), which, of_mixture=True)) for s, which in parts]
+            heads = [own.head for _, own in taken]
         batch = self._assembler.assemble(taken, part, info.num_micro, shares=shares)
         digest = None
         if micro == info.accumulation - 1:
@@ -177,8 +179,8 @@ class BatchLoader:
                 digest = _as_int64(hashlib.blake2b(b"".join(seen), digest_size=8).digest())
             for stream in self._streams:
                 self._assembler.release(stream, key)
-        self._metrics.add(sample_s=time.perf_counter() - begin, made=1)
-        return PreparedBatch(batch, [own.head for _, own in taken], digest)
+        self._metrics.made(time.perf_counter() - begin)
+        return PreparedBatch(batch, heads, digest)
 
 
 class Evaluation:

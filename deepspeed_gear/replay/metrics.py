@@ -48,11 +48,21 @@ class Metrics:
         self.sums = dict.fromkeys((*names, *TRAINED), 0.0)
         self._taken = dict(self.sums)  # at the last `take`
 
-    def add(self, epoch: int | None = None, **sums: float) -> None:
-        """Add to sums by name; `epoch` is that of a batch that was used."""
-        self.epoch = self.epoch if epoch is None else epoch
+    def add(self, **sums: float) -> None:
+        """Add to sums by name."""
         for name, value in sums.items():
             self.sums[name] += value
+
+    def made(self, taken_s: float) -> None:
+        """Count a micro batch that was gathered."""
+        self.sums["sample_s"] += taken_s
+        self.sums["made"] += 1
+
+    def used(self, epoch: int, waited_s: float) -> None:
+        """Count a batch that was returned, of an epoch."""
+        self.epoch = epoch
+        self.sums["wait_s"] += waited_s
+        self.sums["batches"] += 1
 
     def _new(self) -> dict[str, float]:
         now, before = dict(self.sums), self._taken

@@ -168,7 +168,7 @@ class RolloutLoader:
         made = Rollout(data, self._consume, known.get("steps_done", 0))
         data.columns.update(resumed.columns)
         self._resumed, self._current = LoaderPosition(resumed.at), made
-        self._metrics.add(self._epoch, wait_s=time.perf_counter() - begin, batches=1)
+        self._metrics.used(self._epoch, time.perf_counter() - begin)
         return made
 
     def step(self) -> TrainStep:

@@ -26,7 +26,7 @@ pytestmark = [
 
 
 def test_ranks_with_divided_parameters_generate_together(tmp_path: Path) -> None:
-    """A batch has 3 groups and each of 2 ranks leases up to 2, so that a rank has fewer at times."""
+    """No more than the 3 groups of a batch are open, and each of 2 ranks leases up to 2: one has fewer."""
     with DatasetWriter(tmp_path / "prompts", Schema([Column("tokens", "int32", role="token")])) as writer:
         for number in range(20):
             writer.add({"tokens": np.arange(1, 3 + number % 3, dtype=np.int32)})
@@ -55,7 +55,7 @@ def rollouts(data: str, name: str) -> dict[str, Any]:
     }
     table = {"capacity_trajectories": 64, "capacity_steps": 4096, "max_length": 16, "max_times_sampled": 1}
     table |= {"remove": "fifo", "writers": 4, "group": {"column": "prompt_id", "size": SIZE}}
-    table |= {"prompts": {"data": data, "max_lag": 1}, "schema": {"columns": columns}}
+    table |= {"prompts": {"data": data, "max_lag": 0}, "schema": {"columns": columns}}
     gear = {
         "tables": {"rollouts": table},
         "sampler": {"kind": "fifo", "unit": "group"},
