@@ -410,7 +410,7 @@ class VectorWriter(ProcessBound, PublicNames):
         """Raise unless the run goes on; register the open trajectories before their first publication."""
         assert self._publisher is not None
         self._publisher.look()
-        if publish and self._publishes:
+        if publish and self._publishes and not self._growing:
             self._register()
 
     def _ended(self, columns: Mapping[str, Any], num_envs: int) -> tuple[np.ndarray, np.ndarray]:

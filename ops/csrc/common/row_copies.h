@@ -28,7 +28,7 @@ void WithRowBytes(int64_t bytes, const Visit& visit) {
 // Copies row i of `source` to row rows[i] of `to`; a negative row is left out.
 inline void ScatterRows(char* to, const char* source, int64_t row_bytes, const int64_t* rows,
                         int64_t count) {
-  WithRowBytes(row_bytes, [&](auto bytes) {
+  WithRowBytes(row_bytes, [=](auto bytes) {  // by value: written bytes may alias references
     for (int64_t i = 0; i < count; ++i)
       if (rows[i] >= 0)
         std::memcpy(to + rows[i] * bytes, source + i * bytes, static_cast<size_t>(bytes));

@@ -187,7 +187,7 @@ bool VectorSteps::PublishHeld() {
   bool left = false;
   for (const bool begins : {false, true}) {
     for (int64_t i = 0; i < num_envs; ++i) {
-      if (i + kAhead < num_envs) PrefetchSteps(*store, growing[i + kAhead]);
+      if (!begins && i + kAhead < num_envs) PrefetchSteps(*store, growing[i + kAhead]);
       const int64_t num_steps = waits[i] ? 0 : next[i] - first[i] - 1;
       Growing& one = growing[i];
       if (num_steps <= one.first || (one.slot < 0) != begins) continue;
