@@ -34,9 +34,10 @@ def saved(media: MediaPages) -> tuple[np.ndarray, dict[str, Any], Callable[[str]
     heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
     owner, order = np.full(len(media.words), -1), np.zeros(len(media.words), np.int64)
-    for head in heads.tolist():
-        pages = chain(media.words, head)
-        owner[pages], order[pages] = head, np.arange(len(pages))
+    owner[heads] = heads
+    for place, pages in enumerate(chain(media.words, heads)):
+        order[pages], following = place, media.words[pages, MediaPage.NEXT]
+        owner[following[following > 0] - 1] = owner[pages[following > 0]]
     used = np.flatnonzero(owner >= 0)
     words = np.zeros_like(media.words)
     words[used] = media.words[used]
@@ -97,7 +98,7 @@ class SavedMedia:
             rule = f"must have room for the {pages} pages of the checkpoint"
             raise StoreFullError(media.name, rule, len(media.words), "raise media.capacity_bytes")
         for shard, head in places:
-            for page in chain(self._words[shard], head):
+            for (page,) in chain(self._words[shard], np.array([head])):
                 self._open(shard, page)
 
     def _open(self, shard: int, page: int) -> tuple[np.ndarray, np.ndarray]:
@@ -119,7 +120,7 @@ class SavedMedia:
         for number in self._named.tolist():
             shard, head = self._found[number]
             words, parts = self._words[shard], list[np.ndarray]()
-            for page in chain(words, head):
+            for (page,) in chain(words, np.array([head])):
                 pages, data = self._open(shard, page)
                 parts.append(data[np.searchsorted(pages, page)])
             content = np.concatenate(parts)[: int(words[head, MediaPage.NUM_BYTES])]

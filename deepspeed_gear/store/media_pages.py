@@ -8,8 +8,7 @@ then its media are added, and it is committed last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.records import MediaPage, PageState
-from deepspeed_gear.store.row_allocator import distinct, look_up
+from deepspeed_gear.store.row_allocator import distinct, is_among, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _PARTS = 8  # so many parts of the pages are made free at once, at least one
@@ -67,7 +66,7 @@ class MediaPages:
             heads = self.find(numbers)
         found = {}
         for number, head in zip(numbers[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True):
-            whole = self.bytes[chain(self.words, head)].reshape(-1)
+            whole = self.bytes[np.concatenate([*chain(self.words, np.array([head]))])].reshape(-1)
             found[number] = whole[: int(self.words[head, MediaPage.NUM_BYTES])]
         return found
 
@@ -99,35 +98,44 @@ class MediaPages:
             StoreFullError: What is named by slots that stay leaves too few pages; nothing was evicted.
         """
         named = distinct(named)
-        with lock:
-            heads = self.find(named)
-            for number, head in zip(named.tolist(), heads.tolist(), strict=True):
-                if head >= 0 and number in items:
-                    digest = self.words[head, MediaPage.DIGEST : MediaPage.NUM_WORDS]
-                    if not np.array_equal(digest, items[number].digest):
-                        raise DataError(self.name, "must have a number of its own", number, "change it a bit")
-                elif head < 0 and number not in items:
-                    rule, remedy = "must be held by the store", "give the Media in place of its number"
-                    raise DataError(self.name, rule, number, remedy)
-            missing = [items[number] for number in named[heads < 0].tolist()]
-            if missing:
+        is_given = np.array([number in items for number in named.tolist()], bool)
+        given = [items[number] for number in named[is_given].tolist()]
+        digests, lengths = np.zeros((len(named), 4), np.int64), np.zeros(len(named), np.int64)
+        digests[is_given] = np.array([one.digest for one in given], np.int64).reshape(-1, 4)
+        lengths[is_given] = [len(one.content) for one in given]
+        with lock:  # which other processes wait for, so there are no loops over items
+            known = self.find(named)
+            is_new = known < 0
+            is_other = is_given & ~is_new & (self.words[known, MediaPage.DIGEST :] != digests).any(axis=1)
+            for number in named[is_other].tolist():
+                raise DataError(self.name, "must have a number of its own", number, "change it a bit")
+            for number in named[is_new & ~is_given].tolist():
+                rule, remedy = "must be held by the store", "give the Media in place of its number"
+                raise DataError(self.name, rule, number, remedy)
+            new, sizes = named[is_new], self._num_pages(lengths[is_new])
+            if len(new):
                 stays = named if keep is None else keep
-                self._make_room(sum(map(self._size, missing)), stays, release, pinned)
-            places = self._reserve(missing)
-        with undo_on_error(lambda: self._free(places, lock)):
-            for item, pages in zip(missing, places, strict=True):
-                whole, rest = divmod(len(item.content), self.spec.page_bytes)
-                split = whole * self.spec.page_bytes
-                self.bytes[pages[:whole]] = item.content[:split].reshape(whole, self.spec.page_bytes)
-                self.bytes[pages[-1], :rest] = item.content[split:]
-            with lock:
-                held = self.find(named[heads < 0])
-                for pages, other in zip(places, held.tolist(), strict=True):
-                    # Another process may have added it meanwhile: then these pages are free again.
-                    self._set(pages, PageState.WHOLE if other < 0 else PageState.FREE)
+                self._make_room(int(sizes.sum()), stays, release, pinned)
+            pages, ends = self._reserve(new, lengths[is_new], digests[is_new]), np.cumsum(sizes)
+        heads, page_bytes = pages[ends - sizes], self.spec.page_bytes
 
-    def _size(self, item: MediaItem) -> int:
-        return -(-len(item.content) // self.spec.page_bytes)
+        def free() -> None:
+            with lock:
+                self._free(heads[self.words[heads, MediaPage.STATE] == PageState.WRITING])
+
+        with undo_on_error(free):
+            for number, size, end in zip(new.tolist(), sizes.tolist(), ends.tolist(), strict=True):
+                content, whole = items[number].content, len(items[number].content) // page_bytes
+                split, own = whole * page_bytes, pages[end - size : end]
+                self.bytes[own[:whole]] = content[:split].reshape(whole, page_bytes)
+                self.bytes[own[-1], : len(content) - split] = content[split:]
+            with lock:
+                is_held = self.find(new) >= 0  # another process may have added it meanwhile
+                self.words[heads[~is_held], MediaPage.STATE] = PageState.WHOLE
+                self._free(heads[is_held])
+
+    def _num_pages(self, lengths: np.ndarray) -> np.ndarray:
+        return np.asarray(-(-lengths // self.spec.page_bytes))
 
     def _num_free(self) -> int:
         return int(np.count_nonzero(self.words[:, MediaPage.STATE] == PageState.FREE))
@@ -145,7 +153,7 @@ class MediaPages:
         self.recover()
         if pinned is not None:
             stays = self.find(distinct(np.concatenate([self.needed(pinned()), named])))
-            held = sum(len(chain(self.words, head)) for head in stays[stays >= 0].tolist())
+            held = sum(map(len, chain(self.words, stays[stays >= 0])))
             self._check_free(wanted, len(self.words) - held)
         count, going_on = 1, True
         while going_on:
@@ -167,54 +175,42 @@ class MediaPages:
         needed, free = distinct(np.concatenate([self.needed(), named])), self._num_free()
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
         heads = heads[look_up(needed, self.words[heads, MediaPage.NUMBER], needed) < 0]
-        for head in heads[np.argsort(self.words[heads, MediaPage.AGE])].tolist():
-            if free >= wanted:
-                break
-            pages = chain(self.words, head)
-            self._set(pages, PageState.FREE)
-            free += len(pages)
+        heads = heads[np.argsort(self.words[heads, MediaPage.AGE])]
+        sizes = self._num_pages(self.words[heads, MediaPage.NUM_BYTES])
+        self._free(heads[free + np.cumsum(sizes) - sizes < wanted])
 
-    def _free(self, places: list[list[int]], lock: Any) -> None:
-        with lock:
-            for pages in places:
-                self._set(pages, PageState.FREE)
+    def _free(self, heads: np.ndarray) -> None:
+        """Free items, by their first pages: what follows is free with these. [n]."""
+        for pages in chain(self.words, heads):
+            self.words[pages, MediaPage.STATE] = PageState.FREE
 
-    def _set(self, pages: list[int], state: int) -> None:
-        """Set the state of an item, that of its first page; what follows is free with it."""
-        self.words[pages[0], MediaPage.STATE] = state
-        if state == PageState.FREE:
-            self.words[pages[1:], MediaPage.STATE] = state
-
-    def _reserve(self, items: list[MediaItem]) -> list[list[int]]:
-        """Return free pages for each item, marked as being written."""
-        free = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.FREE)
-        places, age, first = list[list[int]](), int(self.words[:, MediaPage.AGE].max()) + 1, 0
-        for item in items:
-            pages = free[first : first + self._size(item)]
-            first += len(pages)
-            self.words[pages, MediaPage.NEXT] = np.append(pages[1:] + 1, 0)
-            self.words[pages[1:], MediaPage.STATE] = PageState.FOLLOWING
-            head = self.words[pages[0]]
-            head[MediaPage.NUMBER], head[MediaPage.NUM_BYTES] = item.number, len(item.content)
-            head[MediaPage.OWNER], head[MediaPage.AGE] = self._memory.peer, age
-            head[MediaPage.DIGEST :] = item.digest
-            head[MediaPage.STATE] = PageState.WRITING
-            places.append(pages.tolist())
-        return places
+    def _reserve(self, numbers: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> np.ndarray:
+        """Return pages for items, marked as being written: those of the first one, of the next one, ..."""
+        sizes, words = self._num_pages(lengths), self.words
+        ends, age = np.cumsum(sizes), int(words[:, MediaPage.AGE].max()) + 1
+        pages = np.flatnonzero(words[:, MediaPage.STATE] == PageState.FREE)[: sizes.sum()]
+        heads, following = pages[ends - sizes], np.append(pages[1:] + 1, 0)[: len(pages)]
+        following[ends - 1] = 0
+        words[pages, MediaPage.NEXT], words[pages, MediaPage.STATE] = following, PageState.FOLLOWING
+        words[heads, MediaPage.NUMBER], words[heads, MediaPage.NUM_BYTES] = numbers, lengths
+        words[heads, MediaPage.OWNER], words[heads, MediaPage.AGE] = self._memory.peer, age
+        words[heads, MediaPage.DIGEST :] = digests
+        words[heads, MediaPage.STATE] = PageState.WRITING
+        return np.asarray(pages)
 
     def abandon(self) -> None:
         """Free what an earlier process with this one's index was writing."""
         is_own = self.words[:, MediaPage.OWNER] == self._memory.peer
-        is_own &= self.words[:, MediaPage.STATE] == PageState.WRITING
-        self._free([chain(self.words, head) for head in np.flatnonzero(is_own).tolist()], nullcontext())
+        self._free(np.flatnonzero(is_own & (self.words[:, MediaPage.STATE] == PageState.WRITING)))
 
     def recover(self) -> None:
         """Free the pages that no item of the store or of a living process has."""
         states, held = self.words[:, MediaPage.STATE], np.zeros(len(self.words), bool)
-        for head in np.flatnonzero((states == PageState.WHOLE) | (states == PageState.WRITING)).tolist():
-            owner = int(self.words[head, MediaPage.OWNER])
-            if states[head] == PageState.WHOLE or self._memory.is_alive(owner):
-                held[chain(self.words, head)] = True
+        whole, begun = (np.flatnonzero(states == one) for one in (PageState.WHOLE, PageState.WRITING))
+        owners = self.words[begun, MediaPage.OWNER]
+        living = [owner for owner in set(owners.tolist()) if self._memory.is_alive(owner)]
+        for pages in chain(self.words, np.append(whole, begun[is_among(owners, living)])):
+            held[pages] = True
         states[~held] = PageState.FREE
 
     def statistics(self) -> dict[str, int]:
@@ -225,12 +221,12 @@ class MediaPages:
         return {"items": items, "bytes": int(used) * size, "capacity_bytes": len(states) * size}
 
 
-def chain(words: np.ndarray, head: int) -> list[int]:
-    """Return the pages of an item, from the words of all pages."""
-    pages = [head]
-    while following := int(words[pages[-1], MediaPage.NEXT]):
-        pages.append(following - 1)
-    return pages
+def chain(words: np.ndarray, heads: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the first pages of items, [n], then their second pages, ..., from the words of all pages."""
+    while len(heads):
+        yield heads
+        following = words[heads, MediaPage.NEXT]
+        heads = following[following > 0] - 1
 
 
 def inside(rows: np.ndarray, extents: np.ndarray) -> np.ndarray:

@@ -180,7 +180,8 @@ class Table:
         self.peers[peer, [Peer.OLDEST_OPEN, Peer.WAITS, Peer.LOST]] = 0
         self.peers[peer, Peer.PID] = os.getpid()
         if self.media is not None:
-            self.media.abandon()
+            with self.lock:
+                self.media.abandon()
 
     @property
     def has_living_rank(self) -> bool:
