@@ -28,6 +28,7 @@ from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.memory_layout import HOLDER_OFFSET, MUTEX_OFFSET
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.records import NEVER_LATE, NOTHING, Control, Head, Peer, Position
+from deepspeed_gear.store.store_lock import TURN_S
 
 _POLL_S = 100e-6
 _LEADER_FIRST = 1.25  # wait of a rank for the leader of its node, in those of the leader
@@ -407,8 +408,7 @@ class NativeStream:
             "moments_size": 0 if state.numbers is None else state.numbers[0].size,
             **masses.native_words(),
         }
-        timeout_s = table.lock.timeout_s
-        self._stream = native.Stream(words=words, rule=spec.rule.anchors.as_list(), timeout_s=timeout_s)
+        self._stream = native.Stream(words=words, rule=spec.rule.anchors.as_list(), timeout_s=TURN_S)
         self._take, self._address = native.stream_take, self._stream.address
         self._priorities = state.priorities
 

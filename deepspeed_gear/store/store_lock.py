@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
+TURN_S = 0.1  # longest wait in native code for a lock: between two, Python runs the handlers of signals
 
 
 class LockResult:
@@ -32,7 +34,7 @@ class StoreLock:
     It is a robust process-shared mutex (store/mutex.cpp). A word holds the owner's process id until its work
     is complete; an owner that died, or left by anything but a refusal (Ctrl-C, a bug), does not clear it, and
     the next owner calls `recover` with the lock held. An owner that is stopped (SIGSTOP) is alive, with its
-    work half done: waiters raise an error with its process id after `timeout_s`.
+    work half done: waiters raise an error with its process id after `timeout_s`, and Ctrl-C ends their wait.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class StoreLock:
         try:
             is_held = self._thread == thread and self._native.mutex_owner(self._address) == self._pid
             if not is_held:  # else Ctrl-C interrupted its release
-                result = self._native.mutex_lock(self._address, self.timeout_s)
+                lock, until = self._native.mutex_lock, time.monotonic() + (left := self.timeout_s)
+                while (result := lock(self._address, min(left, TURN_S))) == LockResult.TIMED_OUT and left > 0:
+                    left = until - time.monotonic()
                 if result == LockResult.OWNER_DIED:
                     self._native.mutex_consistent(self._address)
                 elif result != LockResult.LOCKED:

@@ -15,8 +15,10 @@ from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
+from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.eviction import Evictor
 from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
+from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 
 Check = Callable[[dict[str, np.ndarray]], None]
@@ -83,7 +85,7 @@ class Inserter:
             "most": self.max_length or 0,
             "whole": self._adds_natively and not self._checks,
             "begins": not (self._checks or self._committed or self.table.ledger or self.table.media),
-            "timeout": self.timeout_s,
+            "timeout": TURN_S,
         }
 
     def add(self, trajectory: Mapping[str, Any]) -> int:
@@ -154,20 +156,20 @@ class Inserter:
 
     def _add_natively(self, columns: list[Any], num_steps: int) -> int | None:
         """Add a trajectory by the native module; complete in Python what it refuses. None: as `store_add`."""
-        found = self._store_add(self._address, columns, num_steps, self.timeout_s)
+        found = self._store_add(self._address, columns, num_steps, TURN_S)
         if found is None or found[0] >= 0:
             return None if found is None else int(found[0])
         refusal, slot = found
         if refusal == Refusal.NOT_FINITE:
             if slot >= 0:
-                self._free(slot)
+                self.free([slot])
                 slot = -1
             self.check_finite([np.asarray(column) for column in columns])
         if slot >= 0:  # already written: only the commit is missing
-            with self.table.lock:
+            with undo_on_error(partial(self.free, [slot])), self.table.lock:
                 return self._commit(slot)
         if refusal in (Refusal.LOCK_TIMEOUT, Refusal.LOCK_BROKEN, Refusal.MUST_RECOVER):
-            with self.table.lock:  # raises with the holder's id, or recovers
+            with self.table.lock:  # waits, raises with the holder's id, or recovers
                 pass
         return self._add_plainly([np.asarray(column) for column in columns], num_steps)
 
@@ -202,17 +204,21 @@ class Inserter:
     ) -> int:
         self.check_finite(columns)
         slot = self.reserve(num_steps)
-        with undo_on_error(partial(self._free, slot)):
+        with undo_on_error(partial(self.free, [slot])):
             self.table.write(slot, dict(zip(self._names, columns, strict=True)))
             self.add_media([columns], items or {})
-        with self.table.lock:
-            number = self._commit(slot)
-            self.table.views["retention"][slot, SlotRetention.PRESENT] = present
-            return number
+            with self.table.lock:
+                number = self._commit(slot)
+                self.table.views["retention"][slot, SlotRetention.PRESENT] = present
+                return number
 
-    def _free(self, slot: int) -> None:
+    def free(self, slots: Sequence[int]) -> None:
+        """Free those of the slots that this process has reserved and not committed."""
+        own = [SlotState.RESERVED, self.table.memory.peer]
         with self.table.lock:
-            self.table.extents.free(slot)
+            for slot in slots:
+                if self.table.slots[slot, [Slot.STATE, Slot.OWNER]].tolist() == own:
+                    self.table.extents.free(slot)
 
     def report_versions(self, writer: object, versions: np.ndarray) -> None:
         """Publish the oldest policy version of a writer's open trajectories to ranks; negative: none."""

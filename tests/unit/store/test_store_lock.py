@@ -130,6 +130,19 @@ def test_timeout_names_the_holder(scene: Scene) -> None:
         pass
 
 
+def test_ctrl_c_ends_a_wait(scene: Scene) -> None:
+    child = scene.in_child_holding()
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), scene.lock:
+        pass
+    assert time.monotonic() - begin < 10  # of 20
+    assert scene.native.mutex_owner(scene.lock._address) in (0, child)
+    kill(child)
+    with scene.lock:
+        assert scene.recoveries == 1
+
+
 def test_a_stopped_holder_is_waited_for_and_then_named(scene: Scene) -> None:
     def hold() -> None:
         memory = SharedMemory.attach(scene.name, 1)

@@ -48,13 +48,16 @@ def test_capacity(scene: StoreScene, lengths: list[int], fits: bool) -> None:
     assert scene.table.num_steps == sum(lengths[:-1])
 
 
-def test_a_refused_write_gives_its_rows_back(scene: StoreScene, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("method", "error"), [("write", MemoryError), ("commit", KeyboardInterrupt)])
+def test_an_addition_that_fails_gives_its_rows_back(
+    method: str, error: type[BaseException], scene: StoreScene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
-        raise MemoryError
+        raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(scene.table, "write", fail)
-        with pytest.raises(MemoryError):
+        patch.setattr(scene.table, method, fail)
+        with pytest.raises(error):
             scene.add(19)
     scene.add(19)
 
