@@ -39,9 +39,6 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
     logging.basicConfig(format="gear: %(message)s", level=logging.INFO)
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda found, _: ended.append(found))
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
     certificate = read_certificate(args.tls_cert, args.tls_key) if args.tls_cert else None
@@ -51,6 +48,9 @@ def run(args: argparse.Namespace) -> int:
     writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
     with undo_on_error(writer.close):
         gateway = Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
+    ended: list[int] = []  # after the wait for the store, which signals end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda found, _: ended.append(found))
     print(f"serving table {gateway.table} at {gateway.url}\nrun {gateway.run_id}", flush=True)
     reason = gateway.run(lambda: bool(ended))
     print(f"added {gateway.sessions.num_added:,} trajectories; ended: {reason}")

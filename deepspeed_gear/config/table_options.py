@@ -102,7 +102,7 @@ class GroupConfig(t.GearModel):
     """Most trajectories of a group; with `member`, and only then. One more is refused."""
     needs: list[t.Name] = Field(default=[])
     """Late columns that every trajectory of a group must have, such as rewards."""
-    after_s: t.Positive | None = None
+    after_s: t.Timeout | None = None
     """Seconds after its latest trajectory, or the latest `fill` of one, at which a group of at least
     `min_size` members is complete without the others. null: never."""
     min_size: t.Count | None = None
@@ -127,7 +127,7 @@ class PromptsConfig(t.GearModel):
     """Folder of a data set, absolute or relative to the working directory, without a split: each of its
     trajectories is a prompt. Or a file with a prompt a row (JSONL, Parquet, CSV), which is ingested beside it
     once, and again where it has changed. The order of an epoch follows from `gear.seed`."""
-    lease_s: t.Positive = 600.0
+    lease_s: t.Timeout = 600.0
     """Seconds after its begin or latest heartbeat at which a lease returns: its prompt is leased again."""
     attempts: t.Count = 3
     """Leases of a prompt that end without a commit, after which it is dropped."""

@@ -47,8 +47,8 @@ class Connection:
         self.url = arguments.one_of("url", url, str, "a string")
         arguments.one_of("token", token, (str, Path), "a string, or the Path of a file")
         arguments.one_of("ca", ca, (str, Path, type(None)), "a path")
-        parts = urlsplit(url)
         try:
+            parts = urlsplit(url)
             known = parts.scheme in ("grpc", "grpc+tls") and parts.hostname and parts.port
         except ValueError:
             known = None
@@ -65,11 +65,11 @@ class Connection:
         self._channel: grpc.Channel | None = None
 
     def call(
-        self, action: str, header: Mapping[str, Any], most_s: float, batch: pa.RecordBatch | None = None
+        self, action: str, header: Mapping[str, Any], most_s: float, batch: Any = None
     ) -> dict[str, Any]:
         """Call an action of the gateway; return its answer: `error` is one of the gateway, `content` prompts.
 
-        It takes at most `most_s`, for any size of the request. `batch` is of `gateway_messages.encode`.
+        It takes at most `most_s`, for any size of the request. `batch` is of `encode`, or bytes.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
         timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))

@@ -18,12 +18,14 @@ import grpc
 import numpy as np
 import pyarrow as pa
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import LOG
 from deepspeed_gear.data.trajectory_checks import as_stored
 from deepspeed_gear.errors import (
     ConfigError,
     DataError,
     GearError,
+    LeaseExpiredError,
     NotReadyError,
     SchemaError,
     StoreError,
@@ -68,7 +70,7 @@ class Session:
         self.number, self.answer = -1, dict[str, Any]()  # of a worker's last call
         self.upto = -1  # all trajectories up to this number are committed or refused
         self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
-        self.task: Future[None] | None = None  # adds the last batch
+        self.task: Future[Any] | None = None  # adds the last batch, or a worker's group
         self.lock = threading.Lock()  # around what reads and replaces the task; a worker's call
         self.is_notified = False  # whether an answer contained the error of the end
         self.called_at = time.monotonic()
@@ -110,7 +112,7 @@ class Sessions:
         """End sessions whose writers wait for no batch and have not called for a time; return how many."""
         now, found = time.monotonic(), list(self._sessions.items())
         late = [(client, one) for client, one in found if one.called_at < now - min(after_s, one.grace_s)]
-        ended = [client for client, one in late if not one.is_busy(0.0)]
+        ended = [client for client, one in late if not (one.is_busy(0.0) or one.lock.locked())]
         for client in ended:
             self.forget(client)
         if ended:
@@ -144,17 +146,21 @@ class Sessions:
                     rule = f"must have consecutive numbers that continue after {session.upto}"
                     raise DataError("batch", rule, f"{len(numbers)} from {numbers[0]}")
                 session.task = self._adder.submit(self._add_all, session, trajectories)
-        may_wait = self._waiting.acquire(blocking=False)
-        busy = session.is_busy(ANSWER_S if may_wait else 0.0)
-        if may_wait:
-            self._waiting.release()
-        wait_s = ANSWER_S if busy and not may_wait else 0.0
+        busy, wait_s = self._wait(session)
         upto = session.upto  # read first: its refusals are in the list by then
         refused = [entry for entry in session.refused_after(known) if entry[0] <= upto]
         answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
         if self.error is not None:
             answer["error"], session.is_notified = error_to_json(self.error), True
         return answer
+
+    def _wait(self, session: Session) -> tuple[bool, float]:
+        """Return whether a session's task goes on, and how long its writer must wait before it asks again."""
+        may_wait = self._waiting.acquire(blocking=False)
+        busy = session.is_busy(ANSWER_S if may_wait else 0.0)
+        if may_wait:
+            self._waiting.release()
+        return busy, ANSWER_S if busy and not may_wait else 0.0
 
     def _add_all(self, session: Session, trajectories: Numbered) -> None:
         """Add or refuse each trajectory; wait while the table's rate limiter blocks."""
@@ -205,41 +211,55 @@ class LeaseSessions(Sessions):
     def __init__(self, writer: TrajectoryWriter, max_message_bytes: int) -> None:
         super().__init__(writer.add)
         self._worker, group = RolloutWorker(writer), writer.parts[0].spec.group
-        self._adding, most_steps = threading.Lock(), self._worker.prompts.longest + 1
+        most_steps, kept = self._worker.prompts.longest + 1, self._worker.keep_bytes
+        if kept > max_message_bytes:
+            raise ConfigError("--max-message", f"must hold prompts.keep_bytes = {kept}", max_message_bytes)
         self._run, self._spec = f"{writer.run} {writer.table}", self._worker._spec
         self._prompts = self._worker.prompts.schema
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
-        self.hello |= {"keep_bytes": self._worker.keep_bytes, "run": self._run}
+        self.hello |= {"keep_bytes": kept, "run": self._run}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
-        self._most = max(1, max_message_bytes // most_bytes)  # leases of a call
+        self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
 
     def forget(self, client: str) -> None:
         """End the session of a worker, and return its leases."""
         session = self._sessions.pop(client, None)
         if session is not None:
-            self._worker.release(list(session.leases.values()))
+            self._worker.release(lease._lease for lease in list(session.leases.values()))
 
-    def work(self, client: str, call: Mapping[str, Any], members: Numbered) -> dict[str, Any]:
+    def work(self, client: str, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
         """Do a worker's call once, however often it is made: its `number` grows with each new one.
 
-        A call without one only keeps the session. `unknown` in the answer: there is no such session.
+        A call without one only keeps the session. `unknown` in the answer: there is no such session; `busy`:
+        the commit of this number has not ended, so the worker asks again, without its `content`.
         """
         session, number = self._sessions.get(client), int(call.get("number", -1))
         if session is None:
             return {"unknown": True}
         session.called_at = time.monotonic()
         with session.lock:
-            if number > session.number:
-                session.answer, session.number = self._do(session, call, members), number
+            busy, wait_s = self._wait(session)  # for a commit that the worker has given up
+            if not busy and number > session.number:
+                session.task, session.answer = None, {}
+                if call["do"] == "commit":
+                    session.task = self._adder.submit(self._do, session, call, content)
+                else:
+                    session.answer = self._do(session, call, content)
+                session.number = number
+                busy, wait_s = self._wait(session)
+            if busy:
+                return {"busy": session.number, "wait_s": wait_s}
+            if session.task is not None and number == session.number:
+                session.answer = session.task.result()
             if self._sessions.get(client) is not session:  # it has ended meanwhile
-                self._worker.release(list(session.leases.values()))
+                self._worker.release(lease._lease for lease in list(session.leases.values()))
             if number < session.number or "leases" not in session.answer:
                 return session.answer
             prompts = [session.leases[tuple(key)].prompt for *key, _ in session.answer["leases"]]
         rows = [{c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts} for prompt in prompts]
         return {**session.answer, "content": gateway_messages.encode(self._prompts, list(enumerate(rows)))}
 
-    def _do(self, session: Session, call: Mapping[str, Any], members: Numbered) -> dict[str, Any]:
+    def _do(self, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
         session.is_notified = self.error is not None
         self.check()
         if call["do"] == "lease":
@@ -249,26 +269,29 @@ class LeaseSessions(Sessions):
             session.leases.update({lease._lease[:5]: lease for lease in leases})
             given = [(*one._lease[:5], base64.b64encode(one._lease.kept).decode()) for one in leases]
             return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
-        known, ids = LeasedPrompt(*call["lease"]), list[int]()
-        lease, spec = session.leases.get(known[:5]), self._spec
+        known, spec = LeasedPrompt(*call["lease"]), self._spec
+        for word in known[:5]:
+            arguments.count("a word of a lease", word, least=0)
+        lease = session.leases.get(known[:5])
         if lease is None:  # of another session
-            is_kept = spec.members and known.run == self._run
+            is_kept = spec.members and known.run == self._run and known.entry < spec.num_entries
             if not is_kept or known.number % spec.num_stores != spec.store:
                 self._worker._change("own", known._replace(entry=0, token=-1))  # raises, and is counted
             lease = Lease(self._worker, known, {})
-        if call["do"] == "renew":
-            lease.heartbeat()
-        elif call["do"] == "keep":
-            self._worker._change("keep", lease._lease, base64.b64decode(call["more"][0]))
-        elif call["do"] == "commit":
-            late = call["absent"]  # columns, by member
-            group = [{n: a for n, a in rows.items() if n not in late[at]} for at, rows in members]
-            with self._adding:
-                ids = lease.commit(group)
+        ids, does = list[int](), call["do"]
+        try:
+            if does == "keep":
+                self._worker._change("keep", lease._lease, content)
+            elif does == "commit":
+                late = call["absent"]  # columns, by member
+                ids = lease.commit([{n: a for n, a in m.items() if n not in late[at]} for at, m in content])
                 self.num_added += len(ids)
-        else:
-            lease.fail(*call["more"])
-        if call["do"] not in ("renew", "keep"):
+            else:
+                getattr(lease, {"renew": "heartbeat", "fail": "fail"}[does])(*call["more"])
+        except LeaseExpiredError:
+            session.leases.pop(known[:5], None)
+            raise
+        if does in ("commit", "fail"):
             session.leases.pop(known[:5], None)
         return {"ids": ids}
 
@@ -277,8 +300,9 @@ class Gateway:
     """Server that adds trajectories of remote writers to one table, or leases its prompts, in own threads.
 
     Memory: a worker receives a call's message after the token is checked, and at most `max_message_bytes` and
-    1 MiB of it; calls that wait for a worker hold what gRPC's flow control admits. Nothing is decompressed,
-    no value is copied, and the arrays of a call's trajectories count to its bytes.
+    1 MiB of it, a session one batch or group that is to be added; calls that wait for a worker hold what
+    gRPC's flow control admits. Nothing is decompressed, no value is copied, and the arrays of a call's
+    trajectories count to its bytes.
 
     The gateway is the only user of its writer. Port 0 takes a free one; `insecure` admits other addresses
     than loopback without TLS.
@@ -392,12 +416,15 @@ class Gateway:
         }
 
     def _put(self, header: Mapping[str, Any], content: pa.Buffer) -> dict[str, Any]:
-        given = gateway_messages.decode(self._writer.schema, content, self._max_message_bytes)
-        trajectories = list(given) if len(content) else []
+        given: Any = []
+        if header.get("do") == "keep":
+            given = content.to_pybytes()
+        elif len(content):
+            given = list(gateway_messages.decode(self._writer.schema, content, self._max_message_bytes))
         if isinstance(self.sessions, LeaseSessions):
             client = str(header.get("client")) if header.get("gateway") == self._id else ""
-            return self.sessions.work(client, header, trajectories)
-        return self.sessions.put(self._client(header), int(header.get("known", -1)), trajectories)
+            return self.sessions.work(client, header, given)
+        return self.sessions.put(self._client(header), int(header.get("known", -1)), given)
 
     def _bye(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
         self.sessions.forget(self._client(header))
@@ -429,10 +456,8 @@ class _Calls(grpc.GenericRpcHandler):
 
     def __init__(self, token: str, actions: Mapping[str, Action]) -> None:
         self._wanted = f"Bearer {token}".encode()
-        self._handlers = {
-            name: grpc.unary_unary_rpc_method_handler(partial(_answer, action))
-            for name, action in actions.items()
-        }
+        handler = grpc.unary_unary_rpc_method_handler
+        self._handlers = {name: handler(partial(_answer, action)) for name, action in actions.items()}
         # A handler of unary requests would receive the message first; this one reads none of its stream.
         self._refuses = grpc.stream_unary_rpc_method_handler(
             lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")

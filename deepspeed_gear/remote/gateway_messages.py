@@ -23,7 +23,7 @@ from deepspeed_gear.data.media import SENT
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 
-VERSION = 6  # 2 had a call "ask"; 3 had no leases; 4 had no media; leases of 5 ended with their session
+VERSION = 7  # 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited for commits
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
@@ -105,11 +105,13 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
 
 
-def pack(header: Mapping[str, Any], batch: pa.RecordBatch | None = None) -> pa.Buffer:
-    """Return a message: the header's length, the header as JSON, and a record batch as an IPC stream."""
+def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
+    """Return a message: the header's length, the header as JSON, and bytes or a batch as an IPC stream."""
     sink, head = pa.BufferOutputStream(), json.dumps(header).encode()
     sink.write(len(head).to_bytes(_LENGTH, "little") + head)
-    if batch is not None:
+    if isinstance(batch, bytes):
+        sink.write(batch)
+    elif batch is not None:
         with pa.ipc.new_stream(sink, batch.schema) as stream:
             stream.write_batch(batch)
     return sink.getvalue()
@@ -134,7 +136,8 @@ def differences(own: Schema, wanted: Schema) -> list[str]:
     found += [f"column {name} is missing" for name in wanted.names if name not in own]
     for column in (c for c in wanted if c.name in own):
         other = own[column.name]
-        for what in ("dtype", "max_bytes" if column.is_opaque else "shape", "role", "rows"):
+        size = "max_bytes" if column.is_opaque else "shape"
+        for what in ("dtype", size, "role", "rows", "late", "allow_nan"):
             here, there = getattr(other, what), getattr(column, what)
             if here != there:
                 found.append(f"column {column.name} has {what} {here}, the table {there}")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import LOG
@@ -204,6 +203,8 @@ class Sender:
             self._stopped.set()
             self._changed.notify_all()
         self._thread.join(_STOP_S)
+        if self._items and self._error is None:
+            LOG.warning("a remote writer was not closed: %d trajectories may be lost", len(self._items))
 
     def _run(self) -> None:
         try:
@@ -461,14 +462,18 @@ class RemoteRolloutWorker(ProcessBound):
     def __init__(self, line: Connection, timeout_s: float) -> None:
         self._line, self._timeout_s, self._number = line, timeout_s, 0
         self._grace_s = min(max(timeout_s, 1.0), gateway_messages.SESSION_S)
-        self._hello = begin_session(line, timeout_s, grace_s=self._grace_s)
+        self._begin()
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        threading.Thread(target=self._keep, name="gear-keep", daemon=True).start()
+
+    def _begin(self) -> None:
+        """Begin a session; the gateway's run, and what it has, may be another one than before."""
+        self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
         #: How many bytes a lease may keep.
         self.keep_bytes = int(self._hello["keep_bytes"])
         self._schema, self._group = Schema.from_json(self._hello["schema"]), str(self._hello["group"])
         self._prompts = Schema.from_json(self._hello["prompts"])
         self._media = MediaSpec.of_json(self._schema, self._hello["media"])
-        self._lock, self._stopped = threading.Lock(), threading.Event()
-        threading.Thread(target=self._keep, name="gear-keep", daemon=True).start()
 
     @classmethod
     def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
@@ -514,19 +519,23 @@ class RemoteRolloutWorker(ProcessBound):
         return list(self._change("commit", lease, batch=batch, absent=absent)["ids"])
 
     def _change(self, change: str, lease: LeasedPrompt, *more: Any, **options: Any) -> dict[str, Any]:
-        more = tuple(base64.b64encode(one).decode() if isinstance(one, bytes) else one for one in more)
+        if change == "keep":
+            options["batch"], more = more[0], ()
         return self._call(do=change, lease=(*lease[:5], None, lease.run), more=more, **options)
 
-    def _call(self, batch: pa.RecordBatch | None = None, **call: Any) -> dict[str, Any]:
+    def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
         """Make a call until the gateway answers it, in this session or another; raises its error."""
         with self._lock:
-            self._number += 1
+            self._number, sent = self._number + 1, batch
             while not self._stopped.is_set():
                 header = {**self._hello["who"], **call, "number": self._number}
-                answer: dict[str, Any] = call_again(self._line, "put", header, self._timeout_s, batch)
-                if "unknown" not in answer:
+                answer: dict[str, Any] = call_again(self._line, "put", header, self._timeout_s, sent)
+                if "unknown" in answer:
+                    self._begin()
+                elif "busy" not in answer:
                     return answer
-                self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
+                self._stopped.wait(answer.get("wait_s", 0.0))
+                sent = None if answer.get("busy") == self._number else batch  # of a commit that was given up
         raise StoreError("the rollout worker", "must be open", None, "it was closed")
 
     def _keep(self) -> None:

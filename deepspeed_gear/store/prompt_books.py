@@ -40,8 +40,9 @@ def stored_books(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.
     """
     counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
     states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
-    named = names[len(FIXED_REASONS) : OTHER_REASON].tolist()
-    reasons = [*FIXED_REASONS, *(name.decode(errors="replace") for name in named), "other"]
+    named = [name.decode(errors="replace") for name in names[len(FIXED_REASONS) : OTHER_REASON].tolist()]
+    named = [f"{name} (worker)" if name in (*FIXED_REASONS, "other") else name for name in named]
+    reasons = [*FIXED_REASONS, *named, "other"]
     is_incomplete = incomplete(spec, views, numbers)
 
     def parts(left: np.ndarray, among: np.ndarray) -> dict[str, Any]:

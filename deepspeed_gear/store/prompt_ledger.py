@@ -143,9 +143,7 @@ class PromptSpec:
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
-            Region(
-                "prompt_epochs", "int64", (2, EPOCHS, 1 + MOST_REASONS)
-            ),  # epoch + 1, its counters; likewise
+            Region("prompt_epochs", "int64", (2, EPOCHS, 1 + MOST_REASONS)),  # epoch + 1, its counters
             Region("prompt_reasons", f"S{REASON_BYTES}", (MOST_REASONS,)),
             Region("prompt_kept", "uint8", (self.num_entries, 2, self.keep_bytes)),
         ]
@@ -505,10 +503,8 @@ class PromptLedger:
     def _sweep(self) -> None:
         """Count the entries that are marked as left, and free them."""
         leaving = self._states >= EntryState.LEFT
-        left, epochs = (
-            self._states[leaving] - EntryState.LEFT,
-            self._of_entries[leaving] // self.spec.num_prompts,
-        )
+        left = self._states[leaving] - EntryState.LEFT
+        epochs = self._of_entries[leaving] // self.spec.num_prompts
         self._left[1] = self._left[0] + np.bincount(left, minlength=MOST_REASONS)
         self._epochs[1] = self._epochs[0]
         for epoch, counter in zip(epochs.tolist(), left.tolist(), strict=True):

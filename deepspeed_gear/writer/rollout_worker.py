@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.errors import ConfigError, DataError, undo_on_error
-from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
@@ -88,9 +87,12 @@ class Lease:
             LeaseExpiredError: The lease came back.
         """
         name, file, most = f"what is kept of prompt {self.number}", io.BytesIO(), self._worker.keep_bytes
-        for key, array in arrays.items():
-            if np.asarray(array).dtype.hasobject:
-                raise DataError(f"{name}: {key}", "must be an array of numbers or text", type(array).__name__)
+        for key, value in arrays.items():
+            at, rule = f"{name}: {key}", "must be an array of numbers or text"
+            with DataError.on(at, rule, TypeError, ValueError, RuntimeError):
+                arrays[key] = np.asarray(value)
+            if arrays[key].dtype.hasobject or key in ("file", "allow_pickle"):  # as options of `savez`
+                raise DataError(at, f"{rule}, not named file or allow_pickle", type(value).__name__)
         np.savez(file, **arrays)
         data = file.getvalue() if arrays else b""
         if len(data) > most:
@@ -161,7 +163,8 @@ class RolloutWorker(ProcessBound):
         taken = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on)
         with self._table.lock:
             self._ledger.counts[PromptCount.WAITED_NS] += time.monotonic_ns() - begin
-        return [Lease(self, lease, self._prompt(lease.number)) for lease in taken or ()]
+        with undo_on_error(lambda: self.release(taken or ())):  # a damaged row of the data set
+            return [Lease(self, lease, self._prompt(lease.number)) for lease in taken or ()]
 
     def _prompt(self, number: int) -> dict[str, Any]:
         spec, index = self._spec, torch.empty(1, dtype=torch.int64)
@@ -175,10 +178,10 @@ class RolloutWorker(ProcessBound):
         with self._table.lock:
             getattr(self._ledger, change)(lease, *more)
 
-    def release(self, leases: Sequence[Lease]) -> None:
+    def release(self, leases: Iterable[LeasedPrompt]) -> None:
         """Return leases as if this worker had ended; what has ended stays as it is."""
         with self._table.lock:
-            self._ledger.release(self._table.memory.peer, [lease._lease.token for lease in leases])
+            self._ledger.release(self._table.memory.peer, [lease.token for lease in leases])
 
     def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
         """Add the group of a lease, as `Lease.commit`."""
@@ -208,7 +211,7 @@ class RolloutWorker(ProcessBound):
                 ids.append(table.commit(slot, int(self._position[Head.KEY])))
                 table.views["retention"][slot, SlotRetention.PRESENT : SlotRetention.OPEN] = present, version
 
-        try:
+        with undo_on_error(lambda: self._inserter.free(slots)):
             for columns, num_steps, _ in checked:
                 shared = prompt if slots else 0  # the first one holds the prompt
                 slots.append(self._inserter.reserve(num_steps - shared, leased=True))
@@ -218,13 +221,6 @@ class RolloutWorker(ProcessBound):
             self._inserter.add_media(groups, items)
             with table.lock:
                 self._ledger.commit(lease, publish, len(slots))
-        except BaseException:
-            with table.lock:
-                own = [SlotState.RESERVED, table.memory.peer]
-                for slot in slots:
-                    if table.slots[slot, [Slot.STATE, Slot.OWNER]].tolist() == own:
-                        table.extents.free(slot)
-            raise
         return ids
 
     def close(self) -> None:

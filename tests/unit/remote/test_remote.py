@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import threading
@@ -345,3 +346,6 @@ def test_a_command_that_cannot_serve_says_why(tmp_path: Path) -> None:
     assert main.main([*common, "--tls-cert", "x"]) == 2
     assert main.main([*common, "--max-message", "0"]) == 2
     assert main.main(common) == 2
+    config.write_text(json.dumps({"gear": section()}))
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    assert main.main([*common[:-1], "20"]) == 130  # Ctrl-C ends the wait for a store

@@ -62,6 +62,9 @@ def test_another_schema_is_refused() -> None:
             connect(gateway.url, schema=Schema(columns))
         for text in ("column more is not", "checksum is missing", "number has dtype int32, the table int64"):
             assert text in str(found.value)
+        late = [*SCHEMA.columns[:5], Column("weight", "float64", rows="1", late=True)]
+        with pytest.raises(SchemaError, match="column weight has late True, the table False"):
+            connect(gateway.url, schema=Schema(late))
         connect(gateway.url, schema=SCHEMA).close()
 
 
@@ -366,7 +369,7 @@ def test_the_network_wants_tls(tmp_path: Path) -> None:
         connect("grpc://10.0.0.1:77")
     with pytest.raises(ConfigError, match="readable PEM"):
         read_certificate(tmp_path / "none", tmp_path / "none")
-    for url in ("http://a:1", "grpc://a", "grpc://a:b", "grpc://a:1/x", "a:1"):
+    for url in ("http://a:1", "grpc://a", "grpc://a:b", "grpc://a:1/x", "a:1", "grpc://[a:1"):
         with pytest.raises(ConfigError, match="must be grpc://HOST:PORT"):
             connect(url)
 

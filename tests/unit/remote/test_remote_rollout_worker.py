@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from deepspeed_gear import (
     ConfigError,
     DataError,
     DatasetWriter,
+    GearError,
     LeaseExpiredError,
     LostNodeError,
     RemoteRolloutWorker,
@@ -42,9 +44,11 @@ from deepspeed_gear import (
     RolloutWorker,
     Schema,
     StoreError,
+    TrajectoryWriter,
 )
 from deepspeed_gear.remote.connection import ConnectionLost
-from deepspeed_gear.remote.gateway import LeaseSessions
+from deepspeed_gear.remote.gateway import Gateway, LeaseSessions
+from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 
@@ -91,19 +95,31 @@ def test_leases_end_in_any_order_as_those_of_a_node(data: Path) -> None:
 
 
 def test_what_a_lease_keeps_goes_to_a_worker_of_the_node_and_back(data: Path) -> None:
-    config = ledger_section(data, {"keep_bytes": 600})
-    with served(config, schema=None) as (_, gateway), RolloutWorker.attach(config) as local:
+    """As much as a message holds."""
+    config, most = ledger_section(data, {"keep_bytes": 1 << 20, "max_lag": 0}), 1 << 20
+    with (
+        served(config, schema=None, max_message_bytes=most) as (_, gateway),
+        RolloutWorker.attach(config) as local,
+    ):
         with attach(gateway.url) as worker:
             lease = worker.lease()[0]
-            lease.keep(turn=np.arange(3))
-            with pytest.raises(DataError, match=r"at most prompts\.keep_bytes = 600"):
-                lease.keep(turn=np.zeros(99))
+            lease.keep(turn=np.arange(130_000))
+            with pytest.raises(DataError, match=r"at most prompts\.keep_bytes = 1048576"):
+                lease.keep(turn=np.zeros(140_000))
         again = local.lease()[0]
-        assert again.kept["turn"].tolist() == [0, 1, 2]
-        again.keep(turn=np.arange(4))
+        assert again.kept["turn"].tolist() == [*range(130_000)]
+        again.keep(turn=np.arange(130_001))
         again.fail()
         with attach(gateway.url) as worker:
-            assert worker.lease()[0].kept["turn"].tolist() == [0, 1, 2, 3]
+            again = worker.lease()[0]
+            assert len(again.kept["turn"]) == 130_001
+            again.keep()
+            again.fail()
+            assert worker.lease()[0].kept == {}
+    config = ledger_section(data, {"keep_bytes": 1 + most, "max_lag": 0})
+    wanted = pytest.raises(ConfigError, match=r"--max-message must hold prompts\.keep_bytes = 1048577")
+    with Replay(config), TrajectoryWriter.attach(config) as writer, wanted:
+        Gateway(writer, TOKEN, max_message_bytes=most)
 
 
 def test_every_group_arrives_once_through_a_connection_that_is_cut(data: Path) -> None:
@@ -138,17 +154,60 @@ def test_a_call_that_is_made_twice_is_done_once(data: Path) -> None:
         group = list(enumerate({"tokens": np.ones(2, np.int32), "prompt": 0, "sample": 1} for _ in range(2)))
         lease = [*first["leases"][0][:5], None, sessions.hello["run"]]
         commit = {"number": 5, "do": "commit", "lease": lease, "absent": [["reward"]] * 2}
-        with pytest.raises(DataError, match="column weight must be in every trajectory"):
-            sessions.work("a", commit, group)
+        for _ in range(2):
+            with pytest.raises(DataError, match="column weight must be in every trajectory"):
+                sessions.work("a", commit, group)
+        commit["number"] = 6
         group = [(at, {**rows, "weight": 1.0, "reward": 0.0}) for at, rows in group]
         assert [sessions.work("a", commit, group)["ids"] for _ in range(2)] == [[0, 1]] * 2
         sessions.work("a", take, [])  # late, and given up
         assert check_books(replay)["issued"] == 1
         with pytest.raises(LeaseExpiredError, match="the lease of prompt 0 must be held by"):
-            sessions.work("a", {**commit, "number": 6}, group)
+            sessions.work("a", {**commit, "number": 7}, group)
         assert check_books(replay)["expired_refused"] == 1
         assert sessions.work("b", take, []) == {"unknown": True}
         sessions.forget("a")
+
+
+def long(lease: Any) -> list[dict[str, Any]]:
+    """Return a group of which the table of the next test has room for three, and one member more."""
+    return [{**one, "tokens": np.full(20, lease.number, np.int32)} for one in responses(lease)]
+
+
+def test_a_commit_that_waits_for_rows_holds_up_no_other(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is one commit, however often its worker asks for it, and ends as one of the node does."""
+    monkeypatch.setattr("deepspeed_gear.remote.gateway.ANSWER_S", 0.1)
+    monkeypatch.setattr("deepspeed_gear.remote.connection._LEAST_S", 0.5)
+    config, found = (
+        ledger_section(data, timeout_s=20.0, capacity_steps=140, capacity_trajectories=24),
+        list[Any](),
+    )
+
+    def commit() -> None:
+        try:
+            found.append(leases[3].commit(long(leases[3])))
+        except GearError as error:
+            found.append(error)
+
+    with (
+        served(config, schema=None) as (replay, gateway),
+        attach(gateway.url, timeout_s=0.3) as worker,
+        attach(gateway.url) as other,
+    ):
+        leases = worker.lease(4)
+        for lease in leases[:3]:
+            lease.commit(long(lease))
+        rollout, thread = replay.rollout(), threading.Thread(target=commit)
+        thread.start()
+        time.sleep(2.0)
+        (more,) = other.lease()
+        more.heartbeat()
+        assert (found, check_books(replay)["leased"]) == ([], 2)
+        list(rollout)
+        thread.join()
+        assert found == [[6, 7]]
+        more.commit(long(more))
+        assert check_books(replay)["expired_refused"] == 0
 
 
 def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +304,60 @@ def test_what_a_remote_worker_refuses(data: Path) -> None:
         attach(gateway.url)
     with pytest.raises(LostNodeError, match=r"must answer within 0.2 s"):
         attach("grpc://127.0.0.1:9", timeout_s=0.2)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, data: Path) -> None:
+    """Of a faulty worker, or one of another ledger: an error of that call."""
+    config = ledger_section(data)
+    config["shared_memory"]["keep"] = keep
+    with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
+        mine, lost, other = worker.lease(3)
+        known: list[Any] = [*mine._lease[:5], None, mine._lease.run]
+        leases: list[Any] = [None, 7, "lease", {}, [], known[:4], [*known, 1], [known] * 7]
+        wrong = [(0, (None, "0", 0.5, True, [0], -1, 1 << 70, 1 << 40, 99)), (1, (known[1] + 1, "x", -1))]
+        wrong += [(1, (1 << 63,)), (2, (1, -1, None, 1 << 70)), (3, (1, -1, "x")), (4, ("x",))]
+        leases += [[*known[:at], word, *known[at + 1 :]] for at, words in wrong for word in words]
+        leases += [[*other._lease[:2], *known[2:]]]
+        calls: list[dict[str, Any]] = [{"lease": known}, {"do": "renew"}, {"number": "x"}, {"number": None}]
+        calls += [{"do": do, "lease": one} for one in leases for do in ("renew", "keep", "commit", "fail")]
+        calls += [{"do": do, "lease": known} for do in (None, "bogus", [], "commit")]
+        reasons = (None, [1], ["x" * 33], ["a", True, "b"])
+        calls += [{"do": "fail", "lease": known, "more": more} for more in reasons]
+        calls += [{"do": "lease", "count": count, "wait_s": 0} for count in (None, "x", -1)]
+        for number, call in enumerate(calls, 10):
+            header = {**worker._hello["who"], "number": number, "more": [], "absent": [], **call}
+            kind = worker._line.call("put", header, 5.0)["error"]["kind"]
+            assert kind in ("LeaseExpiredError", "ConfigError", "DataError", "StoreError"), call
+        worker._number = 1000
+        table, books = replay.tables["main"], check_books(replay)
+        assert (books["leased"], books["returned"], books["dropped"], len(replay)) == (3, 0, {}, 0)
+        assert table.control[Control.RECOVERIES] == 0, "nothing has failed while the store was locked"
+        assert table.ledger is not None
+        with table.lock:
+            table.ledger.fail(lost._lease, "lost", retry=False)
+        with pytest.raises(LeaseExpiredError):
+            lost.heartbeat()
+        for lease in (mine, other):
+            lease.commit(responses(lease))
+        (session,) = sessions_of(gateway)._sessions.values()
+        assert (check_books(replay)["waiting"], session.leases) == (2, {})
+    remove_garbage(config["shared_memory"]["prefix"], kept=True)
+
+
+def test_the_next_gateway_may_be_of_another_run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A column of as many bytes has another dtype there."""
+    monkeypatch.setattr("deepspeed_gear.remote.gateway._END_S", 0.1)
+    config, port = json.loads(json.dumps(ledger_section(data))), free_port()
+    with ExitStack() as stack:
+        with served(config, schema=None, port=port) as (_, gateway):
+            worker = stack.enter_context(attach(gateway.url))
+        config["tables"]["main"]["schema"]["columns"]["weight"]["dtype"] = "int32"
+        with served(config, schema=None, port=port) as (replay, _):
+            (lease,) = worker.lease()
+            ids = lease.commit(responses(lease))
+            assert [one["weight"] for one in replay.read(ids)] == [1, 1]
+            worker.close()
 
 
 def test_prompts_arrive_as_they_are_and_as_many_as_a_message_holds(tmp_path: Path) -> None:

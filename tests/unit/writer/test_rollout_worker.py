@@ -95,8 +95,11 @@ def test_a_lease_that_expires_is_leased_again_and_dropped_at_last(
         assert [lease.number for lease in more] == [3, 4]
         more[0].fail("too_long", retry=False)
         worker.close()
-        assert [lease.number for lease in replay.rollout_worker().lease(9)] == [4, 5]
-        assert check_books(replay)["dropped"]["too_long"] == 1
+        fourth, _ = replay.rollout_worker().lease(9)
+        assert fourth.number == 4
+        fourth.fail("lease expired", retry=False)  # a name that is taken
+        dropped = {"too_long": 1, "lease expired": 1, "lease expired (worker)": 1, "no answer": 1}
+        assert check_books(replay)["dropped"] == dropped
 
 
 def test_a_commit_is_a_whole_group(data: Path) -> None:
@@ -224,6 +227,7 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
         (changed(batch={"groups": 3, "tokens": 99}), "gear.batch.tokens must not be given with"),
         (changed(capacity_trajectories=23), "capacity_trajectories must be at least 24"),
         (changed(prompts={"max_lag": -1}), "max_lag"),
+        (changed(prompts={"lease_s": 1e12}), r"lease_s must be a finite number in \(0, 604800\]"),
         (changed(prompts={"late": "drop"}), 'prompts.late must be "wait" with the order "lease"'),
         (narrow, "columns.prompt must have the dtype int64"),
     ]
@@ -257,12 +261,15 @@ def test_what_a_lease_keeps_goes_to_the_next_one(data: Path, tmp_path: Path) -> 
             (lease, *others) = worker.lease(3)
             assert lease.kept == {}
             lease.keep(tokens=np.arange(5, dtype=np.int32), versions=np.zeros(5, np.int32))
-            for wrong, match in (
-                (np.zeros(99), "at most prompts.keep_bytes = 600"),
-                (None, "array of numbers"),
-            ):
+            wrong: tuple[tuple[str, Any, str], ...] = (
+                ("tokens", np.zeros(99), "at most prompts.keep_bytes = 600"),
+                ("tokens", None, "array of numbers"),
+                ("tokens", [[1], [1, 2]], "tokens must be an array of numbers"),
+                ("allow_pickle", [1], "not named file or allow_pickle"),
+            )
+            for name, value, match in wrong:
                 with pytest.raises(DataError, match=match):
-                    lease.keep(tokens=wrong)
+                    lease.keep(**{name: value})
             for other in others:
                 other.commit(responses(other))
             replay.save(tmp_path / "saved")
@@ -281,6 +288,16 @@ def test_what_a_lease_keeps_goes_to_the_next_one(data: Path, tmp_path: Path) -> 
         pytest.raises(CheckpointError, match="0 bytes"),
     ):
         replay.load(tmp_path / "saved")
+
+
+def test_prompts_that_cannot_be_read_are_no_leases(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Replay(ledger_section(data)) as replay, replay.rollout_worker() as worker:
+        monkeypatch.setattr(worker.prompts, "columns", {})
+        with pytest.raises(KeyError):
+            worker.lease(3)
+        monkeypatch.undo()
+        assert (check_books(replay)["leased"], check_books(replay)["returned"]) == (0, 3)
+        assert [lease.attempt for lease in worker.lease(3)] == [2, 2, 2]
 
 
 def test_a_load_ends_leases(data: Path, tmp_path: Path) -> None:
