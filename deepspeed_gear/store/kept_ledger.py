@@ -154,9 +154,8 @@ class KeptLedger(PromptLedger):
     def retired(self, number: int | None = None) -> np.ndarray:
         """Return the retired slots, or those of a number. [n], int64."""
         is_retired = self._slots[:, Slot.STATE] == SlotState.EVICTED
-        return np.nonzero(
-            is_retired if number is None else is_retired & (self.numbers[: len(is_retired)] == number)
-        )[0]
+        is_own = True if number is None else self.numbers[: len(is_retired)] == number
+        return np.nonzero(is_retired & is_own)[0]
 
     def _revive(self, slots: np.ndarray) -> None:
         """Commit retired trajectories again, as new ones; the caller rebuilds what follows from slots."""
@@ -190,6 +189,7 @@ class KeptLedger(PromptLedger):
         is_rank = self._slots[:, Slot.OWNER] < self._num_ranks
         states[(states == SlotState.RESERVED) & is_rank] = SlotState.FREE
         retired = self.retired()
+        self.views["retention"][retired, SlotRetention.TIMES_SAMPLED] = 0  # in this job
         numbers, index, sizes = np.unique(self.numbers[retired], return_inverse=True, return_counts=True)
         states[retired[sizes[index] != self.spec.members]] = SlotState.FREE
         life[_END] = numbers.max(initial=-1) + 1

@@ -16,6 +16,7 @@ from media_support import image, with_media
 
 from deepspeed_gear import ConfigError, FillWorker, LeaseExpiredError, Replay, RolloutWorker, StoreError
 from deepspeed_gear.cli import clean, inspect
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import builder
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
@@ -81,7 +82,10 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
         assert [train(replay), train(replay)] == [[3, 4, 5], [6, 7, 8]]
         assert check_books(replay)["largest_lag"] == 1
     with Replay(config) as replay:  # without a checkpoint: 0 to 2 were drawn before it
-        worker = replay.rollout_worker()
+        table, worker = replay.tables["main"], replay.rollout_worker()
+        for number in table.slots[table.extents.retired(), Slot.ID].tolist():
+            with pytest.raises(StoreError, match="must be stored"):
+                replay.read([number])  # of the job before, whose ids may be given again
         assert commit(worker.lease(9)) == [0, 1, 2]
         assert train(replay) == [0, 1, 2]
         assert check_books(replay)["largest_lag"] == 0
