@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.loss_weights import group_advantages
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.describe_options import translate
@@ -147,7 +148,7 @@ class Rollout(PublicNames):
             ShapeError: Another shape.
         """
         self.check_open()
-        array = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        array = arguments.array(name, values)
         if array.shape not in ((self.num_trajectories,), (self.num_tokens,)):
             rule = f"must have shape [{self.num_trajectories}] or [{self.num_tokens}]"
             raise ShapeError(name, rule, list(array.shape))

@@ -238,7 +238,7 @@ def test_filled_columns_are_in_every_step(rollout: Any) -> None:
         assert "old_logp" not in micro
         micro.fill(old_logp=micro["logp"].double() * 2)
     assert list(rollout.forward("old_logp")) == []  # fixed for this rollout batch
-    rollout.set("ones", torch.ones(rollout.num_trajectories))
+    rollout.set("ones", torch.ones(rollout.num_trajectories, dtype=torch.bfloat16))
     for micro in micros(rollout):
         assert torch.equal(micro["old_logp"], micro["logp"] * 2)
         assert torch.equal(micro["ones"], (micro.sequence >= 0).float())
