@@ -197,8 +197,8 @@ def main() -> None:
         engine, *_ = deepspeed_gear.initialize(
             model=model, model_parameters=model.parameters(), config=config
         )
-    if args.resume:
-        engine.load_checkpoint(str(args.out / "checkpoints"))
+    if args.resume and engine.load_checkpoint(str(args.out / "checkpoints"))[0] is None:
+        raise SystemExit(f"{args.out / 'checkpoints'} has no checkpoint: start without --resume")
     replay = engine.gear
     books = replay.statistics()["prompts"]["rollouts"]
     curve = [(books["version"], 0.0, validate(engine.module, problems))]

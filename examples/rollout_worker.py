@@ -337,6 +337,7 @@ def main() -> None:
     sampling = {"temperature": args.temperature, "seed": args.seed, "step_s": args.latency / most}
     generation = Generation(model, board=board, places=args.places, max_tokens=most, **sampling)
     options = {"size": size, "max_prompt": table["max_length"] - most, "drop_truncated": args.drop_truncated}
+    options["heartbeat_s"] = min(30.0, table["prompts"].get("lease_s", 600.0) / 4)
     with RolloutWorker.attach(args.config) as leases:
         worker = Worker(leases, generation, task.reward, **options)
         try:
