@@ -55,6 +55,7 @@ class BatchLoader:
 
     def seek(self, position: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
+        self._prefetchers.clear()
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
         self._held: PreparedBatch | None = None  # gathered and not returned yet: after a failure, or early

@@ -55,7 +55,7 @@ class ReplayParts:
         self._states = [state for of_table in states.values() for state in of_table.values()]
         self.late_updates = AsyncPriorityUpdates(config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
-        self.prefetchers: list[Prefetcher[Any]] = []  # the thread that is running, if there is one
+        self.prefetchers: list[Prefetcher[Any]] = []  # one, or none yet
         self.exchange = NodeExchange(plan, device)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
@@ -114,14 +114,13 @@ class ReplayParts:
             failures.explain(error)
 
     def stop_prefetching(self) -> None:
-        """Stop the prefetch thread; the next batch starts another."""
+        """Stop the prefetch thread; the next batch that it has not made starts it again."""
         for prefetcher in self.prefetchers:
             for stream in self.train:
                 stream.state.stop.set()  # it may wait for a rank that has stopped already
             prefetcher.stop()
             for stream in self.train:
                 stream.state.stop.clear()
-        self.prefetchers.clear()
         self.releases.drain()  # a release after a seek would count for a later selection
 
     def leave_inner_stage(self) -> None:

@@ -26,11 +26,33 @@ def test_results_and_errors_come_in_order_and_no_further_ahead_than_the_depth(de
     time.sleep(0.15)
     assert made == list(range(depth + 2))
     assert [prefetcher.get() for _ in range(19)] == [i * i for i in range(1, 20)]
-    with pytest.raises(IndexError, match="out of range"):
-        prefetcher.get()
-    with pytest.raises(RuntimeError, match="the prefetch thread has ended"):
-        prefetcher.get()
+    for _ in range(2):  # it tries again
+        with pytest.raises(IndexError, match="out of range"):
+            prefetcher.get()
     prefetcher.stop()
+
+
+def test_what_waits_outlives_a_stop_and_is_not_made_again() -> None:
+    made: list[int] = []
+
+    def produce(i: int) -> int:
+        made.append(i)
+        if made == [0, 1, 2, 3]:
+            raise ValueError(i)
+        return i
+
+    prefetcher = Prefetcher(produce, 1)
+    for _ in range(2):
+        wait_until(lambda: made == [0, 1], "preparing")  # one waits beyond the depth
+        prefetcher.stop()
+    assert [prefetcher.get(), prefetcher.get()] == [0, 1]
+    assert made == [0, 1]
+    assert prefetcher.get() == 2
+    wait_until(lambda: not prefetcher.is_alive, "the error")
+    prefetcher.stop()  # forgets it
+    assert prefetcher.get() == 3
+    prefetcher.stop()
+    assert made[:5] == [0, 1, 2, 3, 3]
 
 
 def test_a_thread_may_stop_itself() -> None:

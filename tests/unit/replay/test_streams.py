@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, trajectory, write_dataset
+from gear_support import SCHEMA, trajectory, wait_until, write_dataset
 from replay_support import LENGTHS, SPLIT, filled, offline, online, same, split, streams_of, take
 from store_support import check_whole
 
@@ -146,6 +146,21 @@ def test_an_error_of_the_thread_reaches_sample() -> None:
                 replay.sample()
         replay.add(trajectory(0, 5))
         assert all(same(replay.sample(), plain.sample()) for _ in range(3))
+
+
+def test_prepared_batches_outlive_a_pause() -> None:
+    """As of a save over several nodes: their rows are free, and hold other trajectories by then."""
+    tables = {"main": {"capacity_steps": 40, "capacity_trajectories": 8, "remove": "fifo"}}
+    with filled([5] * 8, prefetch=2, tables=tables) as replay:
+        replay.sample()
+        consumed = streams_of(replay)["train"].state.consumed
+        wait_until(lambda: consumed[0] == 4, "preparing")
+        for number in range(8, 16):
+            replay.add(trajectory(number, 5))
+        replay._parts.stop_prefetching()
+        for _ in range(5):
+            batch = replay.sample()
+            assert torch.equal(batch["task"], batch.trajectory_id)
 
 
 def test_adding_while_batches_are_prepared() -> None:
