@@ -365,7 +365,7 @@ class Table:
 
     def restored(self, next_id: int) -> None:
         """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the lock."""
-        self.control[Control.LOADS] += 1  # before an id is given again: see `lineage`
+        self.control[[Control.LOADS, Control.CHANGED]] += 1  # before an id is given again: see `lineage`
         self.control[Control.NEXT_ID] = next_id
         if self.spec.dataset is None:
             self.extents.rebuild()

@@ -20,7 +20,7 @@ from deepspeed_gear.errors import CheckpointError, StoreFullError
 LENGTHS = lengths_of(30)
 
 
-def make(kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0) -> Replay:
+def make(kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0, batch: int = 8) -> Replay:
     tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 60}}
     sampler = {"kind": kind, "unit": unit}
     section = config_of(seed=seed, tables=tables, sampler=sampler, batch_size=8, prefetch=prefetch)
@@ -62,6 +62,19 @@ def test_the_next_batches_are_those_that_would_have_come(
             assert int(other.read([25])[0]["task"]) == 25, "ids go on where they were"
         replay.load(tmp_path, state)
         assert_equal(expected, take(replay, 12))
+
+
+def test_a_load_at_the_same_batch_evicts_what_is_too_old_for_it(tmp_path: Path) -> None:
+    options = config_of(tables={"main": {"capacity_steps": 2000, "max_age": 2}}, batch_size=4)
+    with Replay(options, schemas={"main": SCHEMA}) as replay:
+        for number in range(8):
+            replay.add(trajectory(number, 5))
+            replay.sample()
+        state = replay.save(tmp_path)
+        wanted, held = replay.sample().clone(), len(replay)
+        replay.load(tmp_path, state)
+        assert same(replay.sample(), wanted)
+        assert len(replay) == held
 
 
 @pytest.mark.parametrize(("kind", "prefetch", "count"), [("uniform", 2, 2), ("prioritized", 1, 4)])
