@@ -432,7 +432,8 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
         own = extents[of_file == index]
         if not len(own):
             continue
-        starts = np.nonzero(np.diff(own[:, 1] - own[:, 0], prepend=own[0, 1] - own[0, 0] - 1))[0]
+        follows = (own[1:, :2] == own[:-1, :2] + own[:-1, 2:]).all(axis=1)
+        starts = np.flatnonzero(np.append(True, ~follows))
         ends = np.append(starts[1:], len(own))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):  # runs in both
             first, source = int(own[start, 0]), int(own[start, 1] - after[index] + len(file))
@@ -615,13 +616,12 @@ _PREFIX, _SUFFIX = "rollout.", ".npz"
 def write_rollout(
     folder: Path, save_id: str, columns: Mapping[str, torch.Tensor], kept: save_folders.State | None
 ) -> dict[str, str] | None:
-    """Write columns beside the tables, and remove those of earlier saves than the one that is kept.
-
-    Returns the file's name and checksum for the state; None: there are no columns.
+    """Write columns beside the tables, and remove those of earlier saves than the one that is kept, if it is
+    known. Returns the file's name and checksum for the state; None: there are no columns.
     """
     known = ((kept or {}).get("rollout") or {}).get("columns") or {}
     for path in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
-        if path.name != known.get("file"):
+        if kept is not None and path.name != known.get("file"):
             path.unlink(missing_ok=True)
     if not columns:
         return None

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, lengths_of, trajectory
@@ -14,7 +15,7 @@ from replay_support import same, take
 from snapshot_support import into_shards
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.checkpoint.table_files import read_table
+from deepspeed_gear.checkpoint.table_files import _copy_rows, read_table, write_rollout
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 
 LENGTHS = lengths_of(30)
@@ -75,6 +76,22 @@ def test_a_load_at_the_same_batch_evicts_what_is_too_old_for_it(tmp_path: Path) 
         replay.load(tmp_path, state)
         assert same(replay.sample(), wanted)
         assert len(replay) == held
+
+
+def test_rows_of_equal_gaps_are_not_one_run() -> None:
+    to, file = np.zeros(8, np.int64), np.arange(1, 9)
+    _copy_rows(to, [file], np.array([[0, 0, 2], [5, 5, 2]]))
+    assert to.tolist() == [1, 2, 0, 0, 0, 6, 7, 0]
+
+
+def test_columns_of_earlier_saves_go_only_when_the_kept_one_is_known(tmp_path: Path) -> None:
+    def write(number: int, kept: Any) -> set[str]:
+        write_rollout(tmp_path, str(number) * 32, {"advantage": torch.zeros(3)}, kept)
+        return {path.name for path in tmp_path.iterdir()}
+
+    (first,) = write(1, None)
+    assert first in write(2, None)  # a run that has loaded nothing may end before its own save is whole
+    assert len(write(3, {"rollout": {"columns": {"file": first}}}) - {first}) == 1
 
 
 @pytest.mark.parametrize(("kind", "prefetch", "count"), [("uniform", 2, 2), ("prioritized", 1, 4)])
