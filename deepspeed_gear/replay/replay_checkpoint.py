@@ -129,7 +129,8 @@ class ReplayCheckpoint:
                 name, table = stream.spec.name, stream.table
                 start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
                 with table.lock:
-                    stream.state.seek(*(at[table.spec.name].values() if name == TRAIN else start))
+                    words = at[table.spec.name].values() if name == TRAIN else start
+                    stream.state.seek(*words, fresh=loading is not None)
         exchange.barrier()
         if loading is None:  # else after the tables: by their old content no prompt may be leased
             agree_on_quotas(exchange, plan.leads_shard, parts.train)

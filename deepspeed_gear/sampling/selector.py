@@ -278,6 +278,7 @@ class LocalSelector:
             after[Head.EPOCH] += 1
         after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
         if not self.spec.together and self.state.masses.waiting:
+            self.state.pin(key, self.state.drawn[key % self.spec.depth][0][:done])
             self.state.words[Position.DONE] = 1 + done
         size = self._checked(self.apply(key))
         with self.lock:

@@ -236,8 +236,9 @@ class StreamState:
             position[Position.DONE] = 0
             position[Head.EPOCH_FIRST], position[Head.EPOCH_SIZE] = position[Head.SAMPLES], 0
 
-    def seek(self, key: int, samples: int, epoch: int, epoch_first: int, epoch_size: int) -> None:
-        """Set the position to a global batch."""
+    def seek(self, key: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False) -> None:
+        """Set the position to a global batch; its epoch ends if masses stay (not `fresh`) of another."""
+        ends = not fresh and self.walked is not None and epoch != self.position[Head.EPOCH]
         if self.numbers is not None:
             self.numbers[-1] = self.newest_numbers
         self.control[Control.QUOTA] = 0  # until the nodes have exchanged new quotas
@@ -249,7 +250,9 @@ class StreamState:
             self.priorities.restart(key)
         self.position[Position.DONE], self.position[Position.AHEAD] = 0, NOTHING
         words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
-        self.position[words] = (key, samples, epoch, epoch_first, epoch_size, epoch_size)
+        self.position[words] = (key, samples, epoch, first, size, size)
+        if ends:
+            self.end_epoch()
 
     # ---- in a checkpoint -------------------------------------------------------------------------
     #
@@ -302,6 +305,8 @@ class StreamState:
             self.counts.restore(slots, content)
         if self.walked is not None:
             self.walked[slots] = content["walked"]
+            if content["position"][Head.EPOCH] != self.position[Head.EPOCH]:  # has other masses
+                self.end_epoch()
         self.position[Position.AHEAD] = NOTHING
         if self.numbers is not None:
             self.numbers[-1] = content["newest_numbers"]

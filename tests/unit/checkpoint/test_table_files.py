@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, lengths_of, trajectory
-from replay_support import same, take
+from gear_support import SCHEMA, config_of, lengths_of, trajectory, wait_until
+from replay_support import same, streams_of, take
 from snapshot_support import into_shards
 
 from deepspeed_gear import Batch, Column, Replay, Schema
@@ -24,7 +24,7 @@ LENGTHS = lengths_of(30)
 def make(kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0, batch: int = 8) -> Replay:
     tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 60}}
     sampler = {"kind": kind, "unit": unit}
-    section = config_of(seed=seed, tables=tables, sampler=sampler, batch_size=8, prefetch=prefetch)
+    section = config_of(seed=seed, tables=tables, sampler=sampler, batch_size=batch, prefetch=prefetch)
     return Replay(section, schemas={"main": Schema([*SCHEMA, Column("half", "bfloat16", (3,))])})
 
 
@@ -76,6 +76,25 @@ def test_a_load_at_the_same_batch_evicts_what_is_too_old_for_it(tmp_path: Path) 
         replay.load(tmp_path, state)
         assert same(replay.sample(), wanted)
         assert len(replay) == held
+
+
+def test_a_load_into_another_epoch_than_that_of_the_masses_begins_one(tmp_path: Path) -> None:
+    def check(replay: Replay, batches: int) -> None:
+        ids = [batch.trajectory_id for batch in take(replay, batches)]
+        assert sorted(torch.cat(ids).tolist()) == [6, 7, 8, 9, 10, 11, 12, 13]
+
+    with make("epoch", "trajectory", 2) as replay, make("epoch", "trajectory", 0, batch=4) as other:
+        add(replay, *range(10))
+        replay.sample()  # of the first epoch; the next batches begin others
+        state = replay.state_dict()
+        wait_until(lambda: streams_of(replay)["train"].state.consumed[0] == 4, "preparing")
+        replay.remove([0, 1, 2, 3, 4, 5])
+        add(replay, *range(10, 14))
+        other.load(tmp_path, replay.save(tmp_path))  # keeps no selection that was prepared
+        check(other, 2)
+        take(replay, 6)
+        replay.load_state_dict(state)
+        check(replay, 1)
 
 
 def test_rows_of_equal_gaps_are_not_one_run() -> None:

@@ -15,6 +15,7 @@ from process_support import exit_status, in_child, kill
 from store_support import StoreScene, check_whole, stream_spec
 
 from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import PASS_SHIFT, Selection
@@ -83,6 +84,31 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
     assert all(len(visited) == len(set(visited)) for visited in seen.values())
     assert len(seen) > 4
     check_whole(scene.table, scene.streams)
+
+
+def test_items_before_the_end_of_an_epoch_are_kept_while_its_selection_is_made(
+    scenes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes it may die in between, and another process completes it."""
+    scene = scenes(stream_spec("epoch", batch=4), lengths=[1] * 6, num_slots=8)
+    stream, table = scene.streams[0], scene.table
+    rows(stream, 0)
+    scene.add(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(stream.masses, "apply", raised)
+        with pytest.raises(KeyboardInterrupt):
+            stream.get(1)
+    done = stream.state.words[Position.DONE] - 1
+    table_access.remove(table, range(6))
+    for _ in range(3):
+        scene.add(1)
+    found = rows(stream, 1)
+    assert done == 2
+    assert (table.slots[found[:, Resolution.SLOT], Slot.ID] == found[:, Resolution.ID]).all()
+
+
+def raised(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 # ---- passes --------------------------------------------------------------------------------------
