@@ -248,7 +248,8 @@ class ShardedSelector(SelectionAgreement):
             with self._table.lock:
                 is_open = joint.apply(rates, count)
                 waits = not is_open and not self.spec.is_optional
-                error = joint.given_up(rates, key, count) if waits else None
+                error = joint.given_up(rates, key, count) if waits or joint.was_empty else None
+                joint.was_empty = False
             if error is not None:
                 raise error
             if waits:
@@ -377,24 +378,26 @@ class ShardedSelector(SelectionAgreement):
         owner, own, records = self._found(coordinates, first)
         slots = records[:, Resolution.SLOT].numpy()
         if joint.fewest <= len(rows):
-            num_valid = self._agree_on_valid(own, slots, num_valid, joint.num_admitted(slots, counted))
+            before, left = joint.num_admitted(slots, counted), joint.draws_left(counted)
+            num_valid = self._agree_on_valid(own, slots, num_valid, before, left)
         kept = int(np.searchsorted(own, num_valid))
         np.add.at(counted, slots[:kept], 1)
         self._keep(done, first, owner[:num_valid], own[:kept], records[:kept])
         return num_valid
 
-    def _agree_on_valid(self, own: np.ndarray, slots: np.ndarray, count: int, before: int) -> int:
+    def _agree_on_valid(self, own: np.ndarray, slots: np.ndarray, count: int, before: int, left: int) -> int:
         """Agree on how many draws are valid; if not all, remove the trajectory that the last one uses up.
-        `before` of this node's draws (`own`) come before its first that does.
+        `before` of this node's draws (`own`) come before its first that does; its items admit `left`.
         """
         uses_up, masses = before < len(own), self.masses
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
-        received = self.channel.gather(np.array([at, mass, self._record()[StatusMessage.LEAST]]))
+        received = self.channel.gather(np.array([at, mass, self._record()[StatusMessage.LEAST], left]))
         self._records[:, StatusMessage.LEAST] = received[:, 2]
         node = int(received[:, 0].argmin())
         num_valid = min(int(received[node, 0]) + 1, count)
         if num_valid < count:
+            self._checked(bool(received[:, 3].sum() >= count))  # before a mass is set to 0
             self._totals[node] -= received[node, 1]
             self._records[node, StatusMessage.ITEMS] -= 1
             if node == self._index:

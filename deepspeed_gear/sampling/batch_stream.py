@@ -315,7 +315,8 @@ class BatchStream:
                 if isinstance(error, NothingToSampleError):
                     raise error.final() from None
                 raise
-            is_made = False  # without items on all nodes: the next attempt begins with their agreement
+            # Without items on all nodes: the next attempt begins with their agreement.
+            is_made, self.state.joint_limiter.was_empty = False, True
         finally:
             with self.table.lock:
                 self._control[Control.SELECTING] -= 1

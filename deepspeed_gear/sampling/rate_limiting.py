@@ -117,6 +117,7 @@ class SelectionLimiter:
         self.is_plain = self._rate is None and not self.most
         self.index = 0 if table.spec.shard is None else table.spec.shard.index
         self._was_open = True  # by the records received last
+        self.was_empty = False  # whether too few items had a mass in the last selection of all nodes
         self._turn, self._admitted = 0, 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
         self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
@@ -193,6 +194,10 @@ class SelectionLimiter:
         used_up = np.nonzero(self._times[slots] + counted[slots] + nth >= self.most)[0]
         return int(used_up[0]) if len(used_up) else len(slots)
 
+    def draws_left(self, counted: np.ndarray) -> int:
+        """Return how many draws items with a mass admit after the `counted` ones of each slot. [slots]."""
+        return int((self.most - self._times - counted)[self._masses.leaves > 0].sum())
+
     def count(self, records: np.ndarray) -> None:
         np.add.at(self._times, records[:, Resolution.SLOT], 1)
 
@@ -263,7 +268,7 @@ class SelectionLimiter:
             words[NodeRate.COMES] = self._table.groups.waits_for_time
         if ledger is not None:
             words[NodeRate.HELD] = ledger.num_held
-        if not self.is_plain or not words[NodeRate.LEFT]:
+        if not self.is_plain or self.was_empty or not words[NodeRate.LEFT]:
             words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         if self._rate is None:
             return words
@@ -320,4 +325,4 @@ class SelectionLimiter:
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
-        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain)
+        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain or self.was_empty)

@@ -96,6 +96,8 @@ class LocalSelector:
         slots = rows[done:, Resolution.SLOT].numpy()
         assert self._counting is not None
         standing = min(self._counting.num_admitted(slots, counted) + 1, len(slots))
+        if standing < len(slots):
+            self._checked(self._counting.draws_left(counted) >= len(slots))  # before a mass is set to 0
         np.add.at(counted, slots[:standing], 1)
         if standing < len(slots):
             self.masses.take_out(int(slots[standing - 1]))
@@ -229,11 +231,7 @@ class LocalSelector:
         """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
         done, counted = 0, np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
-            try:
-                total = self._checked(self.total)
-            except NothingToSampleError as empty:  # masses set to 0 stay so: no retry
-                raise empty.final() from None
-            coordinates = self._coordinates_of(len(rows) - done, first + done, total)
+            coordinates = self._coordinates_of(len(rows) - done, first + done, self._checked(self.total))
             done += self.resolve_until(rows, done, coordinates, first + done, counted)
 
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
@@ -291,7 +289,7 @@ class LocalSelector:
             raise NothingToSampleError(f"stream {self.spec.name}: an epoch", rule, size, remedy)
 
     def _checked(self, total: int) -> int:
-        """Return the sum of all masses if samples can be drawn from it."""
+        """Return the sum of all masses if samples can be drawn from it; 0: too few can."""
         name, table = f"stream {self.spec.name}", self.state.table
         if total == 0:
             with self.lock:

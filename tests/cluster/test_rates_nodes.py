@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from cluster_support import Cluster
 from gear_support import SCHEMA, trajectory
@@ -172,6 +173,14 @@ def test_nobody_waits_for_a_rank_that_writes_itself(found: Run) -> None:
     assert len(set(drawn)) == 12
 
 
+def test_nobody_waits_for_items_whose_priorities_are_0(found: Run) -> None:
+    for seen in found.seen:
+        (what, seconds), (drawn, _) = seen["without"]
+        assert "must hold what the sampler admits" in what
+        assert seconds < 20
+        assert len(drawn) == 3
+
+
 def test_ranks_of_all_nodes_act_and_learn(found: Run) -> None:
     acting = [seen["acting"] for seen in found.seen]
     assert [seen["batches"] for seen in acting] == [12] * 4
@@ -208,7 +217,8 @@ def drawn(cases: Cases, phases: dict[str, Any], out: Path) -> dict[str, Any]:
         },
     }
     if phases:
-        found |= {"late": late(), "collecting": collecting(), "acting": acting(out), "ended": ended()}
+        found |= {"late": late(), "collecting": collecting(), "without": without_priorities()}
+        found |= {"acting": acting(out), "ended": ended()}
     return found
 
 
@@ -294,6 +304,17 @@ def collecting() -> list[Any]:
         for number in range(12 if dist.get_rank() == 3 else 0):
             writer.add(trajectory(number, 5))
         return [*found, replay.can_sample(), tried(replay), tried(replay)]
+
+
+def without_priorities() -> list[Any]:
+    """The limit admits samples of all items, but none has a priority above 0; then they have."""
+    section = section_of("prioritized", max_times_sampled=9)
+    with Replay(section, schemas={"main": SCHEMA}) as replay:
+        ids = [replay.add(trajectory(number, 5)) for number in range(4)]
+        replay.set_priorities(ids, torch.zeros(4))
+        found = [tried(replay)]
+        replay.set_priorities(ids, torch.ones(4))
+        return [*found, tried(replay)]
 
 
 def acting(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gear_support import config_of, wait_until
 from gear_support import trajectory as plain_trajectory
 from process_support import exit_status, in_child
@@ -83,6 +84,17 @@ def test_each_is_drawn_as_often_as_it_may_be() -> None:
             assert set(numbers(found.sample())) <= set(range(8, 16))
     assert Counter(drawn[1]) == dict.fromkeys(range(8), 3)
     assert drawn[1] == drawn[4] == drawn[24]
+
+
+def test_priorities_outlive_a_batch_that_is_not_admitted() -> None:
+    with replay(4, "prioritized", 4, unit="trajectory", max_times_sampled=2) as found:
+        found.set_priorities([0, 1, 2], torch.zeros(3))
+        for _ in range(2):
+            with pytest.raises(StoreError, match="must hold what the sampler admits first"):
+                found.sample()
+            assert found.priorities([0, 1, 2, 3]).tolist() == [0, 0, 0, 1]
+        found.set_priorities([0], torch.ones(1))
+        assert sorted(numbers(found.sample())) == [0, 0, 3, 3]
 
 
 def test_a_queue_gives_each_once_in_order() -> None:
