@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.ops.constants import MOST_MASS_BITS
+from deepspeed_gear.ops.constants import MOST_MASS_BITS, MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import MassUnit, Normalize
 
 Unit = Literal["trajectory", "step", "group"]
@@ -208,7 +208,9 @@ class MassRule:
         """Return the mass of trajectories by id, length and the values that `column` returns. [n], int64."""
         anchors = self.anchors.num_anchors(num_steps)
         if self.has_weights:
-            masses = self._weights(ids, num_steps, column) * (anchors if self.unit == "step" else anchors > 0)
+            items = anchors if self.unit == "step" else np.minimum(anchors, 1)
+            most = (1 << MOST_TOTAL_BITS) // np.maximum(items, 1)  # else the product might overflow
+            masses = np.minimum(self._weights(ids, num_steps, column), most) * items
         elif self.unit == "step":
             masses = anchors
         else:

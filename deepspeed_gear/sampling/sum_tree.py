@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from deepspeed_gear.ops.constants import FAN_OUT, tree_levels, tree_size
+from deepspeed_gear.ops.constants import FAN_OUT, MOST_TOTAL_BITS, tree_levels, tree_size
 from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Resolution, Slot, SlotState
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, WindowEdge
@@ -66,6 +66,7 @@ class ItemMasses:
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
         self._plain_unit = None if self._late else spec.rule.plain_unit
+        self._may_wrap = spec.rule.has_weights and table.spec.dataset is None  # the sums are modulo 2^64
 
     def native_words(self) -> dict[str, int]:
         """Return the numbers that the native `Stream` takes, beside the addresses of regions."""
@@ -231,6 +232,8 @@ class ItemMasses:
 
     @property
     def total(self) -> int:
+        if self._may_wrap and (total := float(self.leaves.sum(dtype=np.float64))) >= 1 << MOST_TOTAL_BITS:
+            return min(int(total), (1 << 63) - 1)
         return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:

@@ -34,6 +34,13 @@ def test_masses(rule: MassRule, masses: list[int]) -> None:
     assert found.tolist() == masses
 
 
+def test_large_weights_do_not_overflow() -> None:
+    rule = MassRule("step", False, AnchorRule(), weight=("w", 24))
+    weights = np.array([2.0**31, 2.0**32, 1e30], np.float32)
+    found = rule.masses(np.arange(3), np.full(3, 256), lambda _: weights)
+    assert found.tolist() == [2**62] * 3  # more than a total may be
+
+
 def test_splits_part_the_masses() -> None:
     ids, steps, split = np.arange(1000), np.ones(1000, np.int64), {"eval": 0.2, "test": 0.1}
     parts = [

@@ -141,6 +141,17 @@ def test_probabilities_of_weighted_items(unit: str, stored: bool, tmp_path: Path
             assert len(replay) == 4
 
 
+def test_a_total_of_large_weights_is_an_error() -> None:
+    """Also where it is 2^64, so that the sums of the tree are 0."""
+    options = {"batch_size": 5, "sampler": {"kind": "weighted", "unit": "trajectory", "weight": "w"}}
+    tables = {"main": {"capacity_steps": 2000, "capacity_trajectories": 2000}}
+    with Replay(config_of(tables=tables, **options), schemas={"main": SCHEMA_OF_WEIGHTS}) as replay:
+        for _ in range(256):
+            replay.add({"reward": np.zeros(1, np.float32), "w": np.array(1e10, np.float32)})
+        with pytest.raises(StoreError, match=r"the total mass must be below 2\^62"):
+            replay.sample()
+
+
 # ---- windows -------------------------------------------------------------------------------------
 
 
