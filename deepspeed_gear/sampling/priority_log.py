@@ -157,6 +157,8 @@ class PriorityLog:
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
         ends, count = self.ends[self._peer], priorities.numel()
         tail = ends[LogEnds.TAIL]
+        if tail > ends[LogEnds.HEAD]:  # after a load no batch was requested; the log stays in order
+            batch = max(batch, self._log_words[self._peer, (tail - 1) % self.rule.log_size, LogEntry.BATCH])
         try:
             self.ops.append_reports_(self._my_log, samples, priorities, tail, batch)
         except (RuntimeError, ShapeError):

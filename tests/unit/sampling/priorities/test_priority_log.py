@@ -156,6 +156,18 @@ def test_what_is_exported_goes_on_alike(scenes: Any, unit: str) -> None:
     check_whole(scene.table, scene.streams)
 
 
+def test_reports_after_a_load_follow_those_that_wait(scenes: Any) -> None:
+    stream = scenes(unit="trajectory", lag=1).streams[0]
+    cut(stream, 0)
+    cut(stream, 1)
+    report(stream, [(0, 0)], 2)  # of batch 1, for selection 3
+    stream.state.seek(2, 16, 0, 0, 0)
+    report(stream, [(1, 0)], 3)
+    for key, wanted in ((2, [1, 1]), (3, [2, 3])):
+        cut(stream, key)
+        assert stored(stream, [(0, 0), (1, 0)]) == wanted
+
+
 def test_exported_reports_for_what_is_gone_change_nothing(scenes: Any) -> None:
     """Slots 1 and 4 are free when the table is saved, and another trajectory gets their places."""
     scene = scenes(unit="trajectory", lengths=[2] * 5, sizes={"num_slots": 5})
