@@ -71,14 +71,15 @@ class ShardDivision:
 
     owner: np.ndarray
     local: np.ndarray  # keeps the order of the table
+    numbers: np.ndarray | None = None  # of the trajectories' groups of prompts
 
     @classmethod
-    def of(cls, owner: np.ndarray) -> ShardDivision:
+    def of(cls, owner: np.ndarray, numbers: np.ndarray | None = None) -> ShardDivision:
         order = np.argsort(owner, kind="stable")
         ordered = owner[order]
         local = np.empty(len(owner), np.int64)
         local[order] = np.arange(len(owner)) - np.searchsorted(ordered, ordered)
-        return cls(owner, local)
+        return cls(owner, local, numbers)
 
     def chosen(self, index: int) -> np.ndarray:
         """Return the trajectories of a shard, ascending. [m], int64."""

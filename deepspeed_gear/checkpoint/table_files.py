@@ -399,9 +399,8 @@ def load_rows(
         words[slots] = groups.records
         table.groups.restore(words, groups.counts, groups.consumed)
     if table.ledger is not None and whole.prompts is not None:
-        drawn, spec = whole.slots[:, Slot.STATE] == SlotState.EVICTED, table.ledger.spec
-        of_stores = np.bincount(division.owner[drawn], minlength=spec.num_stores)
-        table.ledger.restore(whole.prompts, of_stores // spec.size)
+        is_drawn, numbers = whole.slots[:, Slot.STATE] == SlotState.EVICTED, division.numbers
+        table.ledger.restore(whole.prompts, [] if numbers is None else np.unique(numbers[is_drawn]).tolist())
     return slots
 
 
@@ -534,7 +533,7 @@ class TableLoader:
             of_shards = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
             numbers = np.concatenate(of_shards).astype(np.int64)
             if table.ledger is not None:  # the store that issues a number holds its group
-                return reshard.ShardDivision.of(numbers % len(room))
+                return reshard.ShardDivision.of(numbers % len(room), numbers)
         train = self._streams.get(name, {}).get(TRAIN)
         by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
         return reshard.divide(name, whole, room, by_rows, numbers)

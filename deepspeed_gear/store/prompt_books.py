@@ -58,7 +58,8 @@ def stored_books(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.
 
     issued, epochs, of_entries = counts[PromptCount.ISSUED], {}, views["prompt_entries"][:, Entry.NUMBER]
     following, rest, before = issued * spec.num_stores + spec.store, left.copy(), issued
-    newest = max(following - spec.num_stores, 0) // spec.num_prompts
+    latest = int(views["prompt_epochs"][0, :, 0].max()) - 1  # may be of another store, before a load
+    newest = max(max(following - spec.num_stores, 0) // spec.num_prompts, latest)
     for epoch in range(newest, max(newest - EPOCHS, -1), -1):
         row = views["prompt_epochs"][0, epoch % EPOCHS]
         of_epoch = row[1:] * (row[0] == epoch + 1)

@@ -503,18 +503,22 @@ class PromptLedger:
     def _sweep(self) -> None:
         """Count the entries that are marked as left, and free them."""
         leaving = self._states >= EntryState.LEFT
-        left = self._states[leaving] - EntryState.LEFT
-        epochs = self._of_entries[leaving] // self.spec.num_prompts
-        self._left[1] = self._left[0] + np.bincount(left, minlength=MOST_REASONS)
-        self._epochs[1] = self._epochs[0]
-        for epoch, counter in zip(epochs.tolist(), left.tolist(), strict=True):
-            row = self._epochs[1, epoch % EPOCHS]
-            if row[0] <= epoch:  # of an earlier one
-                row[:] = 0
-                row[0] = epoch + 1
-            row[1 + counter] += row[0] == epoch + 1
+        left, numbers = self._states[leaving] - EntryState.LEFT, self._of_entries[leaving]
+        self._left[1], self._epochs[1] = self._left[0], self._epochs[0]
+        for number, counter in zip(numbers.tolist(), left.tolist(), strict=True):
+            self._count(1, number, counter)
         self.counts[PromptCount.SWEEPING] = 1
         self._finish_sweep()
+
+    def _count(self, copy: int, number: int, counter: int, by: int = 1) -> None:
+        """Add to the counter of a number that has left, and to its epoch's unless a later one has it."""
+        self._left[copy, counter] += by
+        epoch = number // self.spec.num_prompts
+        row = self._epochs[copy, epoch % EPOCHS]
+        if row[0] <= epoch:  # of an earlier one
+            row[:] = 0
+            row[0] = epoch + 1
+        row[1 + counter] += by * (row[0] == epoch + 1)
 
     def _finish_sweep(self) -> None:
         self._left[0], self._epochs[0] = self._left[1], self._epochs[1]
@@ -545,11 +549,11 @@ class PromptLedger:
         names = {"prompt_entries": self.entries[used], "prompt_reasons": self._reasons.copy()}
         return {**words, **names, "prompt_kept": kept}
 
-    def restore(self, saved: Mapping[str, np.ndarray], in_training: np.ndarray) -> None:
+    def restore(self, saved: Mapping[str, np.ndarray], in_training: Sequence[int]) -> None:
         """Restore this store's part of what `merge` returned: leases are returned, and none counts any more.
 
-        The first store has the counters of all, except of drawn groups whose rows others hold: `in_training`,
-        by store. [S], int64.
+        The first store has the counters of all, except of drawn groups whose rows others hold: `in_training`
+        are the numbers of all that have some, ascending, where there are several stores.
         """
         spec, leases, every = self.spec, int(self.counts[PromptCount.LEASES]), saved["prompt_entries"]
         is_own = every[:, Entry.NUMBER] % spec.num_stores == spec.store
@@ -570,7 +574,8 @@ class PromptLedger:
         self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 1 << 40
         self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
         self._left[0], self._reasons[:] = saved["prompt_left"] * (spec.store == 0), saved["prompt_reasons"]
-        self._left[0, Left.DRAWN] += in_training[spec.store] - (spec.store == 0) * in_training.sum()
+        for number in in_training:
+            self._count(0, number, Left.DRAWN, (number % spec.num_stores == spec.store) - (spec.store == 0))
 
 
 def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -317,7 +317,7 @@ class Run:
         if self.saved is not None:
             ledger, rows, self.trained, self.gone, at = self.saved
             self.trained, self.gone = list(self.trained), set(self.gone)
-            drawn = np.array([sum(row[1] == SlotState.EVICTED for row in own) for own in rows])
+            drawn = sorted({row[0] for own in rows for row in own if row[1] == SlotState.EVICTED})
             for store, own in zip(self.stores, rows, strict=True):
                 store.position[Head.KEY], store.consumed[:] = at
                 store.drawn[:] = -1

@@ -341,7 +341,7 @@ class Run:
             return
         self.held, self.trained, self.gone, self.places = [], list(trained), set(gone), dict(places)
         self.last = max(places.values(), default=0)
-        drawn = np.array([sum(state == SlotState.EVICTED for _, state, *_ in own) for own in owned])
+        drawn = sorted({number for number, state, *_ in rows if state == SlotState.EVICTED})
         for store, own in zip(self.stores, owned, strict=True):
             for row in own:
                 store.put(*row)

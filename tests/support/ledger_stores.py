@@ -23,7 +23,7 @@ class NodeStore:
 
     def __init__(self, index: int, count: int, batches: int, workers: Collection[int], **how: Any) -> None:
         how = {"seed": 0, "key": 0, **how}
-        self.spec = PromptSpec("", "", 99, size=1, **how, num_stores=count, store=index)
+        self.spec = PromptSpec("", "", 20, size=1, **how, num_stores=count, store=index)
         room = max(-(-(self.spec.max_lag + batches) * self.spec.groups // count), self.spec.groups)
         self.alive = set(workers)
         self.memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: peer in self.alive)
