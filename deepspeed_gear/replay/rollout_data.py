@@ -97,6 +97,7 @@ class RolloutData:
     ) -> None:
         self.parts, self.settings, self.ops, self.number = parts, settings, ops, number
         self.session, self.metrics = session, Metrics() if metrics is None else metrics
+        self.has_rows: np.ndarray | None = None  # trajectories of a pack in the making that were not evicted
         records = np.concatenate([part.records.resolutions.numpy() for part in parts])
         # As priority updates have the slots.
         records[:, Resolution.SLOT] = np.concatenate([part.records.origins.numpy() for part in parts])
@@ -319,6 +320,8 @@ class RolloutData:
         if self.columns or MASK not in tensors:
             tensors.update(self._own_columns(at, shape, MASK not in tensors))
         mask, targets = tensors.pop(MASK), tensors.pop(TARGETS, None)
+        if self.has_rows is not None and not self.has_rows.all():
+            mask &= torch.from_numpy(shape.spread(self.has_rows))
 
         def weigh() -> tuple[torch.Tensor, float]:
             spread = torch.from_numpy(shape.spread(packs.loss[1][index].astype(np.float32)))

@@ -300,23 +300,23 @@ class StoredTrajectories(RolloutData):
 
     @cached_property
     def mask(self) -> np.ndarray:
-        """As of a rollout batch; packs whose gatherer has the loss mask do not read it."""
+        """As of a rollout batch, False where they were evicted; packs with the loss mask do not read it."""
         part = self.parts[0]
         with part.table.lock:
-            placed(part, part.records.resolutions.numpy(), slice(None))
-            return super().mask
+            has_rows = placed(part, part.records.resolutions.numpy(), slice(None))
+            return np.asarray(super().mask & has_rows.repeat(self.lengths))
 
     def pack(self, packs: rollout_data.PackSequence, number: int, fill: Any = None) -> MicroBatch:
         part = self.parts[0]
         with part.table.lock:
             at = packs.at[number]
-            placed(part, part.rows.numpy()[at], at)  # a range, so they are not copied
+            self.has_rows = placed(part, part.rows.numpy()[at], at)  # a range, so they are not copied
             return super().pack(packs, number, fill)
 
 
-def placed(part: TablePart, records: np.ndarray, at: Any) -> None:
+def placed(part: TablePart, records: np.ndarray, at: Any) -> np.ndarray:
     """Set the rows of trajectories now in records, [n, 8], and of the prompts that others hold for them; row
-    0 of evicted ones. They are those `at` these places of the part. Requires the lock.
+    0 of evicted ones. They are those `at` these places of the part. Returns which have any. Needs the lock.
     """
     slots = part.table.slots.take(records[:, Resolution.SLOT], axis=0)
     has_rows = slots[:, Slot.STATE] == SlotState.COMMITTED  # then it has all of its group
@@ -325,6 +325,7 @@ def placed(part: TablePart, records: np.ndarray, at: Any) -> None:
     if part.shared is not None:
         holders = records[:, Resolution.MASS]  # as `absent` has them
         part.shared.first_row[at] = part.table.slots[holders, Slot.FIRST_ROW] * has_rows
+    return np.asarray(has_rows)
 
 
 def fill_place(table: Table, of: RolloutLoader) -> RankCoordinates:

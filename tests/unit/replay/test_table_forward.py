@@ -139,6 +139,21 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
     assert not {gone, *others, *later}.intersection(left)
 
 
+def test_what_is_evicted_before_its_pack_has_no_loss(made: Replay) -> None:
+    micros = made.forward("ref", tokens=256)
+    first = next(micros)
+    gone = [number for number in range(len(STORED)) if number not in first.trajectory_id][::2]
+    made.remove(gone)
+    weight = float(first.weight.sum())  # of the loss masks of all
+    assert fills(first)
+    for micro in micros:
+        owner = micro.trajectory_id.repeat_interleave(micro.lengths)
+        assert not micro.loss_mask[0, : micro.num_tokens][torch.isin(owner, torch.tensor(gone))].any()
+        weight += float(micro.weight.sum())
+        fills(micro)
+    assert weight == pytest.approx(1)
+
+
 def fills(micro: Any) -> bool:
     micro.fill(ref=micro["logp"])
     return True
