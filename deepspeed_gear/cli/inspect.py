@@ -225,11 +225,11 @@ def returns_of(dataset: Dataset) -> NDArray[Any] | None:
     """Return the return of each trajectory: stored, or the sum of its rewards; None without either."""
     stored, reward = dataset.schema.role("return"), dataset.schema.role("reward")
     if stored is not None:
-        return dataset.columns[stored.name]
+        return as_numbers(dataset.columns[stored.name], stored)
     if reward is None:
         return None
-    first_rows = np.cumsum(dataset.lengths) - dataset.lengths
-    return np.add.reduceat(dataset.columns[reward.name], first_rows, dtype=np.float64)
+    rewards = as_numbers(dataset.columns[reward.name], reward)  # 0 in the row after a last step
+    return np.add.reduceat(rewards, dataset.first_rows, dtype=np.float64)
 
 
 def summarize(dataset: Dataset) -> dict[str, Any]:

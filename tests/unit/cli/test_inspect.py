@@ -117,9 +117,11 @@ def test_verify_finds_a_change(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_returns_are_those_of_the_rewards_where_none_are_stored(tmp_path: Path) -> None:
-    with DatasetWriter(tmp_path / "set", Schema([Column("reward", "float32", (), "reward")])) as writer:
+    """Also beside columns of T+1 rows, and in bfloat16."""
+    columns = [Column("reward", "bfloat16", (), "reward"), Column("x", "int8", rows="T+1")]
+    with DatasetWriter(tmp_path / "set", Schema(columns)) as writer:
         for i, length in enumerate((1, 7, 3)):
-            writer.add({"reward": np.arange(length, dtype=np.float32) + i})
+            writer.add({"reward": np.arange(length) + i, "x": np.zeros(length + 1)})
     dataset = Dataset.open(tmp_path / "set")
     returns = inspect.returns_of(dataset)
     assert returns is not None
