@@ -60,11 +60,12 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
             rule = "must hold the rows of its table"
             raise DataError(f"process {args.living}", rule, "a mapped file", _COPY)
         columns = {column.name: [views[f"column/{column.name}"]] for column in schema}
-        shared = views.get("shared_prompts")
-        return _stored(schema, views["slots"], views.get("retention"), columns, shared)
+        return _stored(schema, views["slots"], views.get("retention"), columns, views.get("shared_prompts"))
     position, tables = find_saves(Path(args.data))
     if position is None and not tables:
         dataset = Dataset.open(args.data)
+        if args.table is not None:
+            raise ConfigError("--table", "must be left out for a data set", args.table)
         return dataset.schema, map(dataset.trajectory, range(len(dataset)))
     by_name = {save_folders.table_in(path): path for path in tables}
     found = read_table(by_name[_chosen(args.table, list(by_name))])

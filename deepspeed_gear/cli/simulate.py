@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> int:
     spec, size = read_spec(parse(ds_config.read(args.config)[0]))
     pace = Pace(args.latency, args.train / 1000, args.workers, args.concurrency)
     for name, value in (("--batches", args.batches), *((f"--{k}", v) for k, v in asdict(pace).items())):
-        if value <= 0:
-            raise ConfigError(name.removesuffix("_s"), "must be positive", value)
+        if not 0 < value < np.inf:
+            raise ConfigError(name.removesuffix("_s"), "must be positive and finite", value)
     lengths = lengths_of(args.lengths, spec.seed, size)
     rules = [replace(spec, order=order, late=late) for order, late in RULES]
     found = [simulate(rule, lengths, pace, args.batches) for rule in rules]
@@ -106,22 +106,17 @@ def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
 
 def lengths_of(given: str, seed: int, size: int) -> Lengths:
     """Return the lengths of responses by prompt: drawn from a file's, or from a log-normal distribution."""
-    known: np.ndarray | None = None
-    median = sigma = 0.0
-    if given.startswith("lognormal:"):
-        with ConfigError.on("--lengths", "must have two numbers after lognormal:", ValueError, value=given):
-            median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
-    else:
-        known = np.asarray(read_lengths(Path(given)))
-
-    @functools.cache
-    def of(number: int) -> np.ndarray:
-        words = np.random.default_rng([seed, number])
-        if known is not None:
-            return words.choice(known, size)
-        return np.maximum(1, words.lognormal(np.log(median), sigma, size)).astype(np.int64)
-
-    return of
+    if not given.startswith("lognormal:"):
+        known = read_lengths(Path(given))
+        return functools.cache(lambda number: np.random.default_rng([seed, number]).choice(known, size))
+    with ConfigError.on("--lengths", "must have two numbers after lognormal:", ValueError, value=given):
+        median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
+        if not (0 < median < np.inf and 0 <= sigma < np.inf):
+            raise ValueError("a median above 0, and a deviation of at least 0")
+    words, mean = np.random.default_rng, np.log(median)
+    return functools.cache(
+        lambda number: words([seed, number]).lognormal(mean, sigma, size).clip(1, 1 << 31).astype(np.int64)
+    )
 
 
 class Scene:

@@ -199,6 +199,7 @@ def pack_preview(
         "step_imbalance": planned.imbalance,
         "rank_imbalance": float(of_rank.max() * replicas / of_rank.sum() - 1),
         "fill": tokens / rows,  # part of the places that hold a trajectory's step
+        "knows_prompts": int(pack.prefix == "own"),  # 0: each trajectory has one of its own
     }
 
 
@@ -211,4 +212,6 @@ def format_pack_preview(found: Mapping[str, int | float], replicas: int) -> Sequ
         "fill: {fill:.1%} of {rows:,} places",
         "imbalance: {step_imbalance:.2%} over micro steps, {rank_imbalance:.2%} over ranks",
     ]
+    if not found["knows_prompts"]:
+        lines.append('planned without shared prompts ("prefix": "share"), with which there are fewer places')
     return [line.format(**found) for line in lines]

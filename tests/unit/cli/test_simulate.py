@@ -38,6 +38,7 @@ def test_equal_lengths_take_as_long_as_computed(section: dict[str, Any]) -> None
 def test_rules_under_heavy_tails(section: dict[str, Any]) -> None:
     spec, size = read_spec(parse(section))
     lengths, pace = lengths_of("lognormal:300,1.2", 0, size), Pace(0.01, 2e-4, 2, 6)
+    assert lengths_of("lognormal:300,90", 0, 99)(3).min() >= 1
     found = [simulate(replace(spec, order=order, late=late), lengths, pace, 200) for order, late in RULES]
     lease, completion, drop = found
     assert [one.largest_lag for one in found] == [2, 2, 2]
@@ -59,6 +60,8 @@ def test_the_command(section: dict[str, Any], tmp_path: Path, capsys: pytest.Cap
     assert [one["order"] for one in json.loads(capsys.readouterr().out)] == ["lease", *["completion"] * 2]
     for more, match in (
         (["--latency", "0"], "--latency must be positive"),
+        (["--latency", "nan"], "--latency must be positive and finite"),
+        (["--lengths", "lognormal:-3,1"], "a median above 0"),
         (["--lengths", "lognormal:3"], "two"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import prefix
-from rollout_support import ranks_of, rolled_out, seen_by
+from rollout_support import TABLE, ranks_of, rolled_out, seen_by
 from rollout_support import section as packed_section
 
 from deepspeed_gear import Replay
@@ -223,6 +223,15 @@ def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
     shown = json.loads(shown_by(config, "--dp", "2", "--lengths", str(text), "--json"))
     assert (shown["micro_batches"], shown["rows"], shown["fill"]) == (1, 144, pytest.approx(128 / 144))
     assert shown["step_imbalance"] == pytest.approx(5704 / 5552 - 1)
+    table = {**TABLE, "group": {"column": "prompt", "size": 2}}
+    shared = packed_section(
+        tables={"main": table},
+        sampler={"kind": "fifo", "unit": "group"},
+        pack={**config["gear"]["pack"], "prefix": "share"},
+        rollout={"groups": 2},
+    )
+    shown = shown_by({"gear": shared}, "--lengths", str(text)).splitlines()[-1]
+    assert shown.startswith('planned without shared prompts ("prefix": "share")')
 
 
 @pytest.mark.filterwarnings("ignore:loadtxt")
