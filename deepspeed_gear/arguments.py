@@ -112,10 +112,10 @@ def folder(name: str, value: object) -> Path:
     return Path(value)
 
 
-def parse_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes, **options: Any) -> Any:
     """Return the value of a JSON text from anywhere; ValueError also where it is nested too deeply."""
     try:
-        return json.loads(text)
+        return json.loads(text, **options)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

@@ -78,9 +78,7 @@ class Column:
     max_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):
-            raise SchemaError("column name", "must be a string", type(self.name).__name__)
-        for what in ("dtype", "role", "rows"):
+        for what in ("name", "dtype", "role", "rows"):
             if not isinstance(given := getattr(self, what), str):
                 raise SchemaError(f"column {self.name}: {what}", "must be a string", type(given).__name__)
         try:

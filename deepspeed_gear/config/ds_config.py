@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ def load(config: Any) -> Any:
         return config
     is_readable = ConfigError.on("config", "must be a readable file", OSError, value=str(config))
     with is_readable, ConfigError.on(f"config {config}", "must be JSON", ValueError):
-        return parse_json(Path(config).read_text())
+        return parse_json(Path(config).read_text(encoding="utf-8"), object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError where a key is given twice, of which one would be ignored."""
+    if twice := [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]:
+        raise ValueError(f"{twice[0]!r} is given twice in one object")
+    return dict(pairs)
 
 
 def read(config: Any) -> tuple[Any, dict[str, Any]]:

@@ -125,7 +125,7 @@ class PromptsConfig(t.GearModel):
 
     data: t.Text
     """Folder of a data set, absolute or relative to the working directory, without a split: each of its
-    trajectories is a prompt. Or a file with a prompt a row (JSONL, Parquet, CSV), which is ingested beside it
+    trajectories is a prompt. Or a file with a prompt a row (JSONL, Parquet), which is ingested beside it
     once, and again where it has changed. The order of an epoch follows from `gear.seed`."""
     lease_s: t.Timeout = 600.0
     """Seconds after its begin or latest heartbeat at which a lease returns: its prompt is leased again."""

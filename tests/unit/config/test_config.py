@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from refusal_cases import refusals
 
-from deepspeed_gear.config import GearConfig, batch_sizes, difference, parse, refuse_batch_sizes
+from deepspeed_gear.config import GearConfig, batch_sizes, difference, ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.config.options import FieldConfig
 from deepspeed_gear.config.sampler_options import EveryConfig
 from deepspeed_gear.config.schedules import value_at
@@ -214,6 +214,13 @@ def test_difference_names_options_and_values() -> None:
     assert difference(a, parse(_with("sampler", "where", {"return": {"min": 1}}))) == [
         'gear.sampler.where.return: absent and {"in": null, "max": null, "min": 1}',
     ]
+
+
+def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"gear": {"data": "d", "fields": {"a": {}, "b": {}, "a": {"length": 2}}}}')
+    with pytest.raises(ConfigError, match=r"config.json must be JSON; 'a' is given twice in one object"):
+        ds_config.read(path)
 
 
 def test_batch_sizes_without_an_engine() -> None:
