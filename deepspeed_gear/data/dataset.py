@@ -146,9 +146,10 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         from deepspeed_gear.data.ingest import Options, ingest, open_source
 
-        of_ingest = {"split", "overwrite", "progress", *Options.__annotations__}
+        of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
         written = {name: options.pop(name) for name in of_ingest & options.keys()}
-        if schema is not None and not any(c.role in ("reward", "token") for c in schema):
+        columns = () if schema is None else arguments.one_of("schema", schema, Schema, "a Schema")
+        if schema is not None and not any(c.role in ("reward", "token") for c in columns):
             written.setdefault("reward", "none")
         return ingest([open_source(iterable, schema=schema, **options)], dest, **written)
 

@@ -77,9 +77,9 @@ def byte_string(value: Any, name: str) -> bytes:
     return bytes(value)
 
 
-def json_text(value: Any, name: str) -> bytes:
+def json_text(value: Any, name: str, remedy: str = "convert arrays and tensors by tolist()") -> bytes:
     """Return the content of a JSON column's value; a DataError if it is none."""
-    kinds, remedy = (TypeError, ValueError, RecursionError), "convert arrays and tensors by tolist()"
+    kinds = TypeError, ValueError, RecursionError
     with DataError.on(name, "must be a JSON value", *kinds, remedy=remedy):
         _check_keys(value, name)
         text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

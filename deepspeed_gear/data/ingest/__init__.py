@@ -31,7 +31,7 @@ from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_memb
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
-from deepspeed_gear.errors import DataError, near_name, show_bytes, undo_on_error
+from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
 from deepspeed_gear.schema import Column, Schema
 
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
@@ -73,8 +73,9 @@ def open_source(
         raise DataError(str(path), "must exist", None, "check the path of the source")
     if (path / SCHEMA_FILE).is_file():
         raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
-    if "rows" not in options:
-        check_source(path, expansion)
+    with DataError.on(str(path), "must be readable", OSError):
+        if "rows" not in options:
+            check_source(path, expansion)
     if format == "auto":
         kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
         if kind is None:
@@ -146,7 +147,7 @@ class Options(TypedDict, total=False):
 
 
 def ingest(
-    sources: Sequence[str | Path | Reader],
+    sources: Sequence[str | Path | Reader] | str | Path | Reader,
     dest: str | Path,
     *,
     format: str = "auto",
@@ -185,6 +186,9 @@ def ingest(
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
     if not sources:
         raise DataError("sources", "must name at least one file or folder")
+    sources = [sources] if isinstance(sources, (str, os.PathLike, Reader)) else sources
+    if (columns is not None or format != "auto") and any(isinstance(one, Reader) for one in sources):
+        raise ConfigError("columns and format", "must be given to open_source, which has opened a source")
     check_destination(Path(dest), overwrite or append)
     known = Dataset.open(dest) if append else None
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ import numpy as np
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored
 from deepspeed_gear.errors import ConfigError, DataError, known_names
-from deepspeed_gear.schema import Column
+from deepspeed_gear.schema import Column, Schema
 
 RETURN = Column("return", "float64", role="return", rows="1")
 LENGTH = Column("length", "int64", role="length", rows="1")
@@ -38,7 +38,7 @@ class OutputColumns:
         columns = self._changed(columns, "role", options.get("role"))
         self._at, self._value = self._rule(columns, options.get("reward"))
         if self._at in ("last", "each"):
-            columns.append(_REWARD)
+            columns = [*Schema(columns), _REWARD]  # which has columns of steps
         columns = self._changed(columns, "dtype", options.get("dtype"))
         self._reward = next((column for column in columns if column.role == "reward"), None)
         self.columns = (*columns, *(() if self._reward is None else (RETURN,)), LENGTH)
@@ -47,10 +47,12 @@ class OutputColumns:
                 rule = "must not have the name of another column, or of a derived one"
                 remedy = "leave it out with --columns, or give it another name with --rename"
                 raise DataError(f"{reader.path}: {name}", rule, None, remedy)
+        self._ends = Schema(self.columns).end_columns if options.get("split_by_flags") else ()
 
     def _check_names(self, option: str, patterns: Mapping[str, str], names: list[str]) -> None:
+        matches = fnmatchcase if option != "--rename" else str.__eq__
         for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(matches(name, pattern) for name in names):
                 rule = "must name a column of the source"
                 raise DataError(f"{self.reader.path}: {option}", rule, pattern, known_names(pattern, names))
 
@@ -92,12 +94,17 @@ class OutputColumns:
                 raise DataError(f"{name}: column {first.name}", "must be in every trajectory")
             length = len(given[first.name]) - int(first.rows == "T+1")
             arrays: dict[str, Any] = {self._names.get(key, key): rows for key, rows in given.items()}
+            derived = {"length": np.asarray(length, dtype=np.int64)}
             if self._at in ("last", "each"):
-                arrays[_REWARD.name] = np.full(max(length, 0), self._value)
-                arrays[_REWARD.name][: -1 if self._at == "last" else 0] = 0
+                rewarded = [np.arange(length) >= (length - 1 if self._at == "last" else 0)]
+                rewarded += [as_stored(arrays.get(c.name), c, name, length) != 0 for c in self._ends]
+                arrays[_REWARD.name] = np.where(np.logical_or.reduce(rewarded), self._value, 0.0)
             if self._reward is not None and self._reward.name in arrays:
                 rewards = as_stored(arrays[self._reward.name], self._reward, name)
                 arrays[self._reward.name] = rewards
-                arrays["return"] = np.asarray(as_numbers(rewards, self._reward).astype(np.float64).sum())
-            arrays["length"] = np.asarray(length, dtype=np.int64)
-            yield name, arrays, length
+                derived["return"] = np.asarray(as_numbers(rewards, self._reward).astype(np.float64).sum())
+            for column in derived.keys() & arrays.keys():  # of a program's rows
+                if not np.array_equal(arrays[column], derived[column]):
+                    rule = f"must be {derived[column]}, as ingest derives it"
+                    raise DataError(f"{name}: column {column}", rule, arrays[column], "leave it out")
+            yield name, {**arrays, **derived}, length

@@ -39,7 +39,7 @@ class D4rlReader(ArrayReader):
         self._arrays = {
             key: RowReader(f"{self.path}: {key}", node)
             for key, node in found.items()
-            if isinstance(node, h5py.Dataset) and "metadata" not in key.split("/")[:-1]
+            if getattr(node, "shape", None) is not None and "metadata" not in key.split("/")[:-1]
         }
         self._describe()
 
@@ -94,5 +94,5 @@ class RobomimicReader(ArrayReader):
             for key in [key for key in arrays if KINDS.get(key) == "done" and arrays[key].ndim]:
                 dones = arrays[key][()]
                 self._num_inner += bool(np.any(dones[:-1]))
-                arrays[key] = dones[-1:].reshape(-1)[0] if len(dones) else dones
+                arrays[key] = np.asarray(dones[-1:].reshape(-1)[0]) if dones.size else dones
             yield name, arrays, True

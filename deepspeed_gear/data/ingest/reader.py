@@ -206,10 +206,10 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
-    """Return the arrays in a group, and in the groups below it, by path."""
+    """Return the arrays in a group, and in the groups below it, by path; no empty ones (h5py.Empty)."""
     found: dict[str, Any] = {}
     group.visititems(lambda key, node: found.update({key: node}))
-    return {key: node for key, node in found.items() if isinstance(node, h5py.Dataset)}
+    return {key: node for key, node in found.items() if getattr(node, "shape", None) is not None}
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:

@@ -205,11 +205,10 @@ def arrow_block(batch: Any, is_nested: bool) -> Block:
 def _leaves(arrow: Any, name: str, array: Any) -> Block:
     """Return the values of a column, or those of its fields by dotted name."""
     kind, types = array.type, arrow.types
+    if isinstance(kind, arrow.FixedShapeTensorType) and not array.null_count:
+        return {name: array.to_numpy_ndarray()}
     if isinstance(kind, arrow.BaseExtensionType):
-        leaves = _leaves(arrow, name, array.storage)
-        if isinstance(kind, arrow.FixedShapeTensorType):
-            leaves[name] = leaves[name].reshape(len(array), *kind.shape)
-        return leaves
+        return _leaves(arrow, name, array.storage)
     if types.is_dictionary(kind):
         return _leaves(arrow, name, array.dictionary_decode())
     if types.is_struct(kind):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepspeed_gear.data.ingest.reader import SCALARS, Reader, column_name, make_column
+from deepspeed_gear.data.ingest.reader import LEAVE_OUT, SCALARS, Reader, column_name, make_column
 from deepspeed_gear.data.ingest.step_arrays import KINDS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
@@ -59,12 +59,13 @@ class TableReader(Reader):
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
         if (schema := self.options.get("schema")) is not None:
-            self.columns = tuple(column for column in schema if column.role not in ("return", "length"))
+            names = ("length",) if schema.role("reward") is None else ("length", "return")
+            self.columns = tuple(column for column in schema if column.name not in names)
             return
         if "rows" not in self.options and not table_files(self.path):
             rule = "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of such files"
             raise DataError(str(self.path), rule)
-        first = next(self._blocks(True), None)
+        first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
         if first is None:
             raise DataError(str(self.path), "must hold at least one row", 0, "the table is empty")
         self._row = self._what_a_row_is(first)
@@ -110,8 +111,9 @@ class TableReader(Reader):
 
     def _what_a_row_is(self, first: Block) -> str:
         """Return "conversation", "step" or "episode", and set the column of episode ids."""
-        usual = {_usual(name, first): rows for name, rows in first.items()}
-        self._done_is_any_end = bool({"done", "dones"} & first.keys()) and {*_FLAGS} <= usual.keys()
+        self._names, usual = first.keys(), {_usual(name, first): rows for name, rows in first.items()}
+        any_end = {_usual(name, first) for name in {"done", "dones"} & first.keys()}
+        self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         if has_tokens(first) or (self._tokenize and not {"observation", "action"} & usual.keys()):
             return "conversation"
         self._id = self.options.get("episode_id")
@@ -143,11 +145,14 @@ class TableReader(Reader):
         is_chat = self._row == "conversation"
         for label, given in self._of_steps() if self._row == "step" else self._rows(is_chat):
             where = f"{self.path}: {label}"
-            row = make(where, given) if is_chat else {_usual(name, given): given[name] for name in given}
-            arrays = {}
+            row = make(where, given) if is_chat else given
+            arrays: dict[str, Any] = {}
             for name, value in row.items():
+                column = column_name(*name.split(".")) if is_chat else _usual(name, self._names)
+                if column in arrays:
+                    raise DataError(f"{where}: {column}", "must come from one key only", name, "rename one")
                 array = numeric(value)
-                arrays[column_name(*name.split("."))] = value if array is None else array
+                arrays[column] = value if array is None else array
             length = _num_steps(where, arrays)
             if not is_chat:
                 _set_flags(arrays, length, self._done_is_any_end)
@@ -158,15 +163,20 @@ class TableReader(Reader):
         last, seen, ended = None, set(), 0
         for block in self._blocks(False):
             if self._id is not None:
-                ids = list(block[self._id])
+                ids = list(block.get(self._id, (None,)))
+                if any(one is None or not isinstance(one, Hashable) or one != one for one in ids):
+                    raise DataError(f"{self.path}: {self._id}", "must be in every row, a number or a text")
             else:
-                flags = [np.asarray(rows, bool) for name, rows in block.items() if _usual(name, ()) in _FLAGS]
+                with DataError.on(
+                    str(self.path), "must have an end flag in every row", ValueError, TypeError
+                ):
+                    flags = [np.asarray(b, bool) for name, b in block.items() if _usual(name, ()) in _FLAGS]
                 if not flags:
                     rule = "must have a column of episode ids, or of end flags, with one step per row"
                     raise DataError(str(self.path), rule, ", ".join(block), "name it with --episode-id")
-                ends = ended + np.cumsum(np.logical_or.reduce(flags))
-                ids, ended = [ended, *ends[:-1].tolist()], int(ends[-1])
-            bounds = [0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)]
+                ends = ended + np.cumsum(np.any([f.any(tuple(range(1, f.ndim))) for f in flags], axis=0))
+                ids, ended = [ended, *ends.tolist()][: len(ends)], int(np.max(ends, initial=ended))
+            bounds = sorted({0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)})
             for low, high in pairwise(bounds):
                 if parts and ids[low] != last:
                     yield f"episode {last}", self._joined(parts)
@@ -191,7 +201,7 @@ class TableReader(Reader):
                 joined[name] = np.concatenate(rows)
             else:
                 values = [*chain.from_iterable(rows)]
-                is_one = isinstance(values[0], str) and values.count(values[0]) == len(values)
+                is_one = all(isinstance(value, str) and value == values[0] for value in values)
                 joined[name] = values[0] if is_one else values
         return joined
 
@@ -210,8 +220,9 @@ class _Facts:
 
     def __init__(self, where: str, name: str, row: str, is_json: bool) -> None:
         self.name, self.is_uneven = name, False
-        self._where, self._is_token, self._is_json = where, row == "conversation", is_json
-        self._role = "other" if self._is_token else _ROLES.get(name.split(".")[0], "other")
+        is_token = row == "conversation"
+        self._where, self._known, self._is_json = where, COLUMNS.get(name) if is_token else None, is_json
+        self._role = "other" if is_token else _ROLES.get(name.split(".")[0], "other")
         self._dtype: np.dtype[Any] | None = None
         self._shapes: dict[Rows, tuple[int, ...]] = {}  # of a row, by what the rows may be
         self._text_bytes, self._json_bytes, self._is_text = 0, 4, not is_json  # 4: null
@@ -230,7 +241,8 @@ class _Facts:
             if isinstance(value, (str, bytes)):
                 self._text_bytes = max(self._text_bytes, len(byte_string(value, where)))
             if not isinstance(value, bytes):
-                self._json_bytes = max(self._json_bytes, len(json_text(plain(where, value), where)))
+                text = json_text(plain(where, value), where, LEAVE_OUT)
+                self._json_bytes = max(self._json_bytes, len(text))
             return
         self.is_uneven |= self._count > 1 and self._dtype is None
         fits: dict[Rows, tuple[int, ...]] = {"1": array.shape}
@@ -238,8 +250,10 @@ class _Facts:
             fits["T" if len(array) == length else "T+1"] = array.shape[1:]
         known = self._shapes if self._dtype is not None else fits
         self._shapes = {rows: shape for rows, shape in known.items() if fits.get(rows) == shape}
+        kinds = {array.dtype.kind, array.dtype.kind if self._dtype is None else self._dtype.kind}
         self._dtype = array.dtype if self._dtype is None else np.result_type(self._dtype, array.dtype)
-        self.is_uneven |= not self._shapes
+        rounds = kinds == {"i", "u"} and self._dtype.kind == "f"  # int64 and uint64
+        self.is_uneven |= not self._shapes or (rounds and self._known is None)
         if self._role != "other" and not {*self._shapes} - {"1"}:
             rule = f"must have a row for each of {length} steps, of the shape of the episodes before"
             raise DataError(where, rule, list(array.shape))
@@ -247,7 +261,7 @@ class _Facts:
     def lacks_numbers(self, num_trajectories: int) -> bool:
         """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
         is_partial = self._dtype is not None and self._count < num_trajectories
-        if is_partial and (self._role != "other" or (self._is_token and self.name in COLUMNS)):
+        if is_partial and (self._role != "other" or self._known is not None):
             raise DataError(self._where, "must be in every row", f"{self._count} of {num_trajectories}")
         return is_partial
 
@@ -256,9 +270,8 @@ class _Facts:
             if self._is_text and self._count == num_trajectories:
                 return Column(self.name, "bytes", rows="1", max_bytes=max(1, self._text_bytes))
             return Column(self.name, "json", rows="1", max_bytes=self._json_bytes)
-        known = COLUMNS.get(self.name) if self._is_token else None
-        if known is not None and self._shapes.get(known.rows) == ():
-            return known
+        if self._known is not None and self._shapes.get(self._known.rows) == ():
+            return self._known
         rows: Rows = next(rows for rows in ("T", "T+1", "1") if rows in self._shapes)
         is_scalar = self._shapes[rows] == () and rows == "T"
         role = "other" if self._role in SCALARS and not (is_scalar and self.name in SCALARS) else self._role
@@ -269,7 +282,9 @@ def _usual(name: str, names: Any) -> str:
     """Return the column's name: `obs.pos` is `observation.pos`, unless the table has that name too."""
     head, *rest = name.split(".")
     usual = ".".join((_USUAL.get(head, head), *rest))
-    return column_name(*(usual if usual not in names else name).split("."))
+    # An end of either cause beside one of terminal states, such as `done` beside `terminations`.
+    is_beside = KINDS.get(name) == "done" and "terminated" in {KINDS.get(other) for other in names}
+    return column_name(*(name if usual in names or is_beside else usual).split("."))
 
 
 def _num_steps(where: str, arrays: dict[str, Any]) -> int:
@@ -294,12 +309,11 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
             arrays[name] = value.reshape(length)
         elif name != "reward" and isinstance(value, np.ndarray) and not value.ndim and length:
             arrays[name] = np.append(np.zeros(length - 1, value.dtype), value)
-    terminated, truncated = arrays.get("terminated"), arrays.get("truncated")
-    if terminated is None or not length or len(terminated) != length:
-        return
-    flags = np.zeros(length, bool) if truncated is None else np.array(truncated, copy=True)
-    if done_is_any_end and flags.shape == terminated.shape:
-        arrays["terminated"] = terminated = (terminated != 0) & (flags == 0)
-    if not terminated[-1] and len(flags) == length:
-        flags[-1] = True
-    arrays["truncated"] = flags
+    flags = {name: arrays[name] for name in _FLAGS if name in arrays}
+    if "terminated" not in flags or any(getattr(rows, "shape", 0) != (length,) for rows in flags.values()):
+        return  # `_Facts` names what is malformed
+    terminated, truncated = flags["terminated"], np.array(flags.get("truncated", np.zeros(length, bool)))
+    if done_is_any_end:
+        arrays["terminated"] = terminated = (terminated != 0) & (truncated == 0)
+    truncated[-1:][terminated[-1:] == 0] = True
+    arrays["truncated"] = truncated

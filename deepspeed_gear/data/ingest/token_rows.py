@@ -7,6 +7,7 @@ name.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 from deepspeed_gear.config import recipes
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.ingest.table_rows import numeric
+from deepspeed_gear.data.opaque_rows import byte_string
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Schema
 
@@ -37,7 +39,7 @@ def has_tokens(names: Iterable[str]) -> bool:
 
 
 class TokenRows:
-    """Turns rows into trajectories of tokens. Groups named by texts are numbered in the order of the rows."""
+    """Turns rows into trajectories of tokens. Of a group's text the id is a hash, equal in all sources."""
 
     def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
         """Import the functions that make tokens of a column.
@@ -48,7 +50,6 @@ class TokenRows:
                 mask, only the tokens of the last of several columns have loss.
         """
         self._tokenize = {name: imported(given, "--tokenize") for name, given in tokenize.items()}
-        self._groups: dict[str, int] = {}
 
     def __call__(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a row: arrays per token, and values."""
@@ -67,9 +68,10 @@ class TokenRows:
         else:
             row = _from_ids(where, row)
         if (group := _first(row, _GROUPS)) and isinstance(row[group], (str, int, np.integer)):
-            name = row.pop(group)
-            is_number = not isinstance(name, str)
-            row["prompt_id"] = name if is_number else self._groups.setdefault(name, len(self._groups))
+            if isinstance(name := row.pop(group), str):
+                digest = hashlib.sha256(byte_string(name, f"{where}: {group}")).digest()
+                name = int.from_bytes(digest[:8], "little") >> 1
+            row["prompt_id"] = name
         arrays = {name: numeric(row.get(name)) for name in _REWARDS}
         scalar = [name for name, array in arrays.items() if array is not None and not array.ndim]
         if scalar and (scalar[0] == "reward" or "reward" not in row):

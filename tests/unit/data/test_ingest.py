@@ -93,8 +93,8 @@ def test_without_next_observations(tmp_path: Path, d4rl: Maker) -> None:
 def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
     qpos = np.arange(16, dtype=np.float64).reshape(8, 2)
     extra = {"infos__qpos": qpos, "infos__goal no": np.arange(8, dtype=np.uint16), "version": np.float64(2)}
-    d4rl(tmp_path / "a.hdf5", metadata__policy__weight=np.zeros(5), **extra)
-    dataset = ingest([tmp_path / "a.hdf5"], tmp_path / "all")
+    d4rl(tmp_path / "a.hdf5", metadata__policy__weight=np.zeros(5), nothing=h5py.Empty("f4"), **extra)
+    dataset = ingest(tmp_path / "a.hdf5", tmp_path / "all")
     assert dataset.schema.names[5:] == ("infos.goal_no", "infos.qpos", "return", "length")
     assert dataset.schema["infos.goal_no"].dtype == "int32"
     np.testing.assert_array_equal(
@@ -108,6 +108,8 @@ def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
     assert chosen.schema.names[5:] == ("infos.qpos", "return", "length")
     none = ingest([tmp_path / "a.hdf5"], tmp_path / "none", columns=[])
     assert none.schema.names[5:] == ("return", "length")
+    with open_source(tmp_path / "a.hdf5") as reader, pytest.raises(ConfigError, match="given to open_source"):
+        ingest(reader, tmp_path / "no", columns=["infos.q*"])
 
 
 def test_dtypes_of_a_source(tmp_path: Path, d4rl: Maker) -> None:
@@ -359,6 +361,7 @@ class Demonstrations(Reader):
             ["--rename", "rewards=r"],
             "--rename must name a column of the source, got 'rewards'; did you mean 'rew",
         ),
+        (["--rename", "act*=a"], "--rename must name a column of the source, got 'act*'"),
         (
             ["--rename", "action=reward"],
             "reward must not have the name of another column, or of a derived one",

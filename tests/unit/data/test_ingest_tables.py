@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from gear_support import run_command
 from deepspeed_gear import Column, Dataset, Schema
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data.ingest import ingest, open_source
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import ConfigError, DataError
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -176,7 +177,10 @@ def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
         assert data.columns["loss_mask"].tolist() == [False, False, True, True] * 3
         assert data.columns["logp"].tolist() == [0, 0, -1, -2] * 3
         assert data.columns["reward"].tolist() == [1, 0, 0.5]
-        assert data.columns["prompt_id"].tolist() == [0, 1, 0]
+        ids = data.columns["prompt_id"].tolist()
+        assert ids[0] == ids[2] != ids[1]
+    other = write_lines(tmp_path / "b.jsonl", [{**row, "score": 0, "uid": "a"}])  # a text is one group in all
+    assert ingest([path, other], tmp_path / "both").columns["prompt_id"].tolist() == [*ids, ids[1]]
 
 
 def template(messages: list[dict[str, str]]) -> dict[str, list[int]]:
@@ -247,6 +251,58 @@ def test_objects_of_a_program(tmp_path: Path) -> None:
     data = Dataset.from_iterable(given, tmp_path / "schema", schema=schema)
     assert data.columns["x.y"].tolist() == [0, 0, 0, 1, 1, 0, 2, 2, 0]
     assert "reward" not in data.schema
+    more = [{"observation": [0, 1], "x": {"y": [7]}}]
+    assert len(Dataset.from_iterable(more, tmp_path / "schema", schema=schema, append=True)) == 4
+
+
+def test_odd_but_legal_tables(tmp_path: Path) -> None:
+    def made(rows: Any, **options: Any) -> Dataset:
+        return Dataset.from_iterable(rows, tmp_path / "out", overwrite=True, **options)
+
+    rows = [{"episode_id": number, "action": number, "reward": number} for number in range(3)]
+    data = made(rows, episode_id="episode_id")
+    assert data.lengths.tolist() == [1, 1, 1]
+    batches = arrow.Table.from_pylist(rows).to_batches(max_chunksize=1)
+    none = batches[0].slice(0, 0)
+    with arrow.ipc.new_stream(str(tmp_path / "a.arrow"), none.schema) as stream:
+        for batch in (none, batches[0], none, *batches[1:]):
+            stream.write_batch(batch)
+    with open_source(tmp_path / "a.arrow", episode_id="episode_id") as reader:
+        assert ingest(reader, tmp_path / "arrow").fingerprint == data.fingerprint
+
+    ends: dict[str, Any] = {"action": [1, 2], "reward": [0, 1]}
+    flag = [False, True]
+    data = made([{**ends, "terminated": flag, "truncated": flag, "done": flag}])
+    assert data.columns["terminated"].tolist() == data.columns["truncated"].tolist() == [False, True]
+    names = ("action", "reward", "dones", "terminations")
+    data = made([dict(zip(names, (1, 1, *flags), strict=True)) for flags in ((0, 0), (1, 1), (0, 0), (1, 0))])
+    assert data.lengths.tolist() == [2, 2]
+    assert data.columns["terminated"].tolist() == [False, True, False, False]
+    assert data.columns["truncated"].tolist() == [False, False, False, True]
+
+    steps = [{"action": [1, 2, 3, 4], "done": [False, True, False, True]}]
+    data = made(steps, reward="last=1", split_by_flags=True)
+    assert (data.columns["reward"].tolist(), data.columns["return"].tolist()) == ([0, 1, 0, 1], [1, 1])
+
+    data = made([{**ends, "key": key} for key in (1, 2**64 - 1)])
+    assert [data.trajectory(i)["key"] for i in range(2)] == [1, 2**64 - 1]
+    kind = arrow.fixed_shape_tensor(arrow.int64(), (2, 3), permutation=[1, 0])
+    values = arrow.array([[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]], kind.storage_type)
+    columns = {"observation": arrow.ExtensionArray.from_storage(kind, values), "action": [0, 1]}
+    path = write_arrow(tmp_path / "b.arrow", arrow.table({**columns, "done": [False, True]}))
+    data = ingest([path], tmp_path / "tensors", reward="none")
+    assert data.columns["observation"][1].tolist() == [[6, 9], [7, 10], [8, 11]]
+
+    returns = Column("return", "float64", role="return", rows="1")
+    schema = Schema([Column("action", "int8"), returns])
+    assert made([{"action": [1], "return": 3}], schema=schema).columns["return"].tolist() == [3]
+    schema = Schema([Column("reward", "float32", role="reward"), returns])
+    with pytest.raises(DataError, match=r"row 0: column return must be 3.0, as ingest derives it, got 9"):
+        made([{"reward": [1, 2], "return": 9}], schema=schema)
+    with pytest.raises(ConfigError, match="schema must be a Schema, got 'dict'"):
+        made([{"action": [1]}], schema={"columns": {}})
+    with pytest.raises(DataError, match=r"row 0: when must be a JSON value, got .*; leave it out with"):
+        made([{**ends, "when": datetime(2024, 1, 1)}])
 
 
 BROKEN = """
@@ -257,6 +313,10 @@ BROKEN = """
 [{"action": [1, 2]}, [1]] | row 1 must be a mapping by column, got 'list'
 [{"action": 1, "reward": 0}] | must have a column of episode ids, or of end flags, with one step per row
 [{"episode": 0, "reward": 0}, {"episode": 1, "reward": 0}, {"episode": 0, "reward": 0}] | rows of episode 0
+[{"episode": 0, "reward": 0}, {"episode": 0, "reward": 0}, {"reward": 0}] | episode must be in every row
+[{"obs": [1], "observations": [3], "action": [1]}] | observation must come from one key only, got 'obs
+[{"reward": 1, "done": true}, {"reward": 1, "done": [1, 2]}] | must have an end flag in every row
+[{"action": [1, 2], "done": 18446744073709551616}] | row 0: terminated must hold numbers
 [{"question": "a", "answer": "b"}] | row 0 must have a column with a value per step, got 'question, answer'
 [{"messages": [{"role": "user", "content": "a"}]}] | row 0 must have token ids, got 'messages'; make them with
 [{"input_ids": [1, 2], "loss_mask": [1]}] | loss_mask must be a list of numbers, one for each of 2 tokens
