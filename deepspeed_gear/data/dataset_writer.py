@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -89,6 +90,8 @@ class DatasetWriter:
         self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})
+        with DataError.on("source", "must be JSON, without NaN and infinities", TypeError, ValueError):
+            json.dumps(self._source, allow_nan=False)
         self._overwrite = overwrite or append
         self._grown_from: dict[str, int] = {}
         #: Sources of the data set that is appended to.

@@ -238,7 +238,7 @@ def split_episodes(
         if column.rows == "1" and column.role == "length":
             return np.asarray(end - first)
         if column.rows == "1" and column.role == "return" and reward is not None:
-            return as_numbers(arrays[reward.name][first:end], reward).sum(dtype=np.float64)
+            return as_numbers(arrays[reward.name][first:end], reward).astype(np.float64).sum()
         if column.rows == "1":
             return given[column.name]
         if column.rows == "T" or end == num_steps:

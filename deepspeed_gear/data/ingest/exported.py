@@ -19,7 +19,7 @@ from deepspeed_gear.schema import Schema
 
 SCHEMA_KEY, LENGTHS_KEY, ROWS_FILE = "gear_schema", "gear_lengths", "trajectories.jsonl"
 _PARQUET = b"PAR1"
-_MALFORMED = OSError, ValueError, KeyError, TypeError, IndexError
+_MALFORMED = OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile
 
 
 class ExportedReader(Reader):
@@ -29,7 +29,7 @@ class ExportedReader(Reader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        with suppress(*_MALFORMED, zipfile.BadZipFile):  # the reader of its layout says how
+        with suppress(*_MALFORMED):  # the reader of its layout says how
             return _written_schema(path) is not None
         return False
 

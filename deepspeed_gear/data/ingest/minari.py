@@ -104,9 +104,8 @@ class MinariReader(Reader):
             raise DataError(str(path), rule, len(numbers), "the data set is incomplete; download it again")
         facts = [self._store.facts(number) for number in numbers]
         self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
-        names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
-        is_required = {key: len(key) == 1 and key[0] in GROUPS for key in names}
-        self._keys = {key: name for key, name in names.items() if is_required[key] or self.select(name)}
+        self._names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
+        self._keys = {k: n for k, n in self._names.items() if "/".join(k) in GROUPS or self.select(n)}
         self._values: dict[str, NDArray[np.int64]] = {}
         for name, fact in (("episode_id", "id"), ("seed", "seed")):
             having = [one[fact] for one in facts if isinstance(one.get(fact), (int, np.integer))]
@@ -173,10 +172,12 @@ class MinariReader(Reader):
         for i, number in enumerate(self._store.numbers):
             present, length = set(self._ordered_keys(number)), len(self._store.load(number, ("rewards",)))
             arrays: dict[str, NDArray[Any]] = {name: values[i] for name, values in self._values.items()}
+            for key in sorted(present ^ self._names.keys()):
+                if key in self._keys or self.select(_name_of(key)):
+                    where = self._store.where(number, *key)
+                    raise DataError(where, "must be in every episode", None, LEAVE_OUT)
             for key, column in zip(self._keys, self.columns, strict=False):  # values of an episode are last
                 where = self._store.where(number, *key)
-                if key not in present:
-                    raise DataError(where, "must be in every episode", None, LEAVE_OUT)
                 arrays[column.name] = convert(where, self._load(number, key, length), column)
             end_episode(arrays)
             yield f"episode {number}", arrays

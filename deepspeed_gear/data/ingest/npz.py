@@ -100,7 +100,7 @@ class NpzReader(ArrayReader):
             return
         if action.dtype.kind == "O":
             for i in range(len(action)):
-                parts = {key: a[i] for key, a in arrays.items() if a.shape[:1] == action.shape}
+                parts = {k: np.asarray(a[i]) for k, a in arrays.items() if a.shape[:1] == action.shape}
                 yield f"trajectory {i}", parts, True
             return
         flat = next((kinds[kind] for kind in ("reward", *FLAG_KINDS) if kind in kinds), np.empty(0))

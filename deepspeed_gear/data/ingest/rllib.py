@@ -110,11 +110,14 @@ class RllibReader(ArrayReader):
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the rows of an episode in the order of `t`, as many as follow each other."""
         with DataError.on(str(self.path), "must have the same columns in all lines", ValueError, KeyError):
-            rows = {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+            keys = dict.fromkeys(key for part in parts for key in part)
+            rows = {key: np.concatenate([part[key] for part in parts]) for key in keys}
         bounds = [0, len(next(iter(rows.values())))]
         if "eps_id" in rows and "t" in rows:
             order = np.argsort(rows["t"], kind="stable")
             rows = {key: array[order] for key, array in rows.items()}
+            if len(again := rows["t"][1:][np.diff(rows["t"]) == 0]):
+                raise DataError(f"{self.path}: t", "must not repeat", again[0].item(), "give each file once")
             bounds[1:1] = (np.flatnonzero(np.diff(rows["t"]) != 1) + 1).tolist()
         for low, high in pairwise(bounds):
             yield {key: array[low:high] for key, array in rows.items()}

@@ -62,7 +62,7 @@ class Steps:
         An episode ends by a time limit after `episode_length` steps; `is_whole`: the steps are one, and not
         those of an environment that resets itself.
         """
-        where = self._where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
+        where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
         self.arrays: dict[str, Any] = {}  # by kind, or kind and part; observations may have a row more
         self.keys: dict[str, str] = {}  # of the source, for each array
@@ -87,18 +87,18 @@ class Steps:
 
     def _check_rows(self, found: list[str]) -> None:
         """Set `length`; raise unless every array has a row per step."""
-        source, rows = self._where.rstrip(": "), {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS}
+        source, rows = self.where.rstrip(": "), {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS}
         action = next((name for name in rows if _kind(name) == "action"), "")
         if not action or not self.states:
             rule, remedy = "must have observations and actions", "docs/how-to/formats.md has the known names"
             raise DataError(source, rule, found, remedy)
         for name, array in rows.items():
             if not array.ndim:
-                raise DataError(f"{self._where}{self.keys[name]}", "must be an array with a row per step")
+                raise DataError(f"{self.where}{self.keys[name]}", "must be an array with a row per step")
         steps = "reward" if "reward" in rows else action
         self.length = len(rows[steps])
         for name, array in rows.items():
-            where, more = f"{self._where}{self.keys[name]}", len(array) - self.length
+            where, more = f"{self.where}{self.keys[name]}", len(array) - self.length
             if more != 0 and not (more == 1 and name in self.states):
                 remedy = LEAVE_OUT if _kind(name) not in _KEYS else ""
                 rule = f"must have {self.length} rows as {self.keys[steps]} has"
@@ -117,7 +117,7 @@ class Steps:
                 shape = [self.length, *rows[names[name]].shape[1:]]
                 if list(rows[name].shape) != shape:
                     rule = f"must have the shape of {self.keys[names[name]]}, {shape}"
-                    raise DataError(f"{self._where}{self.keys[name]}", rule, list(rows[name].shape))
+                    raise DataError(f"{self.where}{self.keys[name]}", rule, list(rows[name].shape))
 
     def _find_ends(self, limit: int | None, returns: Any) -> None:
         given: dict[str, Any] = {kind: self._flag(kind) for kind in FLAG_KINDS if kind in self.arrays}
@@ -126,12 +126,12 @@ class Steps:
             is_complete = returns is not None and returns.shape == (np.count_nonzero(start),)
             given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
         if limit is not None and "truncated" in given:
-            where = f"{self._where}{self.keys['truncated']}"
+            where = f"{self.where}{self.keys['truncated']}"
             raise DataError(where, "must not be in the source with --episode-length", None, "leave it out")
         if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
             remedy = "--episode-length N ends an episode after N steps; or add an array of zeros"
             remedy += " if no episode ends by a time limit"
-            raise DataError(f"{self._where}timeouts", "must be in the source", sorted(given), remedy)
+            raise DataError(f"{self.where}timeouts", "must be in the source", sorted(given), remedy)
         no_flag = np.zeros(self.length, np.bool_)
         ends = np.logical_or.reduce([no_flag, *given.values()])
         done, truncated = given.get("done", no_flag), given.get("truncated", no_flag)
@@ -146,7 +146,7 @@ class Steps:
         self.ends = np.flatnonzero(np.append(ends[:-1], True)) + 1
 
     def _flag(self, kind: str) -> NDArray[np.bool_]:
-        rows, where = np.asarray(self.arrays[kind][()]), f"{self._where}{self.keys[kind]}"
+        rows, where = np.asarray(self.arrays[kind][()]), f"{self.where}{self.keys[kind]}"
         if not rows.ndim:  # of the last step
             rows = np.append(np.zeros(self.length - 1, rows.dtype), rows)
         if rows.shape not in ((self.length,), (self.length, 1)):
@@ -208,8 +208,6 @@ class Steps:
         """Return a column's rows of an episode, with bounds as `bounds` yields them."""
         if column.name in ("terminated", "truncated"):
             return np.asarray(getattr(self, column.name)[low:end])
-        if column.name not in self.arrays:
-            raise DataError(f"{self._where}{column.name}", "must be in every trajectory", None, LEAVE_OUT)
         array = self.arrays[column.name]
         if column.rows == "T":
             return np.asarray(array[low:end])
@@ -257,6 +255,9 @@ class ArrayReader(Reader):
         pairs, is_shifted, num_open, num_resets, has_cause = [], True, 0, 0, True
         for steps in self._steps():
             first = first or steps
+            for name in sorted(steps.arrays.keys() ^ first.arrays.keys()):
+                if name not in FLAG_KINDS and _kind(name) not in _STATES:
+                    raise DataError(f"{steps.where}{name}", "must be in every trajectory", None, LEAVE_OUT)
             if steps.has_next != first.has_next:
                 raise DataError(str(self.path), "must have next observations in all trajectories or in none")
             is_shifted &= steps.is_shifted

@@ -146,6 +146,8 @@ def test_a_wrong_trajectory_changes_nothing(tmp_path: Path) -> None:
         assert str(caught.value) == f"trajectory 1: column {column} {text}"
     writer.add(trajectory(1))
     assert writer.close().fingerprint == write(tmp_path / "same", (3, 1)).fingerprint
+    with pytest.raises(DataError, match="source must be JSON, without NaN and infinities"):
+        DatasetWriter(tmp_path / "new", SCHEMA, source={"scale": float("nan")})
 
 
 def test_a_data_set_has_training_data(tmp_path: Path) -> None:

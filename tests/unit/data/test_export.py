@@ -112,6 +112,18 @@ print(json.dumps([len(episodes), data.total_steps, str(data.observation_space), 
 """
 
 
+def test_returns_of_parts_are_those_that_ingest_derives(tmp_path: Path) -> None:
+    """To the last bit, so that what was split by its flags can be exported."""
+    random, flags = np.random.default_rng(4), np.arange(9010) == 8999
+    rewards = random.standard_normal(9000) * 10 ** random.uniform(-8, 8, 9000)
+    given = {"reward": np.append(rewards, np.ones(10)).astype(np.float32), "terminated": flags}
+    columns = [Column("reward", "float32", (), "reward"), Column("terminated", "bool", (), "terminated")]
+    with DatasetWriter(tmp_path / "set", Schema([*columns, RETURN, LENGTH])) as writer:
+        writer.add({**given, "return": 0, "length": 0}, split_by_flags=True)
+    dataset = Dataset.open(tmp_path / "set")
+    check_same(there_and_back(dataset, tmp_path, "npz"), dataset)
+
+
 def test_other_programs_read_them(tmp_path: Path, minari: Maker) -> None:
     minari(tmp_path / "a" / "data", lengths=(3, 1, 5))
     dataset = ingest([tmp_path / "a"], tmp_path / "set")
@@ -180,6 +192,14 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
     for format, options, text in cases:
         with pytest.raises(DataError, match=text):
             run_command(command, source, str(tmp_path / "out"), "--format", format, *options)
+    with pytest.raises(ConfigError, match="--table must be left out for a data set, got 'main'"):
+        run_command(command, source, str(tmp_path / "out"), "--format", "npz", "--table", "main")
+    assert run_command(command, source, str(tmp_path / "a.npz"), "--format", "npz") == 0
+    content = (tmp_path / "a.npz").read_bytes()
+    (tmp_path / "a.npz").write_bytes(content.replace(b"\x93NUMPY", b"\x93NUMPX", 1))
+    with pytest.raises(DataError, match=r"a.npz must be as gear export wrote it, got .*CRC"):
+        ingest(tmp_path / "a.npz", tmp_path / "out")
+    (tmp_path / "a.npz").unlink()
     (tmp_path / "there.npz").write_text("mine")
     with pytest.raises(DataError, match=r"there.npz must not exist yet; choose another place, or overwrite"):
         run_command(command, source, str(tmp_path / "there.npz"), "--format", "npz")

@@ -178,6 +178,8 @@ def test_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int)
             assert episode["terminated"].tolist() == [False, False, True]
             assert ("reward" in episode) == has_reward
     assert "--allow-pickle reads the arrays in it" in refusal(path)
+    path.write_bytes(pickle.dumps([part, {**part, "more": np.zeros(3)}], protocol))
+    assert refusal(path, allow_pickle=True).startswith("FILE: trajectory 1: more must be in every trajectory")
 
 
 class Runs:
@@ -306,6 +308,8 @@ def test_rllib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool)
         assert episode["action"].tolist() == list(range(len(states) - 1))
         assert set(episode) == {"observation", "action", "reward", "terminated", "truncated"}
     assert [bool(episode["truncated"][-1]) for episode in found] == [False, False, True]
+    (folder / "output-2.json").write_bytes((folder / "output-0.json").read_bytes())
+    assert "t must not repeat, got 0" in refusal(folder, allow_pickle=is_packed or None)
     monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
     path, columns = tmp_path / "a.json", {"actions": [1]}
     policies = {key: value for key, value in batch.items() if key != "type"}

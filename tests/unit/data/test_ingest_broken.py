@@ -104,7 +104,7 @@ def test_a_pattern_must_match(tmp_path: Path, d4rl: Maker) -> None:
     )
 
 
-def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format); "
     known += "docs/how-to/formats.md has what each looks like"
     missing, text, folder, other = (tmp_path / name for name in ("missing", "text", "folder", "other.hdf5"))
@@ -133,6 +133,13 @@ def test_what_is_no_source_is_refused(tmp_path: Path) -> None:
         f"{other} must hold at least one episode, got 0; the data set is empty, or not in Minari's layout"
     )
     assert refused(text, dest, format="d4rl").startswith(f"{text} must be a readable HDF5 file, got ")
+
+    def locked(*_: Any) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("deepspeed_gear.data.ingest.source_checks.first_bytes", locked)
+        assert refused(text, dest) == f"{text} must be readable; [Errno 13] Permission denied"
 
 
 def test_a_truncated_file_and_a_damaged_chunk_are_refused(tmp_path: Path, d4rl: Maker) -> None:
@@ -188,6 +195,7 @@ BROKEN_MINARI: list[tuple[str, Any, str]] = [
     (INFOS, 3.0, f"{INFOS} must have a row per step; {LEAVE_OUT}"),
     (INFOS, np.zeros(9), f"{INFOS} must have 3 or 4 rows for 3 rewards, got 9"),
     (INFOS, np.zeros(4), f"episode_1/infos/x must be in every episode; {LEAVE_OUT}"),
+    ("episode_2/infos/x", np.zeros(4), f"episode_2/infos/x must be in every episode; {LEAVE_OUT}"),
 ]
 
 
