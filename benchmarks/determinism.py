@@ -9,7 +9,6 @@ batch, in the order of sample numbers. All must equal those of one rank without 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import itertools
 import json
@@ -19,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from support import ROOT, ragged
 from support.ranks import free_port, run_ranks, start_ranks
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, Row, print_rows, say
 
 from deepspeed_gear import Batch, Replay
 
@@ -37,6 +36,7 @@ RANKS, ACCUMULATIONS, PREFETCHES, SEEDS = (1, 2, 4), (1, 2, 4), (0, 3), (0, 1, 2
 QUICK_WAYS: tuple[tuple[Any, ...], ...] = ((), (2, 2, 3), (2, 1, 0))
 RESUMED_ON = (4, 1)  # killed on 2 ranks
 _WAIT_S = 300.0
+ENGINE = "--engine"
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,6 @@ class Case:
             "batch_size": GLOBAL_BATCH,
             "gradient_accumulation_steps": self.accumulation,
         }
-
-
-@dataclass(frozen=True)
-class Row:
-    """Whether one variant gave the same batches.
-
-    Args:
-        digest: SHA-256 over the digests of all its global batches, hex.
-        equal: To one rank without accumulation and prefetch.
-    """
-
-    sampler: str
-    seed: int
-    variant: str
-    digest: str
-    equal: bool
 
 
 def cases(quick: bool) -> list[Case]:
@@ -248,30 +232,17 @@ def _launched(
     data: Path, samplers: Sequence[str], folder: Path, count: int
 ) -> dict[tuple[str, str], list[str]]:
     """Run an engine on 2 ranks under DeepSpeed's launcher."""
-    target = folder / "launched.json"
-    chosen = [Case(sampler, 0, 2, 2) for sampler in samplers]
-    port = str(free_port())
-    launcher = Path(sys.executable).with_name("deepspeed")
-    command = [
-        str(launcher),
-        "--num_gpus",
-        "2",
-        "--master_port",
-        port,
-        str(Path(__file__).resolve()),
-        "--engine",
-        str(data),
-        str(target),
-        "--batches",
-        str(count),
-        "--samplers",
-        *samplers,
-    ]
+    target, port = folder / "launched.json", str(free_port())
+    launcher, engine = (
+        Path(sys.executable).with_name("deepspeed"),
+        json.dumps([str(data), str(target), count]),
+    )
+    command = [sys.executable, launcher, "--num_gpus", "2", "--master_port", port, Path(__file__).resolve()]
     environment = {"DS_ACCELERATOR": "cpu"} if not torch.cuda.is_available() else {}
     path = os.pathsep.join(filter(None, (str(launcher.parent), os.environ.get("PATH"))))
     try:
         result = subprocess.run(
-            [sys.executable, *command],
+            [*command, ENGINE, engine, *samplers],
             env={**os.environ, **environment, "PATH": path},
             capture_output=True,
             text=True,
@@ -282,12 +253,10 @@ def _launched(
         for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # DeepSpeed's own buffers, 69 MB a rank
             left.unlink(missing_ok=True)
     if result.returncode or not target.exists():
-        raise RuntimeError(
-            f"deepspeed ended with {result.returncode}:\n{(result.stdout + result.stderr)[-4000:]}"
-        )
-    digests = json.loads(target.read_text())
+        text = (result.stdout + result.stderr)[-4000:]
+        raise RuntimeError(f"deepspeed ended with {result.returncode}:\n{text}")
     variant = "engine.gear_sample() on 2 ranks, accumulation 2, under the deepspeed launcher"
-    return {(case.sampler, variant): d for case, d in zip(chosen, digests, strict=True)}
+    return {(name, variant): d for name, d in zip(samplers, json.loads(target.read_text()), strict=True)}
 
 
 def run(quick: bool = False, launcher: bool = True) -> list[Row]:
@@ -311,14 +280,14 @@ def run(quick: bool = False, launcher: bool = True) -> list[Row]:
             group = [case for case in chosen if case.ranks == ranks]
             if group:
                 digests.update(zip(group, run_ranks(ranks, digest_cases, data, group, count)[0], strict=True))
-                _say(f"{len(group)} cases on {ranks} ranks")
+                say(f"{len(group)} cases on {ranks} ranks")
         more = _resumed(data, samplers, folder, count)
-        _say("killed and resumed")
+        say("killed and resumed")
         if launcher:
             more.update(_launched(data, samplers, folder, count))
-            _say("under the launcher")
+            say("under the launcher")
     rows = _compare(chosen, digests, more)
-    return rows + _distinct([row for row in rows if row.variant == Case("", 0).variant])
+    return rows + _distinct([row for row in rows if row["variant"] == Case("", 0).variant])
 
 
 def _compare(
@@ -331,66 +300,59 @@ def _compare(
         found = {case.variant: digests[case] for case in mine}
         if seed == 0:
             found.update({variant: d for (of, variant), d in more.items() if of == sampler})
-        rows += [Row(sampler, seed, variant, _join(d), d == wanted) for variant, d in found.items()]
+        for variant, made in found.items():
+            rows.append(_row(sampler, seed, variant, _join(made), made == wanted))
     return rows
 
 
+def _row(sampler: str, seed: int, variant: str, digest: str, equal: bool) -> Row:
+    """Return whether a variant gave the batches of one rank without accumulation and prefetch.
+
+    Args:
+        sampler, seed: Of the case.
+        variant: How the batches were made.
+        digest: SHA-256 over the digests of all its global batches, hex.
+        equal: Whether it did.
+    """
+    return {"sampler": sampler, "seed": seed, "variant": variant, "digest": digest, "equal": equal}
+
+
 def _distinct(first: Sequence[Row]) -> list[Row]:
-    all_digests = [row.digest for row in first]
-    return [
-        Row(
-            row.sampler,
-            row.seed,
-            "differs from every other sampler and seed",
-            row.digest,
-            all_digests.count(row.digest) == 1,
-        )
-        for row in first
-    ]
+    digests, variant = [row["digest"] for row in first], "differs from every other sampler and seed"
+    return [{**row, "variant": variant, "equal": digests.count(row["digest"]) == 1} for row in first]
 
 
 def _join(digests: Sequence[str]) -> str:
     return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
-def _say(text: str) -> None:
-    print(f"determinism: {text}", file=sys.stderr, flush=True)
-
-
 def show(rows: Sequence[Row]) -> None:
     """Print a line per sampler and seed, and every variant that differs."""
-    lines = []
-    for sampler, seed in dict.fromkeys((row.sampler, row.seed) for row in rows):
-        mine = [row for row in rows if (row.sampler, row.seed) == (sampler, seed)]
-        lines.append((sampler, seed, mine[0].digest[:16], len(mine), sum(row.equal for row in mine)))
-    print_table(("sampler", "seed", "sha256 of all batches", "checks", "hold"), lines)
+    lines: dict[tuple[str, int], Row] = {}
     for row in rows:
-        if not row.equal:
-            print(f"DIFFERENT: {row.sampler}, seed {row.seed}: {row.variant}")
+        case = {"sampler": row["sampler"], "seed": row["seed"], "sha256": row["digest"][:16]}
+        line = lines.setdefault((row["sampler"], row["seed"]), {**case, "checks": 0, "hold": 0})
+        line["checks"] += 1
+        line["hold"] += row["equal"]
+    print_rows(list(lines.values()))
+    for row in rows:
+        if not row["equal"]:
+            print(f"DIFFERENT: {row['sampler']}, seed {row['seed']}: {row['variant']}")
 
 
 def main() -> None:
     """Run from the command line; the exit code is 1 if anything differs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="fewer cases and batches, no launcher")
-    parser.add_argument("--engine", nargs=2, type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--batches", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--samplers", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.engine is not None:
-        data, target = options.engine
-        engine_cases(data, [Case(name, 0, 2, 2) for name in options.samplers], options.batches, target)
+    if ENGINE in sys.argv:  # under the launcher, whose own arguments stand before it
+        given, *samplers = sys.argv[sys.argv.index(ENGINE) + 1 :]
+        data, target, count = json.loads(given)
+        engine_cases(Path(data), [Case(name, 0, 2, 2) for name in samplers], count, Path(target))
         return
-    disturbance = Disturbance()
-    rows = run(options.quick, launcher=not options.quick)
+    report = Report(__doc__, "fewer cases and batches, no launcher")
+    quick = report.options.quick
+    rows = run(quick, launcher=not quick)
     show(rows)
-    if options.json is not None:
-        write_json(options.json, document(disturbance, [asdict(row) for row in rows]))
-    sys.exit(0 if all(row.equal for row in rows) else 1)
+    report.write(rows)
+    sys.exit(0 if all(row["equal"] for row in rows) else 1)
 
 
 if __name__ == "__main__":

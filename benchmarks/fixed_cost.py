@@ -9,18 +9,17 @@ the tree out of the caches before the next call.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 import torch
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, Row, print_rows
+from support.turns import median_us
 from support.workloads import workload
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
@@ -101,16 +100,6 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
     return {part: float(np.median(times)) / 1e3 for part, times in timers.spent.items()}
 
 
-def median_us(work: Callable[[], object], count: int) -> float:
-    """Return the median time of a call in microseconds."""
-    times = []
-    for _ in range(count):
-        begin = perf_counter_ns()
-        work()
-        times.append(perf_counter_ns() - begin)
-    return float(np.median(times)) / 1e3
-
-
 def goals_us(batch_size: int, count: int) -> float:
     """Return the time of drawing the goals of a batch, where hindsight relabels four of five samples."""
     columns = [Column("goal", "float32", (3,), rows="T+1"), Column("reward", "float32", (), "reward")]
@@ -152,7 +141,7 @@ def opening_us(sampler: dict[str, str], num_trajectories: int, count: int) -> fl
     return float(np.median(times))
 
 
-def calls(quick: bool) -> list[dict[str, Any]]:
+def calls(quick: bool) -> list[Row]:
     """Measure other calls. Returns a row each, with its bound."""
     trajectories, times = (100, 1) if quick else (100_000, 5)
     found = {"goals of hindsight, B = 256": (goals_us(256, 20 if quick else 2000), 20.0)}
@@ -163,43 +152,31 @@ def calls(quick: bool) -> list[dict[str, Any]]:
     return [{"call": name, "us": us, "bound": b, "holds": us <= b} for name, (us, b) in found.items()]
 
 
-def run(quick: bool = False) -> list[dict[str, Any]]:
-    """Measure both cases. Returns a row per part, one for everything but the op, and one per call."""
-    torch.set_num_threads(1)
+def parts(quick: bool) -> list[Row]:
+    """Measure both cases. Returns a row per part, and one for everything but the op."""
     scale = 0.02 if quick else 1.0
     found = {
         case: measure(window, 32 if quick else size, 20 if quick else count, scale)
         for case, (window, size, count) in CASES.items()
     }
-    parts = [part for _, _, part in PARTS if part != OP]
-    rows: list[dict[str, Any]] = [
-        {"part": part, **{f"{case}_us": found[case][part] for case in CASES}} for part in parts
+    names = [part for _, _, part in PARTS if part != OP]
+    rows: list[Row] = [
+        {"part": part, **{f"{case}_us": found[case][part] for case in CASES}} for part in names
     ]
     rows.sort(key=lambda row: -row["warm_us"])
-    sums = {f"{case}_us": sum(found[case][part] for part in parts) for case in CASES}
-    return [
-        *rows,
-        {"part": "sum without the op", **sums},
-        {"part": OP, **{f"{c}_us": found[c][OP] for c in CASES}},
-        *calls(quick),
-    ]
+    sums = {f"{case}_us": sum(found[case][part] for part in names) for case in CASES}
+    op = {f"{case}_us": found[case][OP] for case in CASES}
+    return [*rows, {"part": "sum without the op", **sums}, {"part": OP, **op}]
 
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    options = parser.parse_args()
-    disturbance = Disturbance()
-    rows = run(options.quick)
-    parts = [row for row in rows if "part" in row]
-    print_table(("part", "warm us", "cold us"), [list(row.values()) for row in parts])
-    print_table(("call", "us", "bound", "holds"), [list(row.values()) for row in rows if "call" in row])
-    if options.json is not None:
-        write_json(options.json, document(disturbance, rows))
+    report = Report(__doc__)
+    torch.set_num_threads(1)
+    of_parts, of_calls = parts(report.options.quick), calls(report.options.quick)
+    print_rows(of_parts)
+    print_rows(of_calls)
+    report.write([*of_parts, *of_calls])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ table that wait instead of generating and training.
 
 from __future__ import annotations
 
-import argparse
 import heapq
 import json
 import multiprocessing
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, print_rows
 from leases import section
 
 from deepspeed_gear import Column, DatasetWriter, LeaseExpiredError, Replay, RolloutWorker, Schema, StoreError
@@ -123,30 +122,24 @@ def run(order: str, late: str, batches: int, lengths: Lengths) -> Prediction:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    report = Report(
+        __doc__,
+        predict=(Path, "write the predictions to this file, and run nothing"),
+        predicted=(Path, "file of predictions to compare the runs with"),
+        batches=(60, "rollout batches of each run"),
     )
-    parser.add_argument("--predict", type=Path, help="write the predictions to this file, and run nothing")
-    parser.add_argument("--predicted", type=Path, help="file of predictions to compare the runs with")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--batches", type=int, default=60, help="rollout batches of each run")
-    options = parser.parse_args()
-    lengths, disturbance = lengths_by_number(), Disturbance()
-    if options.predicted is not None:
-        rows = json.loads(options.predicted.read_text())["rows"]
+    lengths, given = lengths_by_number(), report.options
+    if given.predicted is not None:
+        rows = json.loads(given.predicted.read_text())["rows"]
     else:
         spec = read_spec(parse(config_of(Path("prompts"), "lease", "wait")))[0]
         rules = [replace(spec, order=order, late=late) for order, late in RULES]
-        rows = [
-            asdict(simulate(rule, lengths, PACE, options.batches)) | {"kind": "predicted"} for rule in rules
-        ]
-    if options.predict is None:
-        rows += [asdict(run(*rule, options.batches, lengths)) | {"kind": "run"} for rule in RULES]
-    cells = [[value if isinstance(value, str) else round(value, 3) for value in row.values()] for row in rows]
-    print_table(list(rows[0]), cells)
-    path = options.predict or options.json
-    if path is not None:
-        write_json(path, document(disturbance, rows))
+        made = [simulate(rule, lengths, PACE, given.batches) for rule in rules]
+        rows = [asdict(prediction) | {"kind": "predicted"} for prediction in made]
+    if given.predict is None:
+        rows += [asdict(run(*rule, given.batches, lengths)) | {"kind": "run"} for rule in RULES]
+    print_rows(rows)
+    report.write(rows, path=given.predict)
 
 
 if __name__ == "__main__":

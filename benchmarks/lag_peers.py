@@ -11,7 +11,6 @@ consumption. Lengths are log-normal (sigma 1.2), equal for all; a group takes as
 
 from __future__ import annotations
 
-import argparse
 import contextvars
 import heapq
 import queue
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, Row, print_rows
 from lag import GROUPS, MAX_LAG, PACE, SIZE, config_of, lengths_by_number
 from packing_peers import load_names
 
@@ -218,7 +217,7 @@ class Run:
         """The first group that is neither trained nor dropped."""
         return min(self.versions.keys() - {*self.trained, *self._rule.dropped})
 
-    def row(self, system: str, prefix: int) -> dict[str, Any]:
+    def row(self, system: str, prefix: int) -> Row:
         """Describe the run; dropped work and lengths over the first `prefix` leases."""
         trained = self.lengths_of([number for number in self.trained if number < prefix])
         every = self.lengths_of(range(prefix))
@@ -264,27 +263,24 @@ def kolmogorov_smirnov(one: np.ndarray, other: np.ndarray) -> tuple[float, float
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    report = Report(
+        __doc__,
+        wheels=(Path, "folder with wheels of TRL and AReaL"),
+        batches=(300, "rollout batches of each run"),
     )
-    parser.add_argument("--wheels", type=Path, required=True, help="folder with wheels of TRL and AReaL")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--batches", type=int, default=300, help="rollout batches of each run")
-    options = parser.parse_args()
-    disturbance, lengths = Disturbance(), lengths_by_number()
+    if report.options.wheels is None:
+        report.parser.error("--wheels must be a folder with wheels of TRL and AReaL")
     rules: dict[str, Rule] = {"deepspeed_gear": Ledger()}
     peers: dict[str, Callable[[Path], Rule]] = {"TRL": Trl, "AReaL": Areal}
     for name, peer in peers.items():
-        wheel = next(options.wheels.glob(f"{name.lower()}-*.whl"))
+        wheel = next(report.options.wheels.glob(f"{name.lower()}-*.whl"))
         rules[f"{name} {wheel.name.split('-')[1]}"] = peer(wheel)
-    runs = {name: Run(rule, lengths, options.batches) for name, rule in rules.items()}
+    lengths = lengths_by_number()
+    runs = {name: Run(rule, lengths, report.options.batches) for name, rule in rules.items()}
     prefix = min(run.first_open for run in runs.values())
     rows = [run.row(name, prefix) for name, run in runs.items()]
-    print_table(
-        list(rows[0]), [[v if isinstance(v, str) else round(v, 3) for v in row.values()] for row in rows]
-    )
-    if options.json is not None:
-        write_json(options.json, document(disturbance, rows))
+    print_rows(rows)
+    report.write(rows)
 
 
 if __name__ == "__main__":

@@ -19,16 +19,15 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from support import ROOT
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, Row, print_rows
 
 RANDOM_STEPS = 500
 ENVS, ROLLOUT = 4, 128  # of PPO
 PEER_PACKAGES = ("torch", "numpy", "gymnasium", "tensordict", "torchrl")
-Row = dict[str, Any]
 
 
 class Speed(NamedTuple):
@@ -215,33 +214,27 @@ def measured(programs: Programs, systems: Collection[str], options: argparse.Nam
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    report = Report(
+        __doc__,
+        "few steps, once: numbers mean nothing",
+        lean=(Path, "a checkout of pytorch-labs/LeanRL"),
+        cleanrl=(Path, "a checkout of vwxyzjn/cleanrl"),
+        peer_python=(sys.executable, "an interpreter for both"),
+        compile=(False, "measure compiled programs too"),
+        rounds=(3, "runs of each program, in turns"),
+        algorithms=(tuple(case.algorithm for case in CASES), "some of them"),
     )
-    parser.add_argument("--lean", type=Path, help="a checkout of pytorch-labs/LeanRL")
-    parser.add_argument("--cleanrl", type=Path, help="a checkout of vwxyzjn/cleanrl")
-    parser.add_argument("--peer-python", default=sys.executable, help="an interpreter for both")
-    parser.add_argument("--compile", action="store_true", help="measure compiled programs too")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each program, in turns (%(default)s)")
-    names = [case.algorithm for case in CASES]
-    parser.add_argument("--algorithms", nargs="+", choices=names, default=names)
-    parser.add_argument("--quick", action="store_true", help="few steps, once: numbers mean nothing")
-    parser.add_argument("--json", help="where the result is written")
-    options = parser.parse_args()
+    options = report.options
     given = {"LeanRL": options.lean, "CleanRL": options.cleanrl}
     folders = {name: folder.resolve() for name, folder in given.items() if folder is not None}
     for name, folder in folders.items():
         if not (folder / name.lower()).is_dir():
-            parser.error(f"{folder} must be a checkout of {name}: it has no folder {name.lower()}/")
-    disturbance = Disturbance()
+            report.parser.error(f"{folder} must be a checkout of {name}: it has no folder {name.lower()}/")
     with tempfile.TemporaryDirectory() as scratch:
         programs = Programs(options.peer_python, folders, options.quick, Path(scratch))
         rows = measured(programs, folders, options)
-    columns = ("algorithm", "env", "envs", "system", "flags", "steps_per_s", "steps_per_cpu_s")
-    print_table(columns, [[row[column] for column in columns] for row in rows])
-    if options.json:
-        peers = versions(options.peer_python, folders) if folders else {}
-        write_json(options.json, document(disturbance, rows, peers=peers))
+    print_rows(rows, "algorithm env envs system flags steps_per_s steps_per_cpu_s")
+    report.write(rows, peers=versions(options.peer_python, folders) if folders else {})
 
 
 if __name__ == "__main__":

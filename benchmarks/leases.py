@@ -5,7 +5,6 @@ python benchmarks/leases.py [--workers 2] [--remote] [--keep] [--json F] [--quic
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, print_rows
 
 from deepspeed_gear import (
     Column,
@@ -117,21 +116,17 @@ def measure(
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    report = Report(
+        __doc__,
+        workers=(2, "rollout workers"),
+        remote=(False, "workers lease through a gateway"),
+        keep=(False, "in a store that outlives its job"),
     )
-    parser.add_argument("--workers", type=int, default=2, help="rollout workers")
-    parser.add_argument("--remote", action="store_true", help="workers lease through a gateway")
-    parser.add_argument("--keep", action="store_true", help="in a store that outlives its job")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    options = parser.parse_args()
-    disturbance, sizes = Disturbance(), (4, 16) if options.quick else (24, 512)
-    cases, how = ((1, 1), (1, 64), (8, 16)), (options.remote, options.keep)
-    rows = [measure(size, n, options.workers, *sizes, *how) for size, n in cases]
-    print_table(list(rows[0]), [list(row.values()) for row in rows])
-    if options.json is not None:
-        write_json(options.json, document(disturbance, rows))
+    given = report.options
+    sizes, how = (4, 16) if given.quick else (24, 512), (given.remote, given.keep)
+    rows = [measure(size, n, given.workers, *sizes, *how) for size, n in ((1, 1), (1, 64), (8, 16))]
+    print_rows(rows)
+    report.write(rows)
 
 
 if __name__ == "__main__":

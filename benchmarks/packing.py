@@ -14,16 +14,15 @@ Peers are read out of the wheels in `--wheels`; without it this planner is measu
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import thread_time
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from support import ROOT
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, Row, print_rows
 from packing_micro import measure_micro
 from packing_peers import Peer, Plan, load_peers
 
@@ -34,7 +33,6 @@ LINEAR, QUADRATIC, TOKENS = 24576, 1, 16384
 SEEDS = 3
 GEAR = "gear"
 TURNS, PEER_TURNS = 30, 3
-Row = dict[str, Any]
 T = TypeVar("T")
 
 
@@ -243,45 +241,20 @@ def bounds(rows: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--wheels", type=Path, help="folder with wheels of verl, OpenRLHF, AReaL, TRL")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    options = parser.parse_args()
-    disturbance = Disturbance()
+    report = Report(__doc__, wheels=(Path, "folder with wheels of verl, OpenRLHF, AReaL, TRL"))
+    quick, wheels = report.options.quick, report.options.wheels
     torch.set_num_threads(1)
-    peers = load_peers(options.wheels) if options.wheels else []
-    rows = [row for workload in workloads(options.quick) for row in measure(workload, peers, options.quick)]
-    rows += bounds(rows)
-    columns = (
-        "workload",
-        "n",
-        "width",
-        "planner",
-        "least",
-        "k",
-        "imbalance",
-        "over",
-        "empty",
-        "ms",
-        "rank_ms",
-    )
-    columns += ("fewest", "most_even", "error")
-    plans = [row for row in rows if row["what"] == "plan"]
-    print_table(columns, [[row.get(column) for column in columns] for row in plans])
+    peers = load_peers(wheels) if wheels else []
+    plans = [row for workload in workloads(quick) for row in measure(workload, peers, quick)]
+    columns = "workload n width planner least k imbalance over empty ms rank_ms fewest most_even error"
+    print_rows(plans, columns)
     print()
-    columns = ("workload", "n", "width", "figure", "judged", "bound", "holds")
-    judged = [row for row in rows if row["what"] == "bound"]
-    print_table(columns, [[row[column] for column in columns] for row in judged])
+    judged = bounds(plans)
+    print_rows(judged, "workload n width figure judged bound holds")
     print()
-    rows += measure_micro(options.quick)
-    micro = [row for row in rows if row["what"] == "micro"]
-    columns = ("case", "micro_batches", "limit_us", "op_us", "op_ratio", "bound", "micro_us", "over_us")
-    print_table(columns, [[row.get(column) for column in columns] for row in micro])
-    if options.json is not None:
-        write_json(options.json, document(disturbance, rows))
+    micro = measure_micro(quick)
+    print_rows(micro, "case micro_batches limit_us op_us op_ratio bound micro_us over_us")
+    report.write([*plans, *judged, *micro])
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.limit import library
+from support.report import Row
 
 from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution
@@ -26,7 +27,6 @@ from deepspeed_gear.replay.rollout_data import RolloutData
 
 TOKENS, STEPS, TURNS = 16384, 8, 6
 GATHER_BOUND, OVER_BOUND_US = 1.15, 200.0
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ trajectories, so that both do the same work; `rows` are the places that the mode
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
@@ -17,13 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from support.report import print_table
+from support.report import Report, Row, print_rows
 
 from deepspeed_gear import Replay
 
 GROUPS, SIZE, PROMPT, RESPONSE, TOKENS, TURNS = 4, 8, 400, 200, 2048, 5
 WORDS = 2048
-Row = dict[str, Any]
 
 
 def section(prefix: str, size: Mapping[str, int]) -> dict[str, Any]:
@@ -91,14 +89,11 @@ def measure_prefixes(quick: bool) -> list[Row]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    quick = parser.parse_args().quick
+    report = Report(__doc__)
     torch.set_num_threads(1)
-    columns = ("prefix", "micro_batches", "rows", "shared", "seconds", "tokens_per_s", "loss")
-    print_table(columns, [[row[column] for column in columns] for row in measure_prefixes(quick)])
+    rows = measure_prefixes(report.options.quick)
+    print_rows(rows, "prefix micro_batches rows shared seconds tokens_per_s loss")
+    report.write(rows)
 
 
 if __name__ == "__main__":

@@ -8,17 +8,14 @@ an unbiased sampler leaves an item out with a probability of 0.0013 in the whole
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from support.report import Disturbance, document, print_table, write_json
+from support.report import Report, Row, print_rows, say
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.ops import load_backend
@@ -31,56 +28,37 @@ LEAST_P = 1e-4  # two-sided; three independent tests at fixed seeds
 _SLOT = 1  # word of a resolution
 
 
-@dataclass
-class Row:
-    """One test.
+def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
+    """Compare counts of independent draws with equal expectations.
 
     Args:
-        items: Number of equally likely items.
-        draws_per_item: Expected count of each.
-        chi2: Sum of (count - expected)^2 / expected, with items - 1 degrees of freedom.
-        p: Probability of a chi2 at least as far from its mean, if all items are equally likely; None for an
-            epoch, which is not random in what it visits.
-        smallest, largest: Counts over all items.
-        smallest_expected: Count that the rarest of so many items has, typically.
-        starved: Items that were never drawn.
+        what: Was drawn.
+        counts: How often each item was drawn. [items], int.
+        seconds: That it took.
+    Returns:
+        `chi2` is the sum of (count - expected)^2 / expected, with items - 1 degrees of freedom; `p` the
+        probability of one at least as far from its mean, if all items are equally likely (None for an epoch,
+        which is not random in what it visits); `smallest_expected` the count that the rarest of so many items
+        has, typically; `starved` the number of items that were never drawn.
     """
-
-    what: str
-    items: int
-    draws_per_item: float
-    chi2: float
-    p: float | None
-    smallest: int
-    smallest_expected: int
-    largest: int
-    starved: int
-    seconds: float
-    holds: bool
-
-
-def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
-    """Compare counts of independent draws with equal expectations. [items], int."""
     expected = counts.sum() / len(counts)
     chi2 = float(np.square(counts - expected).sum() / expected)
     z = (chi2 - (len(counts) - 1)) / math.sqrt(2 * (len(counts) - 1))  # normal for so many degrees of freedom
     p = math.erfc(abs(z) / math.sqrt(2))
-    smallest, starved = int(counts.min()), int((counts == 0).sum())
-    likely_starved = len(counts) * math.exp(-expected)
-    holds = p >= LEAST_P and starved <= likely_starved + 5 * math.sqrt(likely_starved)
-    return Row(
-        what,
-        len(counts),
-        float(expected),
-        chi2,
-        p,
-        smallest,
-        rarest(len(counts), expected),
-        int(counts.max()),
-        starved,
-        round(seconds, 1),
-        holds,
-    )
+    starved, likely_starved = int((counts == 0).sum()), len(counts) * math.exp(-expected)
+    return {
+        "what": what,
+        "items": len(counts),
+        "draws_per_item": float(expected),
+        "chi2": chi2,
+        "p": p,
+        "smallest": int(counts.min()),
+        "smallest_expected": rarest(len(counts), expected),
+        "largest": int(counts.max()),
+        "starved": starved,
+        "seconds": round(seconds, 1),
+        "holds": p >= LEAST_P and starved <= likely_starved + 5 * math.sqrt(likely_starved),
+    }
 
 
 def rarest(items: int, expected: float) -> int:
@@ -142,8 +120,7 @@ def of_epoch(items: int, chunk: int) -> Row:
     with table(items, {"kind": "epoch", "unit": "step"}, chunk) as replay:
         counts = count_all(items, drawn(replay, items))
     row = judge("one epoch of steps", counts, time.monotonic() - begin)
-    row.p, row.smallest_expected, row.holds = None, 1, bool((counts == 1).all())
-    return row
+    return {**row, "p": None, "smallest_expected": 1, "holds": bool((counts == 1).all())}
 
 
 def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
@@ -167,42 +144,26 @@ def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
     return judge("trajectories of one step", count_all(items, batches()), time.monotonic() - begin)
 
 
-def run(quick: bool = False, draws_per_item: int = 24) -> list[Row]:
+def main() -> None:
     """Test steps, trajectories with a drawn anchor, trajectories alone, and an epoch.
 
-    Args:
-        quick: 2^12 items, to see that it runs.
-        draws_per_item: Expected count of an item.
+    The exit code is 1 if a test fails.
     """
-    items = 1 << (QUICK_LOG2 if quick else ITEMS_LOG2)
-    chunk = min(CHUNK, items)
+    report = Report(
+        __doc__, "few items, to see that it runs", draws_per_item=(24, "expected count of an item")
+    )
+    items = 1 << (QUICK_LOG2 if report.options.quick else ITEMS_LOG2)
+    chunk, draws_per_item = min(CHUNK, items), report.options.draws_per_item
     rows = []
-    for what, sampler in (
-        ("steps", {"kind": "uniform", "unit": "step"}),
-        ("trajectories, then anchors", {"kind": "uniform", "unit": "trajectory"}),
-    ):
+    for what, unit in (("steps", "step"), ("trajectories, then anchors", "trajectory")):
+        sampler = {"kind": "uniform", "unit": unit}
         rows.append(of_replay(what, items, sampler, draws_per_item, chunk))
-        print(f"starvation: {what}", file=sys.stderr, flush=True)
+        say(what)
     rows.append(of_trajectories(items, draws_per_item, chunk))
     rows.append(of_epoch(items, chunk))
-    return rows
-
-
-def main() -> None:
-    """Run from the command line; the exit code is 1 if a test fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--draws-per-item", type=int, default=24, help="expected count of an item")
-    parser.add_argument("--quick", action="store_true", help="few items, to see that it runs")
-    options = parser.parse_args()
-    disturbance = Disturbance()
-    rows = run(options.quick, options.draws_per_item)
-    print_table(list(asdict(rows[0])), [list(asdict(row).values()) for row in rows])
-    if options.json is not None:
-        write_json(options.json, document(disturbance, [asdict(row) for row in rows]))
-    sys.exit(0 if all(row.holds for row in rows) else 1)
+    print_rows(rows)
+    report.write(rows)
+    sys.exit(0 if all(row["holds"] for row in rows) else 1)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from time import perf_counter_ns, thread_time_ns
-
 import numpy as np
 import torch
 
 from support.limit import CopyLimit
+from support.turns import Times, timed
 from support.workloads import Workload
 from deepspeed_gear.batching.gather import Gatherer
 
@@ -16,7 +14,6 @@ FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
 _POOL_BYTES = 240e6  # batches that are rotated over: more than any cache holds, as in training
 _MOST_BATCHES = 4096
 RING = 2  # batches in a Replay's ring without accumulation and prefetch
-Times = tuple[np.ndarray, np.ndarray]  # CPU and wall time of each batch, in ns
 
 
 class Subject:
@@ -90,16 +87,3 @@ class Subject:
                 torch.index_select(column, 0, rows[turn], out=out)
 
         return timed(run, count)
-
-
-def timed(run: Callable[[int], object], count: int, prepare: Callable[[int], object] | None = None) -> Times:
-    """Call `run(0)`, `run(1)`, ... and time each call; `prepare` is not in the time."""
-    times = np.empty((2, count), np.int64)
-    for turn in range(count):
-        if prepare is not None:
-            prepare(turn)
-        wall, cpu = perf_counter_ns(), thread_time_ns()
-        run(turn)
-        times[0, turn] = thread_time_ns() - cpu
-        times[1, turn] = perf_counter_ns() - wall
-    return times[0], times[1]

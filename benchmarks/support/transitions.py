@@ -9,8 +9,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from support.select_limit import SelectLimit
-from support.subject import RING, Times, timed
+from support.limit import SelectLimit
+from support.subject import RING
+from support.turns import Times, timed
 from support.workloads import Workload, workload
 from deepspeed_gear import Replay
 from deepspeed_gear.ops import load_backend

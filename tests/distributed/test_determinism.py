@@ -20,9 +20,9 @@ def test_batches_are_the_same_in_every_division(monkeypatch: pytest.MonkeyPatch,
     context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "deepspeed_gear.replay.replay"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     rows = determinism.run(quick=True, launcher=False)
-    assert [row for row in rows if not row.equal] == []
+    assert [row for row in rows if not row["equal"]] == []
     for sampler in ragged.SAMPLERS:
-        variants = {row.variant for row in rows if row.sampler == sampler}
+        variants = {row["variant"] for row in rows if row["sampler"] == sampler}
         assert variants == {
             "1 ranks, accumulation 1, prefetch 0",
             "2 ranks, accumulation 2, prefetch 3",
@@ -31,4 +31,4 @@ def test_batches_are_the_same_in_every_division(monkeypatch: pytest.MonkeyPatch,
             "killed on 2 ranks, resumed on 1",
             "differs from every other sampler and seed",
         }
-    assert len({row.digest for row in rows}) == len(ragged.SAMPLERS)
+    assert len({row["digest"] for row in rows}) == len(ragged.SAMPLERS)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.limit import CopyLimit
-from support.select_limit import SelectLimit
+from support.limit import CopyLimit, SelectLimit
 
 from speed import derived, work
 from speed.work import Array, Batches, Rows
