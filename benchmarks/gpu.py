@@ -11,26 +11,22 @@ bound that is not met is only told.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import support  # noqa: F401  # puts the checkout first
 import gpu_device_table
 import gpu_host_table
 import torch
-from support.report import Disturbance, document, print_table, write_json
-from gpu_clock import Clock, Row
+from support.report import Report, Row, print_rows
+from gpu_clock import Clock
 
 BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
-
-
 FIGURES = ("gather", "selection", "kernels", "steps", "online", "host")
 
 
@@ -56,11 +52,10 @@ def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table
     }
 
 
-def measured(name: str, figure: Figure) -> Iterator[dict[str, Any]]:
+def measured(name: str, figure: Figure) -> Iterator[Row]:
     """Give the rows of a figure; where it fails, a row with the error behind those that it has given."""
     try:
-        for row in figure():
-            yield row.to_json()
+        yield from figure()
     except Exception as error:
         traceback.print_exc()
         yield {"figure": name, "error": f"{type(error).__name__}: {error}"}
@@ -86,11 +81,10 @@ def card(device: torch.device) -> dict[str, Any]:
     }
 
 
-def print_rows(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[Row]) -> None:
     """Print what was measured, and what is asked for."""
-    columns = ("figure", "case", "what", "us", "gb_per_s", "ceiling_us", "fraction", "asked", "holds")
     good = [row for row in rows if "error" not in row]
-    print_table(columns, [[row.get(column) for column in columns] for row in good])
+    print_rows(good, "figure case what us gb_per_s ceiling_us fraction asked holds")
     for row in rows:
         if "error" in row:
             print(f"{row['figure']}: {row['error']}")
@@ -98,26 +92,16 @@ def print_rows(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    report = Report(
+        __doc__,
+        also=("--smoke",),
+        device=("cuda", "a CUDA device, or cpu with --smoke"),
+        figures=(FIGURES, "which ones; all"),
+        tables=(gpu_host_table.TABLES, "in host memory of the figure host: 1 GiB, 12 GiB; both"),
     )
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--device", default="cuda", help="a CUDA device, or cpu with --smoke")
-    parser.add_argument(
-        "--smoke", "--quick", action="store_true", dest="is_smoke", help="tiny sizes, to see that it runs"
-    )
-    parser.add_argument("--figures", nargs="+", choices=FIGURES, default=FIGURES, help="which ones; all")
-    parser.add_argument(
-        "--tables",
-        nargs="+",
-        choices=gpu_host_table.TABLES,
-        default=gpu_host_table.TABLES,
-        help="tables in host memory of the figure host: 1 GiB, 12 GiB; both",
-    )
-    options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cpu" and not options.is_smoke:
-        parser.error("--device cpu needs --smoke: without a GPU there are no figures to take")
+    device, is_smoke = torch.device(report.options.device), report.options.quick
+    if device.type == "cpu" and not is_smoke:
+        report.parser.error("--device cpu needs --smoke: without a GPU there are no figures to take")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(
@@ -130,16 +114,14 @@ def main() -> None:
         torch.cuda.set_device(device)
         # As a Replay's: the copy engine takes many pieces at once on streams other than the default one.
         torch.cuda.set_stream(torch.cuda.Stream(device))
-    disturbance, rows = Disturbance(), list[dict[str, Any]]()
-    clock = Clock(device, 2 if options.is_smoke else BLOCKS, 0.0 if options.is_smoke else BLOCK_S)
-    known = figures(clock, options.is_smoke, options.tables)
-    for name in dict.fromkeys(options.figures):
+    rows = list[Row]()
+    clock = Clock(device, 2 if is_smoke else BLOCKS, 0.0 if is_smoke else BLOCK_S)
+    known = figures(clock, is_smoke, report.options.tables)
+    for name in dict.fromkeys(report.options.figures):
         for row in measured(name, known[name]):
-            rows.append(row)
-            if options.json is not None:  # what is there stays there, whatever comes
-                extra = {"device": card(device), "smoke": options.is_smoke}
-                write_json(options.json, document(disturbance, rows, **extra))
-    print_rows(rows)
+            rows.append(row)  # what is there stays there, whatever comes
+            report.write(rows, device=card(device), smoke=is_smoke)
+    show(rows)
     sys.exit(1 if any("error" in row for row in rows) else 0)
 
 

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import torch
+from support.report import Row
 
 Run = Callable[[], object]
 WARM_UP = 3
 
 
-@dataclass
-class Row:
-    """One measurement.
+def row_of(
+    figure: str,
+    case: str,
+    what: str,
+    us: float | None,
+    ceiling: str = "",
+    ceiling_us: float | None = None,
+    fraction: float | None = None,
+    num_bytes: int | None = None,
+) -> Row:
+    """Return one measurement.
 
     Args:
         figure: What is measured.
@@ -28,39 +35,20 @@ class Row:
         ceiling_us: Of as many bytes, in the same run; None: there is none.
         fraction: Of the ceiling's speed: median of the fractions of neighbouring blocks.
         num_bytes: That a call gives.
-        judged: Name of the number that is asked for: "fraction", "us", or one of `more`.
-        at_least: The bound, or
-        at_most: the bound.
-        more: Other numbers.
     """
+    row: Row = {"figure": figure, "case": case, "what": what, "us": us, "fraction": fraction}
+    if us is not None and num_bytes is not None:
+        row["gb_per_s"] = num_bytes / us / 1e3
+    row |= {"ceiling": ceiling, "ceiling_us": ceiling_us, "bytes": num_bytes}
+    return row | dict.fromkeys(("asked", "judged", "holds"))
 
-    figure: str
-    case: str
-    what: str
-    us: float | None
-    ceiling: str = ""
-    ceiling_us: float | None = None
-    fraction: float | None = None
-    num_bytes: int | None = None
-    judged: str | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    more: dict[str, Any] | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the row with the bound, the number that has it, and whether it holds."""
-        numbers: dict[str, Any] = {"us": self.us, "fraction": self.fraction, **(self.more or {})}
-        if self.us is not None and self.num_bytes is not None:
-            numbers["gb_per_s"] = self.num_bytes / self.us / 1e3
-        asked, judged, holds = None, None, None
-        if self.judged is not None:
-            judged = numbers[self.judged]
-            sign, bound = ("<=", self.at_most) if self.at_least is None else (">=", self.at_least)
-            asked = f"{self.judged} {sign} {bound}"
-            holds = bool(judged <= bound if sign == "<=" else judged >= bound)
-        known = {"figure": self.figure, "case": self.case, "what": self.what}
-        ceiling = {"ceiling": self.ceiling, "ceiling_us": self.ceiling_us, "bytes": self.num_bytes}
-        return {**known, **numbers, **ceiling, "asked": asked, "judged": judged, "holds": holds}
+def ask(row: Row, name: str, at_least: float | None = None, at_most: float | None = None) -> Row:
+    """Add a bound to a row, its number that has the bound, and whether it holds."""
+    sign, bound = ("<=", at_most) if at_least is None else (">=", at_least)
+    holds = bool(row[name] <= bound if sign == "<=" else row[name] >= bound)
+    row.update(asked=f"{name} {sign} {bound}", judged=row[name], holds=holds)
+    return row
 
 
 class Clock:
@@ -160,7 +148,7 @@ def rows_against(
     """Return a row for each thing that was compared with the ceiling, by name.
 
     Args:
-        figure: As in `Row`.
+        figure: As in `row_of`.
         case: Likewise.
         times: From `Clock.compare`; one is the ceiling.
         ceiling: Its name.
@@ -169,7 +157,7 @@ def rows_against(
     """
     limit = times[ceiling]
     return {
-        name: Row(
+        name: row_of(
             figure,
             case,
             name,

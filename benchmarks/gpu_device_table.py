@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_clock import Clock, Row, Run, median_us, rows_against
+from support.report import Row
+from gpu_clock import Clock, Run, ask, median_us, row_of, rows_against
 from torch import Tensor
 
 from deepspeed_gear import DeviceReplay
@@ -156,12 +157,12 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
         num_bytes, case = num_rows * ROW_BYTES, f"{len(names)} column(s), B={size}"
         found = rows_against("gather", case, times, COPY, ROUNDS, num_bytes)
         for row in found.values():
-            of_card = 2 * num_bytes / row.us / 1e3 / card
-            row.more = {"of_card": of_card, "card_gb_per_s": card, "batch_mb": num_bytes / 1e6}
+            of_card = 2 * num_bytes / row["us"] / 1e3 / card
+            row |= {"of_card": of_card, "card_gb_per_s": card, "batch_mb": num_bytes / 1e6}
         gear_row = found["gear"]
         is_small = size == sizes.batches[0]
-        gear_row.judged, gear_row.at_least = ("fraction", 0.7) if is_small else ("of_card", 0.85)
-        gear_row.more = {**(gear_row.more or {}), "rows_right": _is_right(gatherer, outs, records, packed)}
+        ask(gear_row, *(("fraction", 0.7) if is_small else ("of_card", 0.85)))
+        gear_row["rows_right"] = _is_right(gatherer, outs, records, packed)
         yield from found.values()
 
 
@@ -206,8 +207,7 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         case = f"{count} of {sizes.masses} masses, {CALLS} in a graph"
         for name, bound in (("draw", 15.0), ("update", 12.0)):
             row = rows_against(name, case, times, ceiling, CALLS)[name]
-            row.what, row.judged, row.at_most = "gear", "us", bound
-            yield row
+            yield ask({**row, "what": "gear"}, "us", at_most=bound)
 
 
 def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
@@ -232,7 +232,7 @@ def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         times = clock.compare(runs, sizes.replays)
         case = f"B={count}, {items} items, mean of {sizes.replays}"
         found = rows_against("sample and update", case, times, COPY, 1, source.numel())
-        found["gear"].judged, found["gear"].at_most = "us", 12.0
+        ask(found["gear"], "us", at_most=12.0)
         yield from found.values()
 
 
@@ -257,7 +257,7 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
             runs[f"add {envs}"] = partial(replay.add_, given, lengths)
         graphs = {name: clock.graph(partial(_repeat, run)) for name, run in runs.items()}
         for name, seconds in clock.compare(graphs).items():
-            yield Row(
+            yield row_of(
                 "kernels", f"{name}, {items} items, {CALLS} in a graph", "gear", median_us(seconds, CALLS)
             )
 
@@ -296,8 +296,7 @@ def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
             times = clock.compare({name: clock.graph(run) for name, run in runs.items()})
             found = rows_against("add", case, times, ceiling)
             for row, bound in zip(found.values(), (7.0, 20.0), strict=True):
-                row.figure, row.what, row.judged, row.at_most = row.what, "gear", "us", bound
-                yield row
+                yield ask({**row, "figure": row["what"], "what": "gear"}, "us", at_most=bound)
     for envs, bounds in sizes.simulated.items():
         yield from _env_steps(clock, sizes, envs, bounds)
     yield from _sums(clock, sizes)
@@ -343,8 +342,7 @@ def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float
         case = f"{envs} environments, {replay.table.num_items} items"
         found = rows_against("add_steps", case, clock.compare(runs), ceiling)
         for row, bound in zip(found.values(), bounds, strict=True):
-            row.figure, row.what, row.judged, row.at_most = row.what, "gear", "us", bound
-            yield row
+            yield ask({**row, "figure": row["what"], "what": "gear"}, "us", at_most=bound)
 
 
 def _sums(clock: Clock, sizes: Sizes) -> Iterator[Row]:
@@ -375,5 +373,5 @@ def _sums(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     cases = (f"n = {n}, B={count}", f"{sizes.rewarded} of T = {steps}")
     found = rows_against("sums", "", times, "device copy of the rewards")
     for row, case, bound in zip(found.values(), cases, (3.0, 20.0), strict=True):
-        row.figure, row.case, row.what, row.judged, row.at_most = row.what, case, "gear", "us", bound
-        yield row
+        named = {"figure": row["what"], "case": case, "what": "gear"}
+        yield ask({**row, **named}, "us", at_most=bound)

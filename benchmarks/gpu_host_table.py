@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_clock import Clock, Row, Run, median_us, rows_against
+from support.report import Row
+from gpu_clock import Clock, Run, ask, median_us, row_of, rows_against
 from torch import Tensor
 
 from deepspeed_gear.batching.transfer.copy_engine import CopyPiece
@@ -183,7 +184,7 @@ def collections(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         free = available_bytes()
         if num_bytes * 1.2 > free:
             case = f"table of {num_bytes} bytes: left out, {free} bytes of host memory are available"
-            yield Row("host table", case, "", None)
+            yield row_of("host table", case, "", None)
             continue
         with MappedTable(num_bytes, clock.device) as table:
             words = table.host.view(torch.int64)
@@ -214,7 +215,7 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
     speeds = {name: num_bytes[name] / median_us(seconds) / 1e3 for name, seconds in times.items()}
     case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B"
     for name, why in found.left_out.items():
-        yield Row("host table", f"{case}: left out, {why}", name, None)
+        yield row_of("host table", f"{case}: left out, {why}", name, None)
     for name in found.runs:
         scaled = {key: times[key] / num_bytes[key] * num_bytes[name] for key in (name, "read", "copy")}
         against = {name: scaled[name], KERNEL_READ: scaled["read"], PINNED_COPY: scaled["copy"]}
@@ -222,12 +223,12 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
         row = rows_against("host table", case, against, limit, 1, num_bytes[name])[name]
         of_copy = float(np.median(scaled["copy"] / scaled[name]))
         rows_right = bool(torch.equal(found.out[name][:, 0, 0].cpu(), found.numbers[name]))
-        row.more = {"of_pinned_copy": of_copy, "rows_right": rows_right}
-        row.more |= {"kernel_read_gb_per_s": speeds["read"], "pinned_copy_gb_per_s": speeds["copy"]}
+        row |= {"of_pinned_copy": of_copy, "rows_right": rows_right}
+        row |= {"kernel_read_gb_per_s": speeds["read"], "pinned_copy_gb_per_s": speeds["copy"]}
         if name == ZERO_COPY:
-            row.judged, row.at_least = "fraction", 0.9 if row_bytes >= 4096 else 0.75
+            ask(row, "fraction", at_least=0.9 if row_bytes >= 4096 else 0.75)
         elif name == ENGINE and row_bytes >= sizes.piece_bytes:
-            row.judged, row.at_least = "fraction", 0.85
+            ask(row, "fraction", at_least=0.85)
         yield row
 
 
@@ -254,7 +255,7 @@ def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
             before, beside = np.array(pairs).T
             growth = float(np.median(beside / before)) - 1
             case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B, {num_matmuls} x {side}^3"
-            yield Row(
+            row = row_of(
                 "training step beside",
                 case,
                 name,
@@ -262,10 +263,8 @@ def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
                 "the step alone",
                 median_us(before),
                 float(np.median(before / beside)),
-                judged="growth",
-                at_most=0.05,
-                more={"growth": growth},
             )
+            yield ask({**row, "growth": growth}, "growth", at_most=0.05)
 
 
 def available_bytes() -> int:

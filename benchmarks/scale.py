@@ -7,34 +7,257 @@ resolutions and rows go where. So one process plans as one node of a thousand do
 is made beforehand and nothing is sent: what the transport takes for each message is not in the times. Before
 each plan the caches are filled with something else, as by a training step; `warm_ms` is without that.
 
-Every node holds trajectories of 1,000 steps; a sample is a window of the latest 20 steps of observation,
-action and reward; each rank is a replica, and the first of a node plans for all of its ranks.
+Every node holds trajectories of 1,000 steps, which are equally likely; a sample is a window of the latest 20
+steps of observation, action and reward; each rank is a replica, and the first of a node plans for all of its
+ranks.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
-from support.report import Disturbance, document, print_table, write_json
+import torch
+from support.report import Report, Row, print_rows
+from support.workloads import workload
 from fixed_cost import Timers
-from scale_planning import Batch, Node, Wire, routes_at
 
+from deepspeed_gear.config import check_against, parse
+from deepspeed_gear.config.sampler_options import UniformSampler
+from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
-from deepspeed_gear.distributed.sharded_selection import ShardedSelector
-from deepspeed_gear.sampling.sum_tree import ItemMasses
+from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, layout_of
+from deepspeed_gear.distributed.sharded_selection import ShardedSelector, StatusMessage
+from deepspeed_gear.distributed.topology import Topology
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import FAN_OUT, tree_size
+from deepspeed_gear.ops.records import Resolution, RowSample, Slot
+from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
+from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
+from deepspeed_gear.sampling.samplers.kinds import sampler_for
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
+from deepspeed_gear.store.records import Control
 
 NODES = [2**i for i in range(11)]
 BOUND_MS = 50.0
 REST, LINK = "rest", "link (stand-in)"
 WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
+SEED, KEY = 1, 7
+STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node
+WINDOW = 20
+SCHEMA = workload("W1").schema
+FIELDS = {name: {"offset": 1 - WINDOW, "length": WINDOW} for name in ("observation", "action", "reward")}
+ROW_BYTES = {"observation": 44, "action": 12, "reward": 4}
+
+
+# ---- a node that sends nothing -------------------------------------------------------------------
+
+
+def _tree(masses: torch.Tensor) -> torch.Tensor:
+    sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
+    sums[: len(masses)] = masses
+    load_backend().tree_build_(sums, len(masses))
+    return sums
+
+
+class Items(ItemMasses):
+    """A node's steps, equally likely, with a tree and slots in plain memory."""
+
+    def __init__(self, spec: StreamSpec, index: int) -> None:
+        self.spec, self.ops, self.num_items = spec, load_backend(), TRAJECTORIES
+        slots = torch.zeros(TRAJECTORIES, 8, dtype=torch.int64)
+        slots[:, 0], slots[:, 1], slots[:, 4] = 2, 1, STEPS
+        slots[:, 2] = index * TRAJECTORIES + torch.arange(TRAJECTORIES)
+        slots[:, 3] = torch.arange(TRAJECTORIES) * STEPS
+        self._slots, self.sums = slots, _tree(torch.full((TRAJECTORIES,), STEPS))
+        self._top = self.sums[-FAN_OUT:].numpy().data
+        self.words = memoryview(np.zeros(TreeChanges.NUM_WORDS, np.int64))
+        self._control = memoryview(np.zeros(Control.NUM_WORDS, np.int64))  # nothing ever changes
+        self._plain_unit = self._log = self._groups = None
+        self.draws_anchor = spec.rule.draws_anchor
+        self._on_change: list[Any] = []
+        self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
+
+
+class Wire:
+    """Stands in for a NodeChannel: takes what is sent, and hands out what has been made beforehand."""
+
+    def __init__(self, index: int, count: int) -> None:
+        self.index, self.count, self.last_wait_s, self.left = index, count, 0.0, False
+        self.received: list[np.ndarray] = []
+        self._begins_cut = False
+
+    def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
+        """Answer the record, and then what follows it."""
+        self._begins_cut = not self._begins_cut
+        if not self._begins_cut:
+            return lambda: self.received
+        said = messages[0][1:].copy()
+        assert said.shape == (StatusMessage.NUM_WORDS,)
+        said[StatusMessage.TOTAL] = TRAJECTORIES * STEPS
+        return lambda: [said] * self.count
+
+    abandoned_on_error = contextlib.nullcontext  # no other node waits
+
+
+class Planner(RowExchange):
+    """A row exchange that plans the rows and copies none."""
+
+    def __init__(self, channel: Any, routes: ExchangePlan, timers: Timers) -> None:
+        layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
+        self.channel, self._transport = channel, None
+        self.takes_own = self.has_steps = False
+        self._layout = layout.windows, layout.members, layout.columns
+        self._encode, self._decode = (
+            timers.wrap("plan_rows, twice", op) for op in (ops.encode_rows_, ops.decode_rows_)
+        )
+        self._slots_held = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
+        self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
+        self._sizes, self._needed = torch.zeros(routes.num_nodes, dtype=torch.int64), torch.zeros(2).long()
+        heads = np.zeros(routes.num_nodes, np.int64)
+        self._heads, self._head_words = torch.from_numpy(heads), heads.data
+
+    def steps_of(self, records: torch.Tensor) -> None:
+        """No window follows n-step steps."""
+
+    def encode(self, outgoing: torch.Tensor, heads: Sequence[int]) -> list[np.ndarray]:
+        """Plan what would be sent; return messages of heads alone."""
+        for node, head in enumerate(heads):
+            self._head_words[node] = 8 * head
+        given = self._nowhere, outgoing, *self._layout, self._heads, self._slots_held
+        self._encode(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
+        return [np.empty(head, np.int64) for head in heads]
+
+    def fill(
+        self,
+        entry: int,
+        ring: torch.Tensor,
+        which: torch.Tensor,
+        incoming: torch.Tensor,
+        received: Sequence[np.ndarray],
+        heads: Sequence[int],
+        used: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Plan what would be received, and where it would lie."""
+        for node, head in enumerate(heads):
+            self._head_words[node] = 8 * head
+        said = [torch.from_numpy(message) for message in received]
+        given = said, which, incoming, *self._layout, self._heads
+        self._decode(self._nowhere, ring, self._sizes, self._needed, *given, (0, 0, 0, 0, 0, 0))
+
+
+class Batch(NamedTuple):
+    """A global batch as everybody computes it. [B] each, int64."""
+
+    coordinates: np.ndarray
+    owner: np.ndarray
+    slot: np.ndarray
+    anchor: np.ndarray
+
+    @classmethod
+    def of(cls, key: int, count: int, num_nodes: int) -> Batch:
+        drawn = np.empty(count, np.int64)
+        total = num_nodes * TRAJECTORIES * STEPS
+        load_backend().draw_(torch.from_numpy(drawn), SEED, KEY, key * count, total)
+        trajectory = drawn // STEPS
+        return cls(drawn, trajectory // TRAJECTORIES, trajectory % TRAJECTORIES, drawn % STEPS)
+
+
+class Node:
+    """One node's plan of global batches.
+
+    Args:
+        routes: Of this node.
+        batch: Samples of a global batch.
+        timers: Take the times of its parts.
+    """
+
+    def __init__(self, routes: ExchangePlan, batch: int, timers: Timers) -> None:
+        rule = MassRule("step", False, AnchorRule())
+        sampling = SamplerSpec(rule, NativeDraw.RANDOM)
+        sampler = sampler_for(UniformSampler(unit="step"))
+        self.spec = StreamSpec("train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
+        self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
+        state: Any = SimpleNamespace(
+            pin=lambda key, records: None,
+            spec=self.spec,
+            masses=Items(self.spec, routes.index),
+            table=SimpleNamespace(lock=contextlib.nullcontext(), ledger=None),
+            ring=torch.empty(1, batch, 8, dtype=torch.int64),
+            origins=torch.empty(1, batch, dtype=torch.int64),
+            counts=None,
+            priorities=None,
+            numbers=None,
+            drawn_words=[],
+            limiter=None,
+            joint_limiter=None,
+            failure=None,
+            ops=load_backend(),
+            stop=threading.Event(),
+        )
+        link: Any = self.link
+        exchange = ResolutionExchange(state, routes, Planner(link, routes, timers), lambda *_: None)
+        self.selector = ShardedSelector(state, link, routes, exchange, 0)
+        self._coordinates = torch.empty(batch, dtype=torch.int64)
+        self._draw = timers.wrap("draw all coordinates: draw_", load_backend().draw_)
+
+    def prepare(self, batch: Batch) -> None:
+        """Make what the other nodes say of a batch."""
+        routes, wanted = self.routes, self.routes.wanted(self.spec.batch, 0)
+        owner = batch.owner[wanted]
+        others = wanted[np.argsort(owner, kind="stable")]
+        records = np.zeros((len(others), 8), np.int64)
+        records[:, Resolution.ID] = batch.coordinates[others] // STEPS
+        records[:, Resolution.SLOT], records[:, Resolution.ANCHOR] = batch.slot[others], batch.anchor[others]
+        records[:, Resolution.NUM_STEPS] = STEPS
+        everyone = torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)  # as for node 1
+        given = torch.from_numpy(records), torch.arange(len(records))
+        samples = torch.empty(len(records), RowSample.NUM_WORDS, dtype=torch.int64)
+        resolutions, ends_ = (
+            torch.empty(len(records), 4, dtype=torch.int64),
+            torch.empty(2, dtype=torch.int64),
+        )
+        load_backend().encode_draws_(samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0)
+        packed = resolutions.numpy()
+        ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
+        parts = [part.reshape(-1) for part in np.split(packed, ends)]
+        self.link.received = [np.concatenate([np.ones(1, np.int64), part]) for part in parts]
+
+    def plan(self, key: int) -> None:
+        """Make the selection of a global batch up to what is sent."""
+        selector, count = self.selector, self.spec.batch
+        if self.routes.num_nodes == 1:  # the node's own store makes the selection, as without other nodes
+            self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
+            selector.masses.resolve(selector.state.ring[0], self._coordinates, key * count)
+            return
+        selector.begin(key, 0, count)
+        total = selector.apply(key)
+        self._draw(self._coordinates, SEED, KEY, key * count, total)
+        selector.resolve(torch.empty(0), 0, self._coordinates, key * count)
+        selector.finish(key, 0, count)
+
+
+def routes_at(num_nodes: int, ranks: int) -> Callable[[int], ExchangePlan]:
+    """Return what makes a node's routes; all nodes share the arrays."""
+    places = tuple(grid({"data": num_nodes * ranks}))
+    section = {"tables": {"main": {"capacity_steps": STEPS * TRAJECTORIES}}, "fields": FIELDS}
+    config = parse(section)
+    fields = check_against(config, {"main": SCHEMA})
+    topology = Topology(0, places, tuple(np.repeat(np.arange(num_nodes), ranks).tolist()))
+    first = routes_of(topology, range(num_nodes), config, fields, SCHEMA)
+    rest = first.data_world, first.readers, first.needs, first.need_of
+    return lambda index: ExchangePlan(first.holders, index, *rest)
+
+
+# ---- times ---------------------------------------------------------------------------------------
+
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (ShardedSelector, "begin", "begin: record, status"),
     (ShardedSelector, "resolve", "own samples, owners"),
@@ -43,7 +266,6 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (ResolutionExchange, "_encode", "resolutions by node"),
     (RowExchange, "send", "messages"),
 )
-Row = dict[str, Any]
 
 
 @contextlib.contextmanager
@@ -109,36 +331,24 @@ def judge(rows: Sequence[Row], ranks: int, samples: int) -> None:
             row.update(bound_ms=BOUND_MS, holds=row["holds"] and row["plan_ms"] <= BOUND_MS)
 
 
-def run(options: argparse.Namespace) -> list[Row]:
-    """Measure all numbers of nodes. Returns a row for each."""
-    rows = []
-    for num_nodes in options.nodes:
-        rows.append(run_one(num_nodes, options.ranks, options.samples, options.repeats))
-    judge(rows, options.ranks, options.samples)
-    return rows
-
-
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    report = Report(
+        __doc__,
+        nodes=(tuple(NODES), "numbers of nodes"),
+        ranks=(8, "of a node"),
+        samples=(32, "of a rank in a global batch"),
+        repeats=(15, "global batches, of which medians are taken"),
     )
-    parser.add_argument("--nodes", type=int, nargs="+", default=NODES, help="numbers of nodes")
-    parser.add_argument("--ranks", type=int, default=8, help="of a node")
-    parser.add_argument("--samples", type=int, default=32, help="of a rank in a global batch")
-    parser.add_argument("--repeats", type=int, default=15, help="global batches, of which medians are taken")
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    options = parser.parse_args()
-    if options.quick:
-        options.nodes, options.ranks, options.samples, options.repeats = [1, 2, 4], 2, 4, 3
-    disturbance = Disturbance()
-    rows = run(options)
-    heads = ("nodes", "samples", "plan_ms", "warm_ms", "plan_us_a_rank", "growth", "routes_s", "holds")
-    print_table(heads, [[row[head] for head in heads] for row in rows])
-    print_table(("part", "ms"), list(rows[-1]["parts_ms"].items()))
-    if options.json is not None:
-        write_json(options.json, document(disturbance, rows))
+    given = report.options
+    nodes, ranks, samples, repeats = given.nodes, given.ranks, given.samples, given.repeats
+    if given.quick:
+        nodes, ranks, samples, repeats = [1, 2, 4], 2, 4, 3
+    rows = [run_one(num_nodes, ranks, samples, repeats) for num_nodes in nodes]
+    judge(rows, ranks, samples)
+    print_rows(rows, "nodes samples plan_ms warm_ms plan_us_a_rank growth routes_s holds")
+    print_rows([{"part": part, "ms": ms} for part, ms in rows[-1]["parts_ms"].items()])
+    report.write(rows)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def rows_of(path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
     return list(document["rows"])
 
 
-INGEST = ("inference", "add", "steps", "reader") if os.environ.get("GEAR_LONG_TESTS") else ("add",)
+INGEST = ("inference", "add", "reader") if os.environ.get("GEAR_LONG_TESTS") else ("add",)
 #: By script: its options, what its rows must be among others, and which numbers must be above 0.
 RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
     "gather": (
@@ -177,13 +177,13 @@ def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[
     gpu, clock = load("gpu"), load("gpu_clock")
 
     def fails() -> Iterator[Any]:
-        yield clock.Row("gather", "B=1", "gear", 2.0, judged="us", at_most=1.0)
+        yield clock.ask(clock.row_of("gather", "B=1", "gear", 2.0), "us", at_most=1.0)
         raise RuntimeError("no memory")
 
     good, bad = gpu.measured("gather", fails)
     assert (good["asked"], good["judged"], good["holds"]) == ("us <= 1.0", 2.0, False)
     assert bad == {"figure": "gather", "error": "RuntimeError: no memory"}
-    gpu.print_rows([good, bad])
+    gpu.show([good, bad])
     assert "no memory" in capsys.readouterr().out
 
 
