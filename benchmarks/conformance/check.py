@@ -3,12 +3,133 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from peers.interface import Array, Moment, Sampled, StepBuffer, System
+from peers.interface import Array, Buffer, Rows, Steps, Windows, load, moment
 
 MOST_DEVIATION = 6.0  # standard deviations of a chi-square statistic: right answers fail once in 10^8
+
+
+@dataclass
+class Sampled:
+    """A batch, as arrays.
+
+    Args:
+        obs, next_obs: Observations before and after the (last) step; each is a number. [B].
+        reward: The reward, or the n-step return. [B].
+        discount: What the value of `next_obs` is multiplied by: 0 where the episode terminated. [B].
+        weight: Importance weights. [B].
+        handle: What the system needs to update the priorities of these samples.
+    """
+
+    obs: Array
+    next_obs: Array
+    reward: Array
+    discount: Array
+    weight: Array
+    handle: Any = None
+
+
+class StepBuffer:
+    """Single transitions of one system, as cases see them; what is not here is the system's own."""
+
+    def __init__(self, need: Steps, made: Buffer) -> None:
+        self._need, self._made = need, made
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
+
+    def sample(self) -> Sampled:
+        """Return a batch."""
+        if not self._made.can_sample():
+            raise ValueError("can_sample is false")
+        found = self._made.sample()
+        rows = {name: values.reshape(len(values)) for name, values in self._made.rows(found).items()}
+        return Sampled(
+            rows["observation"],
+            rows["next_observation"],
+            rows["return" if "return" in rows else "reward"],
+            rows["discount"] if "discount" in rows else self._need.gamma * (1 - rows["done"]),
+            rows.get("weight", np.ones(len(rows["observation"]))),
+            self._made.keep(found),
+        )
+
+    def update(self, sampled: Sampled, priorities: Array) -> None:
+        """Set the priorities of a batch. [B]."""
+        self._made.update(sampled.handle, priorities.astype(np.float32))
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+@dataclass
+class Window:
+    """A batch of windows.
+
+    Args:
+        obs: [B, L].
+        mask: Which steps are real. [B, L], bool.
+    """
+
+    obs: Array
+    mask: Array
+
+
+class WindowBuffer:
+    """Trajectories of one system, as cases see them."""
+
+    def __init__(self, made: Buffer) -> None:
+        self._made = made
+
+    def add(self, obs: Array) -> None:
+        """Add a trajectory, which terminates with its last step. [T], float32."""
+        self._made.add({"observation": obs})
+
+    def sample(self) -> Window:
+        """Return a batch."""
+        if not self._made.can_sample():
+            raise ValueError("can_sample is false")
+        rows = self._made.rows(self._made.sample())
+        obs = rows["observation"]
+        return Window(obs, rows.get("mask", np.ones(obs.shape, bool)))
+
+
+class System:
+    """A system as cases see it: observations are numbers."""
+
+    def __init__(self, name: str) -> None:
+        self._system = load(name)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._system, name)
+
+    def steps(self, need: Steps) -> StepBuffer:
+        """Return a buffer of transitions."""
+        return StepBuffer(need, self._system.steps(need))
+
+    def vector_steps(self, need: Steps) -> StepBuffer:
+        """Return a buffer of what environments with another autoreset mode return, as it comes."""
+        return StepBuffer(need, self._system.vector_steps(need))
+
+    def windows(self, need: Windows) -> WindowBuffer:
+        """Return a buffer of trajectories."""
+        return WindowBuffer(self._system.windows(need))
+
+    def goals(self, episodes: list[Array], batch: int) -> Rows:
+        """Return hindsight samples of episodes: `obs` and the `goal` of each. [B]."""
+        made = self._system.goals([_episode(obs) for obs in episodes], sum(map(len, episodes)), batch)
+        rows = made.rows(made.sample())
+        return {"obs": rows["observation"][:, 0], "goal": rows["goal"][:, 0]}
+
+
+def _episode(obs: Array) -> Rows:
+    """Return an episode whose states are numbers, which pursues its last one."""
+    states = np.append(obs, obs[-1:] + 1)[:, None]
+    ends, actions = np.arange(len(obs)) == len(obs) - 1, np.zeros((len(obs), 1), np.float32)
+    found = {"observation": states, "achieved": states, "action": actions, "done": ends}
+    return {**found, "pursued": states[-1]}
 
 
 class Case(NamedTuple):
@@ -89,12 +210,12 @@ def draws(buffer: StepBuffer, count: int, num_batches: int) -> Array:
 
 
 def add_episode(
-    buffer: StepBuffer, first: int, count: int, ends: str = "terminated", **moment: object
+    buffer: StepBuffer, first: int, count: int, ends: str = "terminated", **given: object
 ) -> None:
     """Add the observations first to first + count - 1 of one environment, the last one with an end flag."""
     for number in range(first, first + count):
         is_last = number == first + count - 1
-        buffer.add(Moment.of([number], **{ends: [is_last], **moment}))  # type: ignore[arg-type]
+        buffer.add(moment([number], **{ends: [is_last], **given}))
 
 
 def prioritize(buffer: StepBuffer, priorities: Array, num_batches: int = 60) -> None:

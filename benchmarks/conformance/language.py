@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-from peers.interface import Pack, System
+from peers.interface import Pack
 
-from conformance.check import case
+from conformance.check import System, case
 
 LENGTHS = np.array([40, 3, 17, 64, 9, 28, 5, 33])
 

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import numpy as np
-from peers.interface import Moment, StepBuffer, Steps, System
+from peers.interface import Steps, moment
 
-from conformance.check import add_episode, case, draws, fits, prioritize, refusal, refuses
+from conformance.check import (
+    StepBuffer,
+    System,
+    add_episode,
+    case,
+    draws,
+    fits,
+    prioritize,
+    refusal,
+    refuses,
+)
 
 PAPER = "Schaul et al. 2016"
 
@@ -143,10 +153,10 @@ def the_last_of_repeated_updates_counts(system: System) -> None:
 def a_late_report_changes_no_other_item(system: System) -> None:
     buffer = system.steps(Steps(capacity=8, prioritized=True))
     for number in range(8):
-        buffer.add(Moment.of([number], terminated=[True]))
+        buffer.add(moment([number], terminated=[True]))
     sampled = buffer.sample()
     for number in range(8, 72):
-        buffer.add(Moment.of([number], terminated=[True]))
+        buffer.add(moment([number], terminated=[True]))
     before = len(set(np.rint(np.concatenate([buffer.sample().obs for _ in range(30)])).tolist()))
     reported = np.where(np.rint(sampled.obs).astype(int) == int(np.rint(sampled.obs[0])), 1000.0, 1.0)
     buffer.update(sampled, reported)
@@ -163,7 +173,7 @@ def a_large_table(system: System) -> None:
     count, envs = 1 << 17, 1 << 10
     buffer = system.steps(Steps(capacity=count, num_envs=envs, prioritized=True, batch=4096))
     for first in range(0, count, envs):
-        buffer.add(Moment.of(np.arange(first, first + envs), np.arange(first, first + envs) + envs))
+        buffer.add(moment(np.arange(first, first + envs), np.arange(first, first + envs) + envs))
     found = draws(buffer, count, 60)
     fits(found.reshape(64, -1).sum(1), np.ones(64), "64ths of the table")
     fits(found.reshape(-1, 64).sum(0), np.ones(64), "every 64th item")

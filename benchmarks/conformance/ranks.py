@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
 import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers.interface import Moment, NotOfferedError, StepBuffer, Steps, System
+from peers.interface import Array, NotOfferedError, Steps, moment
 
-from conformance.check import case, fits, refusal
+from conformance.check import StepBuffer, System, case, fits, refusal
 
 
 @case(
@@ -56,16 +56,27 @@ def an_epoch_by_two_workers(system: System) -> None:
     assert found == list(range(24)), f"drew {found}"
 
 
+def by_workers(buffer: StepBuffer, num_workers: int, num_batches: int) -> list[Array]:
+    """Return so many batches of each worker of a DataLoader, which has its own copy of the buffer."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    class Drawn(IterableDataset[Array]):
+        def __iter__(self) -> Iterator[Array]:
+            return (buffer.sample().obs for _ in range(num_batches))
+
+    options = {"num_workers": num_workers, "multiprocessing_context": "fork"}
+    return list(DataLoader(Drawn(), batch_size=None, **options))
+
+
 @case("huggingface/datasets#3423", "two workers of a DataLoader draw different batches, or are refused")
 def draws_of_two_workers(system: System) -> None:
     if not system.forks or find_spec("torch") is None:
         raise NotOfferedError
-    loader = importlib.import_module("conformance.loader")
     buffer = system.steps(Steps(capacity=4096, num_envs=64))
     for first in range(0, 2048, 64):
-        buffer.add(Moment.of(np.arange(first, first + 64), terminated=np.ones(64, bool)))
+        buffer.add(moment(np.arange(first, first + 64), terminated=np.ones(64, bool)))
 
-    found = [tuple(obs.tolist()) for obs in loader.by_workers(buffer, 2, 4)]
+    found = [tuple(obs.tolist()) for obs in by_workers(buffer, 2, 4)]
     assert len(set(found)) == 8, f"{len(found) - len(set(found))} of {len(found)} batches came twice"
 
 
@@ -80,12 +91,12 @@ def a_restart_after_a_kill(system: System) -> None:
 SAVED = Steps(capacity=1 << 15, num_envs=1 << 8)
 
 
-def _save_again_and_again(module: str, folder: str, answers: Any) -> None:
+def _save_again_and_again(name: str, folder: str, answers: Any) -> None:
     try:
-        buffer: StepBuffer = importlib.import_module(module).SYSTEM.steps(SAVED)
+        buffer = System(name).steps(SAVED)
         for first in range(0, SAVED.capacity, SAVED.num_envs):
             ends = np.ones(SAVED.num_envs, bool)
-            buffer.add(Moment.of(np.arange(first, first + SAVED.num_envs), terminated=ends))
+            buffer.add(moment(np.arange(first, first + SAVED.num_envs), terminated=ends))
         buffer.save(Path(folder))
     except NotOfferedError:
         answers.send(False)
@@ -101,7 +112,7 @@ def a_kill_while_saving(system: System) -> None:
     with tempfile.TemporaryDirectory() as folder:
         saves = Path(folder, "saves")
         saves.mkdir()
-        arguments = (type(system).__module__, str(saves), sender)
+        arguments = (system.name, str(saves), sender)
         child = multiprocessing.get_context("spawn").Process(target=_save_again_and_again, args=arguments)
         child.start()
         sender.close()

@@ -1,17 +1,17 @@
-"""Run every case against one system, in this process, and print a JSON line per case."""
+"""Run cases against one system, in this process, by their names."""
 
 from __future__ import annotations
 
-import importlib
-import json
 import signal
 import sys
 import traceback
+from typing import Any
 
-from peers.interface import NotOfferedError, System
+from peers.interface import NotOfferedError
+from peers.orders import carry_out
 
 from conformance import language, priorities, ranks, steps, windows  # noqa: F401  (they register cases)
-from conformance.check import CASES
+from conformance.check import CASES, System
 
 CASE_S = 120
 LATE = f"took over {CASE_S} s"
@@ -40,8 +40,7 @@ def verdict(system: System, name: str) -> tuple[str, str]:
     except AssertionError as error:
         return "wrong", str(error)
     except Exception as error:
-        if "-v" in sys.argv:
-            traceback.print_exc()
+        traceback.print_exc()
         return "refused", f"{type(error).__name__}: {error}".splitlines()[0][:200]
     finally:
         signal.alarm(0)
@@ -49,12 +48,16 @@ def verdict(system: System, name: str) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Run the cases that the arguments name, or all."""
-    system: System = importlib.import_module(f"peers.{sys.argv[1]}").SYSTEM
-    for name in [given for given in sys.argv[2:] if given != "-v"] or list(CASES):
-        print(json.dumps({"case": name, "running": True}), flush=True)
-        kind, text = verdict(system, name)
-        print(json.dumps({"case": name, "kind": kind, "text": text, "version": system.version()}), flush=True)
+    """Answer orders with the version of the system, or with the result of a case."""
+    system = System(sys.argv[1])
+
+    def answer(order: dict[str, Any]) -> dict[str, Any]:
+        if order["do"] == "version":
+            return {"version": system.version()}
+        kind, text = verdict(system, order["case"])
+        return {"case": order["case"], "kind": kind, "text": text}
+
+    carry_out(answer)
 
 
 if __name__ == "__main__":

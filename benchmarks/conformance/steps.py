@@ -6,20 +6,24 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from peers.interface import Moment, Steps, System
+from peers.interface import Steps, moment
 
-from conformance.check import add_episode, case, draws, find, fits, prioritize, refuses
+from conformance.check import StepBuffer, System, add_episode, case, draws, find, fits, prioritize, refuses
 
 LAST = 900.0  # the last observation of an episode; the next episode begins elsewhere
 
 
-def ended(system: System, how: str, **options: object) -> tuple[float, float, float]:
+def add_ended(buffer: StepBuffer, count: int, how: str) -> None:
+    """Add an episode of observations 0 to count - 1 and rewards 1, whose last observation is LAST."""
+    for number in range(count):
+        is_last = number == count - 1
+        buffer.add(moment([number], [LAST if is_last else number + 1], [1.0], **{how: [is_last]}))
+
+
+def ended(system: System, how: str) -> tuple[float, float, float]:
     """Return what a buffer gives for the last step, number 2, of an episode that is followed by another."""
-    buffer = system.steps(Steps(capacity=64, **options))  # type: ignore[arg-type]
-    for number in range(3):
-        ends = {how: [True]} if number == 2 else {}
-        following = LAST if number == 2 else number + 1
-        buffer.add(Moment.of([number], [following], [1.0], **ends))
+    buffer = system.steps(Steps(capacity=64))
+    add_ended(buffer, 3, how)
     add_episode(buffer, 10, 8)
     found = find(buffer, 2)
     assert found is not None, "never drew the last step of an episode"
@@ -51,13 +55,11 @@ def a_terminated_step_does_not(system: System) -> None:
     "environments that reset in the step after an episode's end: that step is no transition",
 )
 def the_step_that_resets_is_left_out(system: System) -> None:
-    buffer = system.vector_steps(Steps(capacity=64), "next_step")
+    buffer = system.vector_steps(Steps(capacity=64, autoreset="next_step"))
     for first, how in ((0, "terminated"), (100, "truncated"), (200, "terminated")):
         for number in range(first, first + 3):
-            buffer.add(Moment.of([number], reward=[1.0], **{how: [number == first + 2]}))
-        buffer.add(
-            Moment.of([first + 3], [first + 100])
-        )  # resets: the last observation, and the next first one
+            buffer.add(moment([number], reward=[1.0], **{how: [number == first + 2]}))
+        buffer.add(moment([first + 3], [first + 100]))  # resets: the last observation, and the next first one
     seen = set()
     for _ in range(40):
         sampled = buffer.sample()
@@ -73,7 +75,7 @@ def the_step_that_resets_is_left_out(system: System) -> None:
 def n_step_inside(system: System) -> None:
     buffer = system.steps(Steps(capacity=64, n_step=3))
     for number in range(12):
-        buffer.add(Moment.of([number], reward=[1.0 + number], terminated=[number == 11]))
+        buffer.add(moment([number], reward=[1.0 + number], terminated=[number == 11]))
     found = find(buffer, 4)
     assert found is not None, "never drew the step"
     assert np.allclose(found, (5 + 6 / 2 + 7 / 4, 0.125, 7.0), atol=1e-4), f"got {found}"
@@ -81,12 +83,9 @@ def n_step_inside(system: System) -> None:
 
 def n_step_at_end(system: System, how: str) -> tuple[float, float, float]:
     buffer = system.steps(Steps(capacity=64, n_step=3))
-    for number in range(5):
-        ends = {how: [True]} if number == 4 else {}
-        following = LAST if number == 4 else number + 1
-        buffer.add(Moment.of([number], [following], [1.0], **ends))
+    add_ended(buffer, 5, how)
     for number in range(20, 32):
-        buffer.add(Moment.of([number], reward=[100.0], terminated=[number == 31]))
+        buffer.add(moment([number], reward=[100.0], terminated=[number == 31]))
     found = find(buffer, 3)
     assert found is not None, "never drew the last but one step of an episode"
     return found
@@ -110,7 +109,7 @@ def n_step_at_a_truncation(system: System) -> None:
 def n_step_in_a_full_table(system: System) -> None:
     buffer = system.steps(Steps(capacity=32, n_step=3, batch=256))
     for number in range(200):
-        buffer.add(Moment.of([number], reward=[float(number)]))
+        buffer.add(moment([number], reward=[float(number)]))
     for _ in range(40):
         sampled = buffer.sample()
         steps = np.rint(np.log2(1 / sampled.discount)).astype(int)
@@ -125,7 +124,7 @@ def n_step_of_several_environments(system: System) -> None:
     buffer = system.steps(Steps(capacity=256, num_envs=3, n_step=3, batch=256))
     offsets = np.array([0.0, 100.0, 200.0])
     for number in range(20):
-        buffer.add(Moment.of(offsets + number, reward=offsets + 1, terminated=np.full(3, number == 19)))
+        buffer.add(moment(offsets + number, reward=offsets + 1, terminated=np.full(3, number == 19)))
     sampled = buffer.sample()
     which = np.rint(sampled.obs) // 100
     inside = np.isclose(sampled.discount, 0.125)
@@ -149,10 +148,22 @@ def hindsight_stays_in_the_episode(system: System) -> None:
 # ---- capacity ------------------------------------------------------------------------------------
 
 
+def drawn(buffer: StepBuffer) -> set[int]:
+    """Return the observations of some batches."""
+    return set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
+
+
+def holds_newest(buffer: StepBuffer, end: int, capacity: int) -> None:
+    """Fail unless the newest items, up to `end`, are drawn, and none that is twice as old as they may be."""
+    found, newest = drawn(buffer), set(range(end - capacity, end))
+    assert newest <= found, f"lacks {sorted(newest - found)[:4]}"
+    assert min(found) >= end - 2 * capacity, f"still holds {min(found)}"
+
+
 @case("meta-pytorch/torchtune#2981", "one item and a batch of 16: 16 samples of it, or a clear refusal")
 def one_item(system: System) -> None:
     buffer = system.steps(Steps(capacity=64, batch=16))
-    buffer.add(Moment.of([7], terminated=[True]))
+    buffer.add(moment([7], terminated=[True]))
     sampled = buffer.sample()
     assert len(sampled.obs) == 16, f"{len(sampled.obs)} samples"
     assert (sampled.obs == 7).all(), f"samples of {set(sampled.obs.tolist())}"
@@ -170,8 +181,8 @@ def an_empty_buffer(system: System) -> None:
 def capacity_and_environments(system: System) -> None:
     buffer = system.steps(Steps(capacity=10, num_envs=3))
     for number in range(40):
-        buffer.add(Moment.of([number, 100 + number, 200 + number], terminated=np.full(3, number % 2 == 1)))
-    found = set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
+        buffer.add(moment([number, 100 + number, 200 + number], terminated=np.full(3, number % 2 == 1)))
+    found = drawn(buffer)
     newest = {offset + number for offset in (0, 100, 200) for number in (37, 38, 39)}
     assert newest <= found, f"does not hold {sorted(newest - found)}"
 
@@ -185,7 +196,7 @@ def many_environments_in_a_full_buffer(system: System) -> None:
     offsets = 1000.0 * np.arange(16)
     for number in range(80):
         ends = (number + np.arange(16)) % 7 == 6
-        buffer.add(Moment.of(offsets + number, terminated=ends))
+        buffer.add(moment(offsets + number, terminated=ends))
         sampled = buffer.sample()
         steps = np.rint(sampled.obs) % 1000
         assert (number - steps < 32).all(), f"step {number}: drew step {steps.min()} from a buffer of 16"
@@ -197,17 +208,15 @@ def many_environments_in_a_full_buffer(system: System) -> None:
 def a_full_buffer_holds_the_newest(system: System) -> None:
     buffer = system.steps(Steps(capacity=32))
     for number in range(100):
-        buffer.add(Moment.of([number], terminated=[number % 2 == 1]))
-    found = set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
-    assert set(range(68, 100)) <= found, f"lacks {sorted(set(range(68, 100)) - found)[:4]}"
-    assert min(found) >= 100 - 2 * 32, f"still holds {min(found)}"
+        buffer.add(moment([number], terminated=[number % 2 == 1]))
+    holds_newest(buffer, 100, 32)
 
 
 @case("instadeepai/flashbax#66", "a buffer that is exactly full holds every item")
 def exactly_full(system: System) -> None:
     buffer = system.steps(Steps(capacity=32))
     for number in range(32):
-        buffer.add(Moment.of([number], terminated=[number % 2 == 1]))
+        buffer.add(moment([number], terminated=[number % 2 == 1]))
     fits(draws(buffer, 32, 400), np.ones(32), "of an exactly full buffer")
 
 
@@ -232,18 +241,26 @@ def a_seed_gives_the_same_batches(system: System) -> None:
 # ---- saves ---------------------------------------------------------------------------------------
 
 
+def reloaded(system: System, need: Steps, buffer: StepBuffer, first: int | None = None) -> StepBuffer:
+    """Save and close a buffer, and return another that has loaded it; it held steps from `first` on."""
+    with tempfile.TemporaryDirectory() as folder:
+        buffer.save(Path(folder))
+        buffer.close()
+        other = system.steps(need)
+        if first is not None:
+            add_episode(other, first, 4)
+            other.load(Path(folder))
+        other.load(Path(folder))
+    return other
+
+
 @case("pytorch/rl#3056", "priorities are as before after a load")
 def priorities_after_a_load(system: System) -> None:
     priorities, need = np.array([1.0, 2.0, 4.0, 8.0]), Steps(capacity=64, prioritized=True)
     buffer = system.steps(need)
     add_episode(buffer, 0, 4)
     prioritize(buffer, priorities)
-    with tempfile.TemporaryDirectory() as folder:
-        buffer.save(Path(folder))
-        buffer.close()
-        other = system.steps(need)
-        other.load(Path(folder))
-    fits(draws(other, 4, 400), priorities, "after a load")
+    fits(draws(reloaded(system, need, buffer), 4, 400), priorities, "after a load")
 
 
 @case("pytorch/rl#4089", "after a load the next batch is the one that would have come")
@@ -267,13 +284,7 @@ def loading_twice(system: System) -> None:
     need = Steps(capacity=64)
     buffer = system.steps(need)
     add_episode(buffer, 0, 6)
-    with tempfile.TemporaryDirectory() as folder:
-        buffer.save(Path(folder))
-        buffer.close()
-        other = system.steps(need)
-        add_episode(other, 20, 4)
-        other.load(Path(folder))
-        other.load(Path(folder))
+    other = reloaded(system, need, buffer, first=20)
     assert len(other) == 6, f"holds {len(other)} items"
     fits(draws(other, 24, 200)[:6], np.ones(6), "after two loads")
 
@@ -283,14 +294,8 @@ def adding_after_a_load(system: System) -> None:
     need = Steps(capacity=16)
     buffer = system.steps(need)
     for number in range(20):
-        buffer.add(Moment.of([number], terminated=[True]))
-    with tempfile.TemporaryDirectory() as folder:
-        buffer.save(Path(folder))
-        buffer.close()
-        other = system.steps(need)
-        other.load(Path(folder))
+        buffer.add(moment([number], terminated=[True]))
+    other = reloaded(system, need, buffer)
     for number in range(20, 80):
-        other.add(Moment.of([number], terminated=[True]))
-    found = set(np.rint(np.concatenate([other.sample().obs for _ in range(60)])).astype(int).tolist())
-    assert set(range(64, 80)) <= found, f"lacks {sorted(set(range(64, 80)) - found)[:4]}"
-    assert min(found) >= 80 - 2 * 16, f"still holds {min(found)}"
+        other.add(moment([number], terminated=[True]))
+    holds_newest(other, 80, 16)

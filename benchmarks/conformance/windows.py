@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from peers.interface import System, WindowBuffer, Windows
+from peers.interface import Windows
 
-from conformance.check import case, fits, refusal, refuses
+from conformance.check import System, WindowBuffer, case, fits, refusal, refuses
 
 
 def filled(system: System, lengths: list[int], need: Windows) -> WindowBuffer:

@@ -1,77 +1,60 @@
-"""cpprb: ReplayBuffer, PrioritizedReplayBuffer and HindsightReplayBuffer."""
+"""cpprb: ReplayBuffer, PrioritizedReplayBuffer, HindsightReplayBuffer; frames by compression of stacks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import cpprb
 import numpy as np
+from speed import derived, work
 
-from peers.interface import Array, Moment, NotOfferedError, Sampled, StepBuffer, Steps, System
+from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System
 
 
-class CpprbSteps(StepBuffer):
-    def __init__(self, need: Steps) -> None:
-        if need.normalize == "table" and need.prioritized:
-            self._scale = "table"
-        columns: dict[str, Any] = {
-            "obs": {},
-            "act": {},
-            "rew": {},
-            "next_obs": {},
-            "done": {},
-            "truncated": {},
-        }
-        options: dict[str, Any] = {}
-        if need.n_step > 1:
-            options["Nstep"] = {"size": need.n_step, "gamma": need.gamma, "rew": "rew", "next": "next_obs"}
-        self._need = need
-        if need.n_step > 1 and need.num_envs > 1:
-            raise NotOfferedError("one local buffer of n-step returns")
-        if need.prioritized:
-            self._buffer = cpprb.PrioritizedReplayBuffer(need.capacity, columns, alpha=need.alpha, **options)
-        else:
-            self._buffer = cpprb.ReplayBuffer(need.capacity, columns, **options)
+def columns_of(rows: Rows) -> dict[str, Any]:
+    return {name: {"shape": values.shape[1:] or 1, "dtype": values.dtype} for name, values in rows.items()}
+
+
+class CpprbSteps(Buffer):
+    def __init__(self, need: Steps, buffer: Any = None) -> None:
+        self._need, self._options = need, {"beta": need.beta} if need.prioritized else {}
+        self._buffer = self._made(need) if buffer is None else buffer
         np.random.seed(need.seed)
 
-    def add(self, moment: Moment) -> None:
-        self._buffer.add(
-            obs=moment.obs,
-            act=np.zeros(len(moment.obs)),
-            rew=moment.reward,
-            next_obs=moment.next_obs,
-            done=moment.terminated,
-            truncated=moment.truncated,
-        )
-        if moment.truncated.any() or moment.terminated.any():
+    @staticmethod
+    def _made(need: Steps) -> Any:
+        options: dict[str, Any] = {}
+        if need.n_step > 1:
+            if need.num_envs > 1:
+                raise NotOfferedError("one local buffer of n-step returns")
+            window = {"size": need.n_step, "gamma": need.gamma, "rew": "reward", "next": "next_observation"}
+            options["Nstep"] = window
+        if need.prioritized:
+            options["alpha"] = need.alpha
+        kind = cpprb.PrioritizedReplayBuffer if need.prioritized else cpprb.ReplayBuffer
+        return kind(need.capacity, columns_of(need.columns), **options)
+
+    def add(self, rows: Rows) -> None:
+        self._buffer.add(**rows)
+        if self._need.n_step > 1 and (rows["done"] | rows.get("truncated", rows["done"]))[-1]:
             self._buffer.on_episode_end()
 
-    def sample(self) -> Sampled:
-        need = self._need
-        found = (
-            self._buffer.sample(need.batch, beta=need.beta)
-            if need.prioritized
-            else self._buffer.sample(need.batch)
-        )
-        arrays = {name: values.reshape(len(values)) for name, values in found.items()}
-        discount = (
-            arrays["discounts"] if "discounts" in arrays else np.full(need.batch, need.gamma**need.n_step)
-        )
-        weights = arrays.get("weights", np.ones(need.batch))
-        return Sampled(
-            arrays["obs"],
-            arrays["next_obs"],
-            arrays["rew"],
-            discount * (1 - arrays["done"]),
-            weights,
-            arrays.get("indexes"),
-        )
+    def sample(self) -> Any:
+        return self._buffer.sample(self._need.batch, **self._options)
 
-    def update(self, sampled: Sampled, priorities: Array) -> None:
-        self._buffer.update_priorities(sampled.handle, priorities)
+    def update(self, found: Any, priorities: Array) -> None:
+        self._buffer.update_priorities(found["indexes"], priorities)
+
+    def rows(self, found: Any) -> Rows:
+        rows = {name: values for name, values in found.items() if name not in ("indexes", "weights")}
+        if "weights" in found:
+            rows["weight"] = found["weights"]
+        if self._need.n_step > 1:
+            rows["return"] = found["reward"]
+            rows["discount"] = self._need.gamma**self._need.n_step * (1 - found["done"])
+        return rows
 
     def __len__(self) -> int:
         return int(self._buffer.get_stored_size())
@@ -83,30 +66,61 @@ class CpprbSteps(StepBuffer):
         self._buffer.load_transitions(str(folder / "buffer.npz"))
 
 
-class Cpprb(System):
-    name = "cpprb"
+class CpprbFrames(CpprbSteps):
+    def rows(self, found: Any) -> Rows:
+        return {"frame": np.moveaxis(found["frame"], -1, 1)}  # [B, ..., stacked]
 
-    def version(self) -> str:
-        return version("cpprb")
 
-    def steps(self, need: Steps) -> StepBuffer:
-        return CpprbSteps(need)
+def frames(count: int, batch: int, length: int) -> Buffer:
+    shape = (*work.FRAME, length)
+    buffer = cpprb.ReplayBuffer(count, {"frame": {"shape": shape, "dtype": np.uint8}}, stack_compress="frame")
+    for rows in work.frames(count // 500, 500):
+        values = rows["frame"]
+        for last in range(length, len(values) + 1):
+            buffer.add(frame=np.moveaxis(values[last - length : last], 0, -1))
+        buffer.on_episode_end()
+    return CpprbFrames(Steps(count, batch=batch), buffer)
 
-    def goals(self, episodes: list[Array], batch: int) -> Mapping[str, Array]:
-        columns = {"obs": {}, "act": {}, "next_obs": {}}
+
+class CpprbGoals(CpprbSteps):
+    """Goals are drawn when an episode ends; a state holds what is achieved in it."""
+
+    def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
+        parts = list(episodes)
+        first, horizon = parts[0], len(parts[0]["done"])
+        self._width = first["observation"].shape[1]
+        goal = first["pursued"].shape
+        columns = {name: {"shape": self._width + goal[0]} for name in ("observation", "next_observation")}
+        columns |= {"action": {"shape": first["action"].shape[1]}, "done": {}}
         buffer = cpprb.HindsightReplayBuffer(
-            1000,
+            5 * count,
             columns,
-            max_episode_len=100,
-            reward_func=lambda state, _, goal: -np.abs(state - goal).sum(1),
+            max_episode_len=horizon,
+            reward_func=lambda following, _, goal: derived.reward(following[:, self._width :], goal),
+            goal_func=lambda state: state[:, self._width :],
+            goal_shape=goal,
+            state="observation",
+            action="action",
+            next_state="next_observation",
+            additional_goals=4,
             prioritized=False,
         )
-        for obs in episodes:
-            for number in obs:
-                buffer.add(obs=number, act=0, next_obs=number + 1)
-            buffer.on_episode_end(obs[-1])
-        found = buffer.sample(batch)
-        return {"obs": found["obs"][:, 0], "goal": found["goal"][:, 0]}
+        for rows in parts:
+            state = np.concatenate([rows["observation"], rows["achieved"]], 1)
+            steps = {"observation": state[:-1], "next_observation": state[1:]}
+            buffer.add(**steps, action=rows["action"], done=rows["done"])
+            buffer.on_episode_end(rows["pursued"])
+        super().__init__(Steps(count, batch=batch), buffer)
+
+    def rows(self, found: Any) -> Rows:
+        states = {name: found[name][:, : self._width] for name in ("observation", "next_observation")}
+        return {**states, "reward": found["rew"], "goal": found["goal"]}
 
 
-SYSTEM = Cpprb()
+class Cpprb(System):
+    kinds = frozenset(("transitions", "n_step", "hindsight", "adding", "whole", "numbered"))
+    steps = CpprbSteps
+    goals = CpprbGoals
+
+
+SYSTEM = Cpprb("cpprb", frames=frames)

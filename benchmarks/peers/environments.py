@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +35,20 @@ PEERS = (
     Peer("datasets", "HF datasets", ("datasets>=4",), has_cases=False),
     Peer("streaming", "MosaicML Streaming", ("mosaicml-streaming>=0.13",)),  # torchvision needs its own torch
 )
+
+
+OWN = ("gear", "limit", "numpy_ring")  # they run in this project's environment
+
+
+def interpreters(wanted: Collection[str]) -> tuple[dict[str, Path | str], dict[str, str]]:
+    """Return the interpreters of systems by their modules, and why others have none."""
+    pythons: dict[str, Path | str] = {name: sys.executable for name in OWN if name in wanted}
+    absent = {}
+    for peer in PEERS:
+        if peer.module in wanted:
+            python = python_of(peer)
+            (absent if isinstance(python, str) else pythons)[peer.module] = python
+    return pythons, absent
 
 
 def python_of(peer: Peer) -> Path | str:

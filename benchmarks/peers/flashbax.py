@@ -1,9 +1,8 @@
-"""flashbax: item buffers for transitions (prioritised or not), and the trajectory buffer for windows."""
+"""flashbax on the CPU: item buffers for transitions (prioritised or not), trajectory buffers for windows."""
 
 from __future__ import annotations
 
 import pickle
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,71 +11,77 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from peers.interface import (
-    Array,
-    Moment,
-    NotOfferedError,
-    Sampled,
-    StepBuffer,
-    Steps,
-    System,
-    Window,
-    WindowBuffer,
-    Windows,
-)
+from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System, Windows
 
 
-class FlashbaxSteps(StepBuffer):
+def _given(rows: Rows) -> dict[str, Any]:
+    return {name: jnp.asarray(values) for name, values in rows.items()}
+
+
+class FlashbaxBuffer(Buffer):
+    """A buffer of flashbax and its state; a batch of several draws is joined."""
+
+    def __init__(self, made: Any, need: Steps | Windows, draws: int = 1) -> None:
+        self._need, self._draws, self._added = need, draws, 0
+        self._add, self._sample = jax.jit(made.add, donate_argnums=0), jax.jit(made.sample)
+        self._can, self._key = made.can_sample, jax.random.PRNGKey(need.seed or 0)
+        self._state = made.init({name: values[0] for name, values in _given(need.columns).items()})
+
+    def add(self, rows: Rows) -> None:
+        self._state = jax.block_until_ready(self._add(self._state, _given(rows)))
+        self._added += len(next(iter(rows.values())))
+
+    def can_sample(self) -> bool:
+        return bool(self._can(self._state))
+
+    def sample(self) -> Any:
+        self._key, *keys = jax.random.split(self._key, 1 + self._draws)
+        found = [self._sample(self._state, key) for key in keys]
+        joined = found[0] if self._draws == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+        return jax.block_until_ready(joined)
+
+    def rows(self, found: Any) -> Rows:
+        return {name: np.asarray(values) for name, values in found.experience.items()}
+
+    def held(self) -> int:
+        return min(self._added, self._need.capacity)
+
+    def save(self, folder: Path) -> None:
+        with open(folder / "state", "wb") as file:
+            pickle.dump(jax.device_get((self._state, self._key)), file, protocol=5)
+
+    def load(self, folder: Path) -> None:
+        with open(folder / "state", "rb") as file:
+            self._state, self._key = jax.device_put(pickle.load(file))
+
+
+class FlashbaxSteps(FlashbaxBuffer):
     def __init__(self, need: Steps) -> None:
         if need.n_step > 1 or need.normalize == "table":
             raise NotOfferedError
-        self._draws = -(-need.batch // need.capacity)  # a batch must not exceed the capacity: take several
-        batch = need.batch // self._draws
-        sizes = {
-            "max_length": need.capacity,
-            "min_length": 1,
-            "sample_batch_size": batch,
-            "add_batches": True,
-        }
+        draws = -(-need.batch // need.capacity)  # a batch must not exceed the capacity: take several
+        sizes = {"max_length": need.capacity, "min_length": 1, "sample_batch_size": need.batch // draws}
         if need.prioritized:
-            made = flashbax.make_prioritised_item_buffer(**sizes, priority_exponent=need.alpha)
-            self._set = jax.jit(made.set_priorities)
+            options = {**sizes, "priority_exponent": need.alpha}
+            made: Any = flashbax.make_prioritised_item_buffer(add_batches=True, **options)
+            self._set = jax.jit(made.set_priorities, donate_argnums=0)
         else:
-            made = flashbax.make_item_buffer(**sizes)
-        self._need, self._add, self._sample = need, jax.jit(made.add), jax.jit(made.sample)
-        item = dict.fromkeys(("obs", "next_obs", "reward", "terminated"), jnp.zeros(()))
-        self._can, self._state, self._key = made.can_sample, made.init(item), jax.random.PRNGKey(need.seed)
+            made = flashbax.make_item_buffer(add_batches=True, **sizes)
+        super().__init__(made, need, draws)
 
-    def add(self, moment: Moment) -> None:
-        columns = {"obs": moment.obs, "next_obs": moment.next_obs, "reward": moment.reward}
-        rows = {**columns, "terminated": moment.terminated.astype(np.float32)}
-        self._state = self._add(self._state, {name: jnp.asarray(values) for name, values in rows.items()})
+    def update(self, found: Any, priorities: Array) -> None:
+        given = jnp.asarray(priorities, jnp.float32)
+        self._state = jax.block_until_ready(self._set(self._state, found.indices, given))
 
-    def sample(self) -> Sampled:
-        if not self._can(self._state):
-            raise ValueError("can_sample is false")
-        self._key, *keys = jax.random.split(self._key, 1 + self._draws)
-        found = [self._sample(self._state, key) for key in keys]
-        joined = jax.tree.map(lambda *parts: np.concatenate(parts), *[one.experience for one in found])
-        rows: dict[str, Array] = dict(joined)
-        weight, handle = np.ones(len(rows["obs"])), None
+    def rows(self, found: Any) -> Rows:
+        rows = super().rows(found)
         if self._need.prioritized:
-            handle = np.concatenate([one.indices for one in found])
-            weight = np.concatenate([one.probabilities for one in found]) ** -self._need.beta
-        discount = self._need.gamma * (1 - rows["terminated"])
-        return Sampled(rows["obs"], rows["next_obs"], rows["reward"], discount, weight / weight.max(), handle)
-
-    def update(self, sampled: Sampled, priorities: Array) -> None:
-        self._state = self._set(self._state, sampled.handle, jnp.asarray(priorities, jnp.float32))
-
-    def save(self, folder: Path) -> None:
-        (folder / "state").write_bytes(pickle.dumps(jax.device_get((self._state, self._key))))
-
-    def load(self, folder: Path) -> None:
-        self._state, self._key = jax.device_put(pickle.loads((folder / "state").read_bytes()))
+            weight = np.asarray(found.probabilities) ** -self._need.beta
+            rows["weight"] = weight / weight.max()
+        return rows
 
 
-class FlashbaxWindows(WindowBuffer):
+class FlashbaxWindows(FlashbaxBuffer):
     def __init__(self, need: Windows) -> None:
         if not need.whole:
             raise NotOfferedError
@@ -88,31 +93,16 @@ class FlashbaxWindows(WindowBuffer):
             min_length_time_axis=need.length,
             max_length_time_axis=need.capacity,
         )
-        self._buffer, self._key = made, jax.random.PRNGKey(need.seed)
-        self._state: Any = made.init({"obs": jnp.zeros(())})
+        super().__init__(made, need)
 
-    def add(self, obs: Array) -> None:
-        self._state = self._buffer.add(self._state, {"obs": jnp.asarray(obs)[None]})
-
-    def sample(self) -> Window:
-        if not self._buffer.can_sample(self._state):
-            raise ValueError("can_sample is false")
-        self._key, key = jax.random.split(self._key)
-        obs = np.asarray(self._buffer.sample(self._state, key).experience["obs"])
-        return Window(obs, np.ones(obs.shape, bool))
+    def add(self, rows: Rows) -> None:
+        super().add({name: values[None] for name, values in rows.items()})
 
 
 class Flashbax(System):
-    name = "flashbax"
-
-    def version(self) -> str:
-        return version("flashbax")
-
-    def steps(self, need: Steps) -> StepBuffer:
-        return FlashbaxSteps(need)
-
-    def windows(self, need: Windows) -> WindowBuffer:
-        return FlashbaxWindows(need)
+    kinds = frozenset(("transitions", "windows", "frames", "adding", "numbered"))
+    steps = FlashbaxSteps
+    windows = FlashbaxWindows
 
 
-SYSTEM = Flashbax()
+SYSTEM = Flashbax("flashbax")

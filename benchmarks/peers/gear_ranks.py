@@ -6,51 +6,52 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from support.ranks import run_ranks, start_ranks
 
 from deepspeed_gear import Replay
 from peers import gear_language
 from peers.interface import Array, NotOfferedError, Pack
 
 ITEM = {"number": {"dtype": "int64"}}
-_HELD: list[Replay] = []  # what a rank holds that waits for its end
 
 
 def epoch(count: int, batch: int, ranks: int, used: int, workers: int = 0) -> list[list[int]]:
     """As `System.epoch`."""
     if workers:
         raise NotOfferedError("a replay is used in the process that made it; a thread prefetches")
-    return _on_ranks(ranks, _epoch, count, batch, used)
+    return run_ranks(ranks, _epoch, count, batch, used)
 
 
 def shared(priorities: Array, processes: int, batches: int) -> list[Array]:
     """As `System.shared`."""
-    return _on_ranks(processes, _shared, priorities, batches)
+    return run_ranks(processes, _shared, priorities, batches)
 
 
 def restart() -> list[list[int]]:
     """As `System.restart`."""
     with tempfile.TemporaryDirectory() as folder:
-        results, context = _start(2, _held, (), folder)
-        for _ in range(2):
-            results.get(timeout=100)
-        for process in context.processes:
+        processes = start_ranks(2, _hold, folder)
+        while len(os.listdir(folder)) < len(processes):
+            if not all(process.is_alive() for process in processes):
+                raise RuntimeError("a rank ended with an error")
+            time.sleep(0.05)
+        for process in processes:
             os.killpg(process.pid, signal.SIGKILL)
         found = epoch(10, 1, 2, 0)  # at once
-        for process in context.processes:
+        for process in processes:
             process.join()
         return found
 
 
 def packs(lengths: Array, tokens: int, ranks: int = 1) -> list[list[Pack]]:
     """As `System.packs`."""
-    return _on_ranks(ranks, _packs, lengths, tokens)
+    return run_ranks(ranks, _packs, lengths, tokens)
 
 
 def _replay(sampler: dict[str, Any], batch: int, count: int) -> Replay:
@@ -86,11 +87,12 @@ def _shared(priorities: Array, batches: int) -> Array:
         return np.concatenate([replay.sample()["number"].flatten().numpy().copy() for _ in range(batches)])
 
 
-def _held() -> None:
+def _hold(folder: str) -> None:
     os.setsid()  # a group of its own, with its helpers
-    replay = _replay({"kind": "epoch"}, 1, 10)
-    replay.sample()
-    _HELD.append(replay)
+    with _replay({"kind": "epoch"}, 1, 10) as replay:
+        replay.sample()
+        Path(folder, str(dist.get_rank())).touch()
+        time.sleep(1000)  # until it is killed
 
 
 def _packs(lengths: Array, tokens: int) -> list[Pack]:
@@ -108,27 +110,3 @@ def _packs(lengths: Array, tokens: int) -> list[Pack]:
                 position, bounds = micro.position_ids[0].numpy().copy(), micro.cu_seqlens.numpy().copy()
                 found.append(Pack(number, position, bounds))
         return found
-
-
-def _rank(
-    rank: int, world: int, store: str, results: Any, run: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    results.put((rank, run(*arguments)))
-    while _HELD:
-        time.sleep(1)  # until it is killed
-    dist.destroy_process_group()
-
-
-def _start(world: int, run: Callable[..., Any], arguments: tuple[Any, ...], folder: str) -> tuple[Any, Any]:
-    results: Any = multiprocessing.get_context("spawn").Queue()
-    given = (world, f"{folder}/store", results, run, arguments)
-    return results, multiprocessing.spawn(_rank, given, nprocs=world, join=False)
-
-
-def _on_ranks(world: int, run: Callable[..., Any], *arguments: Any) -> list[Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        results, context = _start(world, run, arguments, folder)
-        found = dict(results.get(timeout=120) for _ in range(world))
-        context.join()
-    return [found[rank] for rank in range(world)]

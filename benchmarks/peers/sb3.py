@@ -1,49 +1,61 @@
-"""Stable-Baselines3: ReplayBuffer and NStepReplayBuffer (CleanRL's ring is an earlier copy of the first)."""
+"""Stable-Baselines3: ReplayBuffer, whose copy is CleanRL's; NStepReplayBuffer and HerReplayBuffer."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
+from speed import derived, work
+from stable_baselines3 import HerReplayBuffer
 from stable_baselines3.common.buffers import NStepReplayBuffer, ReplayBuffer
 from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
+from stable_baselines3.common.vec_env import DummyVecEnv
 
-from peers.interface import Moment, NotOfferedError, Sampled, StepBuffer, Steps, System
+from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System
 
 
-class Sb3Steps(StepBuffer):
+def _box(rows: Array, bound: float = np.inf) -> spaces.Box:
+    return spaces.Box(-bound, bound, rows.shape[1:])
+
+
+class Sb3Steps(Buffer):
     def __init__(self, need: Steps) -> None:
         if need.prioritized:
             raise NotOfferedError
-        space, action = spaces.Box(-np.inf, np.inf, (1,)), spaces.Discrete(2)
-        self._need = need
+        spaces_of = _box(need.columns["observation"]), _box(need.columns["action"], 1)
+        kind, options = ReplayBuffer, {"n_envs": need.num_envs}
         if need.n_step > 1:
-            self._buffer: ReplayBuffer = NStepReplayBuffer(
-                need.capacity, space, action, n_envs=need.num_envs, n_steps=need.n_step, gamma=need.gamma
-            )
-        else:
-            self._buffer = ReplayBuffer(need.capacity, space, action, n_envs=need.num_envs)
+            kind, options = NStepReplayBuffer, {**options, "n_steps": need.n_step, "gamma": need.gamma}
+        self._need, self._buffer = need, kind(need.capacity, *spaces_of, **options)
+        self._going = [{"TimeLimit.truncated": False}] * need.num_envs
         np.random.seed(need.seed)
 
-    def add(self, moment: Moment) -> None:
-        infos = [{"TimeLimit.truncated": bool(cut)} for cut in moment.truncated]
-        self._buffer.add(
-            moment.obs[:, None],
-            moment.next_obs[:, None],
-            np.zeros((len(moment.obs), 1), np.int64),
-            moment.reward,
-            moment.terminated | moment.truncated,
-            infos,
-        )
+    def add(self, rows: Rows) -> None:
+        ends, infos = rows["done"], self._going
+        if "truncated" in rows:
+            ends = ends | rows["truncated"]
+            infos = [{"TimeLimit.truncated": cut} for cut in rows["truncated"].tolist()]
+        states = rows["observation"], rows["next_observation"]
+        self._buffer.add(*states, rows["action"], rows["reward"], ends, infos)
 
-    def sample(self) -> Sampled:
-        data = self._buffer.sample(self._need.batch)
-        discounts = getattr(data, "discounts", None)
-        discount = self._need.gamma * (1 - data.dones) if discounts is None else discounts * (1 - data.dones)
-        columns = (data.observations, data.next_observations, data.rewards, discount)
-        return Sampled(*(column.numpy()[:, 0] for column in columns), np.ones(self._need.batch))
+    def sample(self) -> Any:
+        return self._buffer.sample(self._need.batch)
+
+    def rows(self, found: Any) -> Rows:
+        rows = {
+            "observation": found.observations.numpy(),
+            "next_observation": found.next_observations.numpy(),
+            "action": found.actions.numpy(),
+            "reward": found.rewards.numpy(),
+            "done": found.dones.numpy(),
+        }
+        if self._need.n_step > 1:
+            rows |= {"return": rows["reward"], "discount": (found.discounts * (1 - found.dones)).numpy()}
+        return rows
 
     def __len__(self) -> int:
         return int(self._buffer.size() * self._need.num_envs)
@@ -55,14 +67,46 @@ class Sb3Steps(StepBuffer):
         self._buffer = load_from_pkl(folder / "buffer.pkl")
 
 
+class Task(gymnasium.Env[Any, Any]):
+    """The part of an environment that relabelling calls."""
+
+    def __init__(self, first: Rows) -> None:
+        goals = dict.fromkeys(("achieved_goal", "desired_goal"), _box(first["achieved"]))
+        self.observation_space = spaces.Dict({"observation": _box(first["observation"]), **goals})
+        self.action_space = _box(first["action"], 1)
+
+    def compute_reward(self, achieved: Array, wanted: Array, _: Any) -> Array:
+        return derived.reward(achieved, wanted)
+
+
+class Sb3Goals(Buffer):
+    def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
+        parts = list(episodes)
+        num_envs, task = max(1, len(parts) // 10), Task(parts[0])
+        given = task.observation_space, task.action_space, DummyVecEnv([lambda: task])
+        self._batch = batch
+        self._buffer = HerReplayBuffer(count, *given, n_envs=num_envs, n_sampled_goal=4)
+        infos = [{"TimeLimit.truncated": False}] * num_envs
+        for now, following, rest in derived.goal_steps(parts, num_envs):
+            self._buffer.add(now, following, rest["action"], rest["reward"], rest["done"], infos)
+
+    def sample(self) -> Any:
+        return self._buffer.sample(self._batch)
+
+    def rows(self, found: Any) -> Rows:
+        return {
+            "observation": found.observations["observation"].numpy(),
+            "next_observation": found.next_observations["observation"].numpy(),
+            "reward": found.rewards.numpy(),
+            "goal": found.observations["desired_goal"].numpy(),
+        }
+
+
 class Sb3(System):
-    name = "Stable-Baselines3"
-
-    def version(self) -> str:
-        return version("stable_baselines3")
-
-    def steps(self, need: Steps) -> StepBuffer:
-        return Sb3Steps(need)
+    fills = work.EPISODE  # environments, as adding one by one takes minutes
+    kinds = frozenset(("transitions", "n_step", "hindsight", "adding"))
+    steps = Sb3Steps
+    goals = Sb3Goals
 
 
-SYSTEM = Sb3()
+SYSTEM = Sb3("stable_baselines3")

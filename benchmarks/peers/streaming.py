@@ -1,4 +1,4 @@
-"""MosaicML Streaming: an epoch of a data set of shards, on ranks that are processes of their own."""
+"""MosaicML Streaming: epochs of a data set of shards on ranks that are processes, and windows of its rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,50 @@ import signal
 import socket
 import tempfile
 import time
-from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from speed import work
 from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 
-from peers.interface import System
+from peers.interface import Buffer, Rows, System
+
+COLUMNS = {
+    "observation": f"ndarray:float32:{work.EPISODE},{work.OBSERVATION}",
+    "action": f"ndarray:float32:{work.EPISODE},{work.ACTION}",
+    "reward": f"ndarray:float32:{work.EPISODE}",
+    "done": f"ndarray:uint8:{work.EPISODE}",  # there is no bool
+}
+
+
+def write(count: int, folder: Path) -> None:
+    with MDSWriter(columns=COLUMNS, out=str(folder / "shards")) as writer:
+        for rows in work.trajectories(count // work.EPISODE):
+            writer.write({**rows, "done": rows["done"].view(np.uint8)})
+
+
+class Stored(Buffer):
+    def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
+        self._data = StreamingDataset(local=str(folder / "shards"), batch_size=batch)
+        self._batch, self._length = batch, length
+        self._random = np.random.default_rng(0)
+
+    def sample(self) -> Any:
+        numbers = self._random.integers(self._data.num_samples, size=self._batch)
+        firsts = self._random.integers(work.EPISODE - self._length + 1, size=self._batch)
+        windows = []
+        for number, first in zip(numbers.tolist(), firsts.tolist(), strict=True):
+            trajectory = self._data[number]
+            windows.append([trajectory[name][first : first + self._length] for name in COLUMNS])
+        columns = zip(*windows, strict=True)
+        return {name: np.stack(parts) for name, parts in zip(COLUMNS, columns, strict=True)}
+
+    def rows(self, found: Any) -> Rows:
+        return dict(found)
+
+
+# ---- epochs --------------------------------------------------------------------------------------
 
 
 def _write(folder: str, count: int) -> None:
@@ -75,11 +112,6 @@ def _start(
 
 
 class Streaming(System):
-    name = "Streaming"
-
-    def version(self) -> str:
-        return version("mosaicml-streaming")
-
     def epoch(self, count: int, batch: int, ranks: int, used: int, workers: int = 0) -> list[list[int]]:
         with tempfile.TemporaryDirectory() as folder:
             _write(folder, count)
@@ -100,4 +132,4 @@ class Streaming(System):
         return [found[rank] for rank in range(2)]
 
 
-SYSTEM = Streaming()
+SYSTEM = Streaming("mosaicml-streaming", write=write, stored=Stored)

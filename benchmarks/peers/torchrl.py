@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from importlib.metadata import version
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from speed import derived, work
 from tensordict import TensorDict
 from torchrl.data import (
     HERReplayBuffer,
+    LazyMemmapStorage,
     LazyTensorStorage,
     SliceSampler,
     TensorDictPrioritizedReplayBuffer,
@@ -19,75 +20,70 @@ from torchrl.data import (
 )
 from torchrl.envs.transforms import MultiStepTransform
 
-from peers.interface import (
-    Array,
-    Moment,
-    NotOfferedError,
-    Sampled,
-    StepBuffer,
-    Steps,
-    System,
-    Window,
-    WindowBuffer,
-    Windows,
-)
+from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System, Windows
 
 
-class TorchrlSteps(StepBuffer):
+def dict_of(rows: Rows) -> TensorDict:
+    count = len(next(iter(rows.values())))
+    return TensorDict({name: torch.from_numpy(values) for name, values in rows.items()}, [count])
+
+
+class TorchrlSteps(Buffer):
+    """Rows as they come; with n-step returns as a collector gives them, with a "next"."""
+
     def __init__(self, need: Steps) -> None:
         if need.prioritized and need.normalize == "table":
             raise NotOfferedError
-        self._need, self._has_time = need, need.n_step > 1
-        if self._has_time and need.num_envs > 1:
-            raise NotOfferedError("MultiStepTransform takes rollouts [environments, time], not steps")
-        options: dict[str, Any] = {"batch_size": need.batch}
-        options["storage"] = LazyTensorStorage(need.capacity)
-        if self._has_time:
+        options: dict[str, Any] = {"batch_size": need.batch, "storage": LazyTensorStorage(need.capacity)}
+        if need.n_step > 1:
+            if need.num_envs > 1:
+                raise NotOfferedError("MultiStepTransform takes rollouts [environments, time], not steps")
             options["transform"] = MultiStepTransform(n_steps=need.n_step, gamma=need.gamma)
+        kind: Any = TensorDictReplayBuffer
         if need.prioritized:
-            self._buffer: Any = TensorDictPrioritizedReplayBuffer(
-                alpha=need.alpha, beta=need.beta, priority_key="td_error", **options
-            )
-        else:
-            self._buffer = TensorDictReplayBuffer(**options)
-        self._buffer.set_rng(torch.Generator().manual_seed(need.seed))
+            kind = TensorDictPrioritizedReplayBuffer
+            options |= {"alpha": need.alpha, "beta": need.beta, "priority_key": "td_error"}
+        self._need, self._buffer = need, kind(**options)
+        if need.seed is not None:
+            self._buffer.set_rng(torch.Generator().manual_seed(need.seed))
 
-    def add(self, moment: Moment) -> None:
-        def column(values: Array) -> torch.Tensor:
-            return torch.from_numpy(values.copy())[:, None]
+    def add(self, rows: Rows) -> None:
+        self._buffer.extend(dict_of(rows) if self._need.n_step == 1 else self._with_next(rows))
 
-        terminated, truncated = column(moment.terminated), column(moment.truncated)
+    def _with_next(self, rows: Rows) -> TensorDict:
+        given = {name: torch.from_numpy(values) for name, values in rows.items()}
+        ends = given["done"][:, None]
+        truncated = given["truncated"][:, None] if "truncated" in given else torch.zeros_like(ends)
         following = {
-            "observation": column(moment.next_obs),
-            "reward": column(moment.reward),
-            "terminated": terminated,
+            "observation": given["next_observation"],
+            "reward": given["reward"][:, None],
+            "done": ends | truncated,
+            "terminated": ends,
             "truncated": truncated,
-            "done": terminated | truncated,
         }
-        count = len(moment.obs)
-        steps = TensorDict(
-            {"observation": column(moment.obs), "next": TensorDict(following, [count])}, [count]
-        )
-        self._buffer.extend(steps)
+        steps = {"observation": given["observation"], "action": given["action"], "next": following}
+        return TensorDict(steps, [len(ends)])
 
-    def sample(self) -> Sampled:
-        need, found = self._need, self._buffer.sample()
-        rows = found.reshape(-1)
-        following = rows["next"]
-        steps = rows["steps_to_next_obs"].flatten() if self._has_time else 1
-        discount = need.gamma**steps * ~following["terminated"][:, 0]
-        weight = rows["priority_weight"].numpy() if need.prioritized else np.ones(len(rows))
-        columns = (
-            rows["observation"][:, 0],
-            following["observation"][:, 0],
-            following["reward"][:, 0],
-            discount,
-        )
-        return Sampled(*(torch.as_tensor(values).numpy() for values in columns), weight, found)
+    def sample(self) -> Any:
+        return self._buffer.sample()
 
-    def update(self, sampled: Sampled, priorities: Array) -> None:
-        sampled.handle["td_error"] = torch.from_numpy(priorities.astype(np.float32))
-        self._buffer.update_tensordict_priority(sampled.handle)
+    def update(self, found: Any, priorities: Array) -> None:
+        found["td_error"] = torch.from_numpy(priorities)
+        self._buffer.update_tensordict_priority(found)
+
+    def rows(self, found: Any) -> Rows:
+        if self._need.n_step > 1:
+            following = found["next"]
+            steps, ends = found["steps_to_next_obs"].flatten(), following["terminated"].flatten()
+            return {
+                "observation": found["observation"].numpy(),
+                "next_observation": following["observation"].numpy(),
+                "return": following["reward"].numpy(),
+                "discount": (self._need.gamma**steps * ~ends).numpy(),
+            }
+        names = {name: name for name in self._need.columns} | {"weight": "priority_weight"}
+        known = set(found.keys())  # `in` a TensorDict is of its rows
+        return {name: found[own].numpy() for name, own in names.items() if own in known}
 
     def set_alpha(self, alpha: float) -> None:
         self._buffer.sampler.alpha = alpha
@@ -102,62 +98,110 @@ class TorchrlSteps(StepBuffer):
         self._buffer.loads(folder)
 
 
-class TorchrlWindows(WindowBuffer):
-    def __init__(self, need: Windows) -> None:
+class TorchrlWindows(Buffer):
+    """Windows of trajectories that are numbered as they come."""
+
+    def __init__(self, need: Windows, storage: Any = None) -> None:
         pads = {} if need.whole else {"pad_output": True}
-        sampler = SliceSampler(slice_len=need.length, traj_key="episode", strict_length=need.whole, **pads)
+        options = {"strict_length": need.whole, "cache_values": True, **pads}
+        sampler = SliceSampler(slice_len=need.length, traj_key="episode", **options)
         self._need, self._count = need, 0
         self._buffer = TensorDictReplayBuffer(
-            storage=LazyTensorStorage(need.capacity), sampler=sampler, batch_size=need.batch * need.length
+            storage=LazyTensorStorage(need.capacity) if storage is None else storage,
+            sampler=sampler,
+            batch_size=need.batch * need.length,
         )
-        self._buffer.set_rng(torch.Generator().manual_seed(need.seed))
+        if need.seed is not None:
+            self._buffer.set_rng(torch.Generator().manual_seed(need.seed))
 
-    def add(self, obs: Array) -> None:
-        columns = {"obs": torch.from_numpy(obs.copy()), "episode": torch.full((len(obs),), self._count)}
-        self._buffer.extend(TensorDict(columns, [len(obs)]))
+    def add(self, rows: Rows) -> None:
+        size = len(next(iter(rows.values())))
+        self._buffer.extend(dict_of({**rows, "episode": np.full(size, self._count)}))
         self._count += 1
 
-    def sample(self) -> Window:
-        found = self._buffer.sample()
-        obs = found["obs"].reshape(-1, self._need.length).numpy()
-        if self._need.whole:
-            return Window(obs, np.ones(obs.shape, bool))
-        mask = found.get(("collector", "mask"), found.get("mask", None))
-        return Window(obs, np.ones(obs.shape, bool) if mask is None else mask.reshape(obs.shape).numpy())
+    def sample(self) -> Any:
+        return self._buffer.sample()
+
+    def rows(self, found: Any) -> Rows:
+        lead = (-1, self._need.length)
+        rows = {name: found[name].reshape(*lead, *found[name].shape[1:]) for name in self._need.columns}
+        if not self._need.whole:
+            mask = found.get(("collector", "mask"), found.get("mask", None))
+            if mask is not None:
+                rows["mask"] = mask.reshape(lead)
+        return {name: values.numpy() for name, values in rows.items()}
+
+    def dump(self, folder: Path) -> None:
+        self._buffer.dumps(folder)
+
+    def open(self, folder: Path) -> None:
+        self._buffer.storage.loads(folder / "storage")
+
+
+def _mapped(count: int, batch: int, length: int, folder: Path) -> TorchrlWindows:
+    storage = LazyMemmapStorage(count, scratch_dir=folder / "storage", existsok=True)
+    columns = next(work.trajectories(1))
+    return TorchrlWindows(Windows(count, length, batch, seed=None, columns=columns), storage)
+
+
+def write(count: int, folder: Path) -> None:
+    buffer = _mapped(count, 1, 1, folder)  # the sampler is not used
+    for rows in work.trajectories(count // work.EPISODE):
+        buffer.add(rows)
+    buffer.dump(folder)
+
+
+def stored(count: int, batch: int, length: int, folder: Path) -> Buffer:
+    buffer = _mapped(count, batch, length, folder)
+    buffer.open(folder)
+    return buffer
+
+
+def goal_reward(rows: TensorDict) -> torch.Tensor:
+    distance = (rows["next", "achieved_goal"] - rows["desired_goal"]).norm(dim=-1, keepdim=True)
+    return -(distance > 0.05).float()
+
+
+class TorchrlGoals(Buffer):
+    def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
+        self._buffer = HERReplayBuffer(
+            goal_reward,
+            her_ratio=derived.RATIO,
+            strategy="future",
+            achieved_goal_key=("next", "achieved_goal"),  # by default a goal may be the state's own
+            storage=LazyTensorStorage(count),
+            batch_size=batch,
+        )
+        for arrays in episodes:
+            rows = {name: torch.from_numpy(values) for name, values in arrays.items()}
+            ends = rows["done"][:, None]
+            goals = rows["pursued"].expand(len(ends), -1)
+            state = {"observation": rows["observation"], "achieved_goal": rows["achieved"]}
+            following = {name: values[1:] for name, values in state.items()} | {"desired_goal": goals}
+            following |= {"done": ends, "terminated": ends, "reward": -torch.ones(ends.shape)}
+            steps = {name: values[:-1] for name, values in state.items()}
+            steps |= {"desired_goal": goals, "action": rows["action"], "next": following}
+            self._buffer.extend(TensorDict(steps, [len(ends)]))
+
+    def sample(self) -> Any:
+        return self._buffer.sample()
+
+    def rows(self, found: Any) -> Rows:
+        return {
+            "observation": found["observation"].numpy(),
+            "next_observation": found["next", "observation"].numpy(),
+            "reward": found["next", "reward"].numpy(),
+            "goal": found["desired_goal"].numpy(),
+        }
 
 
 class Torchrl(System):
-    name = "TorchRL"
-
-    def version(self) -> str:
-        return version("torchrl")
-
-    def steps(self, need: Steps) -> StepBuffer:
-        return TorchrlSteps(need)
-
-    def windows(self, need: Windows) -> WindowBuffer:
-        return TorchrlWindows(need)
-
-    def goals(self, episodes: list[Array], batch: int) -> Mapping[str, Array]:
-        buffer = HERReplayBuffer(
-            lambda rows: torch.zeros(rows.batch_size[0], 1),
-            her_ratio=1.0,
-            strategy="future",
-            goal_key="goal",
-            achieved_goal_key="achieved",
-            storage=LazyTensorStorage(1000),
-            batch_size=batch,
-        )
-        for obs in episodes:
-            values = torch.from_numpy(obs.copy())[:, None]
-            ends = (torch.arange(len(obs)) == len(obs) - 1)[:, None]
-            following = TensorDict(
-                {"achieved": values + 1, "done": ends, "terminated": ends, "reward": values * 0}, [len(obs)]
-            )
-            columns = {"achieved": values, "goal": values * 0 - 1, "next": following}
-            buffer.extend(TensorDict(columns, [len(obs)]))
-        found = buffer.sample()
-        return {"obs": found["achieved"][:, 0].numpy(), "goal": found["goal"][:, 0].numpy()}
+    kinds = frozenset(
+        ("transitions", "windows", "frames", "n_step", "hindsight", "adding", "whole", "numbered")
+    )
+    steps = TorchrlSteps
+    windows = TorchrlWindows
+    goals = TorchrlGoals
 
 
-SYSTEM = Torchrl()
+SYSTEM = Torchrl("torchrl", write=write, stored=stored)

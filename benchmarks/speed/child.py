@@ -5,14 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import json
 import os
-import resource
 import shutil
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,14 +17,15 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import numpy as np
+from peers.interface import Array, Buffer, NotOfferedError, Rows, System, fresh_priorities, load
+from peers.orders import carry_out
 
-from speed import work
-from speed.derived import Derived, check_goals, check_returns
+from speed import contents, derived, work
 from speed.rollouts import RolloutJob
 from speed.team import Team
-from speed.work import Adding, Batches, NotOfferedError
 
 CHECKED = 5  # batches that are compared with the data before the first turn
+DERIVED_CHECKED = 40  # and with the definitions of what is derived
 
 
 def read_bytes() -> int:
@@ -47,17 +45,34 @@ def resident() -> int:
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class Sampled:
+class Job:
+    """What is done in turns, with a system's buffer."""
+
+    bytes = 0.0  # of memory for each item
+    latest: Any = None  # a loop holds a batch until the next one is there
+
+    def __init__(self, system: System, kind: str, options: dict[str, Any]) -> None:
+        self.turn, self.notes = 0, dict[str, float]()
+        self.made: Buffer = contents.made(system, kind, options)
+
+    def step(self) -> None:
+        """Do it once."""
+        self.latest = self.made.sample()
+
+    def close(self) -> None:
+        """End it."""
+        self.made.close()
+
+
+class Sampled(Job):
     """Sampling, with an update of the priorities after each batch where there are any."""
 
-    def __init__(self, kind: str, module: Any, options: dict[str, Any], checked: int = CHECKED) -> None:
+    def __init__(self, kind: str, system: System, options: dict[str, Any], checked: int = CHECKED) -> None:
         before = resident()
-        self.made: Batches = getattr(module, kind)(**options)
-        self.bytes = (resident() - before) / getattr(self.made, "count", options["count"])
+        super().__init__(system, kind, options)
+        self.bytes = (resident() - before) / (self.made.count or options["count"])
         batch, length = options["batch"], options.get("length", 1)
-        self.fresh = work.fresh_priorities(batch) if options.get("prioritized") else None
-        self.turn = 0
-        self.latest: Any = None
+        self.fresh = fresh_priorities(batch) if options.get("prioritized") else None
         for _ in range(checked):
             found = self.made.sample()
             work.check(self.made.rows(found), batch, length, options["count"])
@@ -65,24 +80,40 @@ class Sampled:
                 self.made.update(found, self.fresh[0])
 
     def step(self) -> None:
-        self.latest = self.made.sample()  # a loop holds a batch until the next one is there
+        super().step()
         if self.fresh is not None:
             self.turn += 1
             self.made.update(self.latest, self.fresh[self.turn % len(self.fresh)])
 
-    def close(self) -> None:
-        self.made.close()
+
+class Derived(Job):
+    """Sampling, with what is derived."""
+
+    def __init__(
+        self,
+        kind: str,
+        check: Callable[[Rows, int, int], tuple[int, int]],
+        system: System,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(system, kind, options)
+        batch, count = options["batch"], options["count"]
+        found = (self.made.rows(self.made.sample()) for _ in range(DERIVED_CHECKED))
+        counts = np.array([check(rows, batch, count) for rows in found])
+        share = float(counts[:, 1].sum() / max(1, counts[:, 0].sum()))
+        self.notes = {"wrong_ends" if kind == "n_step" else "relabelled": round(share, 4)}
+        if kind == "hindsight":
+            assert abs(share - derived.RATIO) < 0.05, f"{share:.2f} of the goals are relabelled"
 
 
-class Stepped:
+class Stepped(Job):
     """Steps of N environments, added one by one; with `beside`, a batch of 256 after each."""
 
-    def __init__(self, module: Any, options: dict[str, Any]) -> None:
+    def __init__(self, system: System, options: dict[str, Any]) -> None:
         self.beside = options.pop("beside")
-        self.made: Adding = module.adding(**options)
-        self.steps = work.environment_steps(options["num_envs"])
-        self.bytes, self.latest = 0, None
+        super().__init__(system, "adding", options)
         num_envs, capacity = options["num_envs"], options["capacity"]
+        self.steps = work.environment_steps(num_envs)
         for _ in range(2 * work.LONGEST):
             self.made.add(next(self.steps))
         held, given = self.made.held(), min(2 * work.LONGEST * num_envs, capacity)
@@ -94,44 +125,35 @@ class Stepped:
     def step(self) -> None:
         self.made.add(next(self.steps))
         if self.beside:
-            self.latest = self.made.sample()
-
-    def close(self) -> None:
-        self.made.close()
+            super().step()
 
 
-class Trajectories:
+class Trajectories(Job):
     """Whole trajectories, added one by one."""
 
-    def __init__(self, module: Any, options: dict[str, Any]) -> None:
-        self.bytes = 0
+    def __init__(self, system: System, options: dict[str, Any]) -> None:
+        super().__init__(system, "whole", options)
         self.rows = list(work.trajectories(64))
-        self.add: Callable[[work.Rows], None]
-        self.add, self.end = module.whole(**options)
-        self.turn = 0
         for _ in range(2 * options["capacity"] // work.EPISODE):
             self.step()
 
     def step(self) -> None:
         self.turn += 1
-        self.add(self.rows[self.turn % len(self.rows)])
-
-    def close(self) -> None:
-        self.end()
+        self.made.add(self.rows[self.turn % len(self.rows)])
 
 
-def saved(module: Any, options: dict[str, Any]) -> dict[str, Any]:
+def saved(system: System, options: dict[str, Any]) -> dict[str, Any]:
     """Save `count` transitions, and restore them into a buffer that holds few; return seconds and bytes."""
     asked = {"batch": 256, "count": options["count"], "prioritized": False}
     folder = Path(tempfile.mkdtemp(prefix="peers-", dir=options["folder"]))
     try:
-        made = module.transitions(**asked)
+        made = contents.made(system, "transitions", asked)
         begun = perf_counter_ns()
         made.save(folder)
         save_s = (perf_counter_ns() - begun) / 1e9
         made.close()
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        fresh = module.transitions(**asked, fill=10 * work.EPISODE)
+        fresh = contents.made(system, "transitions", {**asked, "fill": 10 * work.EPISODE})
         begun = perf_counter_ns()
         fresh.load(folder)
         load_s = (perf_counter_ns() - begun) / 1e9
@@ -144,64 +166,64 @@ def saved(module: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {"save_s": save_s, "load_s": load_s, "bytes": size}
 
 
-def written(module: Any, options: dict[str, Any]) -> dict[str, Any]:
+def written(system: System, options: dict[str, Any]) -> dict[str, Any]:
     """Write trajectories in the system's own format; return seconds, what makes the numbers included."""
-    folder = _own(module, options)
+    folder = _folder(system, options)
     folder.mkdir()
     begun = perf_counter_ns()
-    module.write(options["count"], folder)
+    system.own["write"](options["count"], folder)
     seconds = (perf_counter_ns() - begun) / 1e9
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     return {"write_s": round(seconds, 2), "bytes": size}
 
 
-def stored(module: Any, options: dict[str, Any]) -> Sampled:
+def stored(system: System, options: dict[str, Any]) -> Sampled:
     """Open what was written."""
-    return Sampled("stored", module, {**options, "folder": _own(module, options)})
+    return Sampled("stored", system, {**options, "folder": _folder(system, options)})
 
 
-def larger(module: Any, options: dict[str, Any]) -> Sampled:
+def larger(system: System, options: dict[str, Any]) -> Sampled:
     """Open what was written, none of it in the page cache, as a member of the system's control group."""
     resident()  # a page that is mapped stays; what the process holds and does not use would be free of charge
-    for path in _own(module, options).rglob("*"):
+    for path in _folder(system, options).rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file)
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    (_own(module, {"folder": options.pop("group")}) / "cgroup.procs").write_text("0")
-    kind = "read" if hasattr(module, "read") else "stored"
-    return Sampled(kind, module, {**options, "folder": _own(module, options)}, checked=1)
+    (_folder(system, {"folder": options.pop("group")}) / "cgroup.procs").write_text("0")
+    kind = "read" if "read" in system.own else "stored"
+    return Sampled(kind, system, {**options, "folder": _folder(system, options)}, checked=1)
 
 
-def _own(module: Any, options: dict[str, Any]) -> Path:
-    return Path(options["folder"], module.__name__.rpartition(".")[2])
+def _folder(system: System, options: dict[str, Any]) -> Path:
+    return Path(options["folder"], system.name)
 
 
-def never_drawn(module: Any, options: dict[str, Any]) -> dict[str, Any]:
+def never_drawn(system: System, options: dict[str, Any]) -> dict[str, Any]:
     """Draw as many samples as there are items of equal priority; return the share that was never drawn."""
-    draw, close = module.numbered(options["count"], options["batch"])
+    asked = {name: options[name] for name in ("count", "batch")}
+    made = contents.made(system, "numbered", asked)
     counts = np.zeros(options["count"], np.uint8)
     begun = time.monotonic()
     for done in range(0, options["count"], options["batch"]):
-        numbers = draw()
+        numbers = made.rows(made.sample())["number"].reshape(-1)
         np.minimum(counts, 254, out=counts)
         np.add.at(counts, numbers, 1) if len(numbers) < 1000 else _count(counts, numbers)
         if time.monotonic() - begun > options["seconds"]:
             raise NotOfferedError(f"{done + options['batch']:,} draws in {options['seconds']} s")
-    close()
+    made.close()
     return {"never": float((counts == 0).mean()), "expected": float(np.exp(-1))}
 
 
-def _count(counts: work.Array, numbers: work.Array) -> None:
+def _count(counts: Array, numbers: Array) -> None:
     items, times = np.unique(numbers, return_counts=True)
     counts[items] = np.minimum(counts[items].astype(np.int64) + times, 255)
 
 
 def block(step: Callable[[], None], seconds: float) -> dict[str, Any]:
-    """Run steps for so long; return the median time of one, us of wall time and the thread's CPU time."""
+    """Run steps for so long; return how many they were, and the median wall time of one, us."""
     times: list[int] = []
     until = perf_counter_ns() + int(seconds * 1e9)
-    cpu = time.process_time_ns()
     while True:
         begun = perf_counter_ns()
         step()
@@ -209,24 +231,23 @@ def block(step: Callable[[], None], seconds: float) -> dict[str, Any]:
         times.append(now - begun)
         if now > until and (len(times) >= 3 or now - begun > 1e9):
             break
-    cpu = time.process_time_ns() - cpu
-    return {"us": float(np.median(times)) / 1e3, "steps": len(times), "cpu_us": cpu / len(times) / 1e3}
+    return {"us": float(np.median(times)) / 1e3, "steps": len(times)}
 
 
 class Kind(NamedTuple):
-    """A kind of work: the function that a system's file has for it, and what makes a job or an answer of it.
+    """A kind of work: what a system must offer for it, and what makes a job or an answer of it.
 
     A job has `bytes`, `close()`, and `step()` for turns or a `block(seconds)` of its own.
     """
 
-    function: str
+    offered: str
     make: Callable[[Any, dict[str, Any]], Any]
 
 
 KINDS = {
     **{kind: Kind(kind, partial(Sampled, kind)) for kind in ("transitions", "windows", "frames")},
-    "n_step": Kind("n_step", partial(Derived, "n_step", check_returns)),
-    "hindsight": Kind("hindsight", partial(Derived, "hindsight", check_goals)),
+    "n_step": Kind("n_step", partial(Derived, "n_step", derived.check_returns)),
+    "hindsight": Kind("hindsight", partial(Derived, "hindsight", derived.check_goals)),
     "adding": Kind("adding", Stepped),
     "whole": Kind("whole", Trajectories),
     "rollouts": Kind("rollouts", RolloutJob),
@@ -235,7 +256,6 @@ KINDS = {
     "stored": Kind("stored", stored),
     "larger": Kind("stored", larger),
     "never drawn": Kind("numbered", never_drawn),
-    "trainers": Kind("share", Team),
 }
 
 
@@ -243,14 +263,13 @@ class Child:
     """Carries out the orders of `run.py`."""
 
     def __init__(self, name: str) -> None:
-        self.module = importlib.import_module(f"speed.{name}" if "." in name else f"speed.systems.{name}")
-        self.job: Any = None
+        self._name, self.job = name, None
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "version":
-            return {"version": self.module.version()}
+            return {"version": load(self._name).version()}
         if order["do"] == "offers":
-            return {"offers": hasattr(self.module, KINDS[order["kind"]].function)}
+            return {"offers": load(self._name).offers(KINDS[order["kind"]].offered)}
         if order["do"] == "turn":
             own = [one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")]
             before = read_bytes()
@@ -266,36 +285,23 @@ class Child:
             if job is not None:
                 job.close()
             return {}
-        kind = KINDS[order["do"]]
-        if not hasattr(self.module, kind.function):
-            raise NotOfferedError
-        found = kind.make(self.module, order["options"])
+        if order["do"] == "trainers":
+            found: Any = Team(importlib.import_module(f"speed.{self._name}"), order["options"])
+        else:
+            kind, system = KINDS[order["do"]], load(self._name)
+            if not system.offers(kind.offered):
+                raise NotOfferedError
+            found = kind.make(system, order["options"])
         if isinstance(found, dict):
             return found
         self.job = found
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"bytes": found.bytes, "peak": peak, "notes": getattr(found, "notes", {})}
+        return {"bytes": found.bytes, "notes": getattr(found, "notes", {})}
 
 
 def main() -> None:
-    """Answer orders from stdin; what libraries print goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+    """Answer orders on one core."""
     os.sched_setaffinity(0, {int(sys.argv[2])})
-    child = Child(sys.argv[1])
-    for line in sys.stdin:
-        try:
-            answer = child.answer(json.loads(line))
-        except NotOfferedError as error:
-            answer = {"left out": str(error) or "not offered"}
-        except Exception as error:
-            traceback.print_exc()
-            answer = {
-                "left out": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
-                    :200
-                ]
-            }
-        print(json.dumps(answer), file=answers, flush=True)
+    carry_out(Child(sys.argv[1]).answer)
 
 
 if __name__ == "__main__":

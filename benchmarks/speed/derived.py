@@ -6,17 +6,15 @@ pursued goal is a negative number that is never reached, an achieved one has the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
+from peers.interface import Array, Rows
 
 from speed import work
-from speed.work import Array, Batches, Rows
 
 N, GAMMA = 3, 0.99
 HORIZON, GOAL, RATIO = 50, 3, 0.8
-CHECKED = 40  # batches that are compared with the definitions before the first turn
 
 
 def returns(number: Array) -> Rows:
@@ -81,10 +79,9 @@ def episodes(count: int) -> Iterator[Rows]:
         }
 
 
-def goal_steps(count: int, num_envs: int) -> Iterator[tuple[Rows, Rows, Rows]]:
-    """Yield the episodes as steps of environments: state, next state, and the rest. [N, ...] each."""
-    parts = episodes(count)
-    for group in zip(*[parts] * num_envs, strict=True):
+def goal_steps(parts: Iterable[Rows], num_envs: int) -> Iterator[tuple[Rows, Rows, Rows]]:
+    """Yield episodes as steps of environments: state, next state, and the rest. [N, ...] each."""
+    for group in zip(*[iter(parts)] * num_envs, strict=True):
         rows = {name: np.stack([one[name] for one in group]) for name in group[0]}
         wanted = rows["pursued"]
         states = [
@@ -93,7 +90,7 @@ def goal_steps(count: int, num_envs: int) -> Iterator[tuple[Rows, Rows, Rows]]:
                 *(rows[k].swapaxes(0, 1) for k in ("observation", "achieved")), strict=True
             )
         ]
-        for at in range(HORIZON):
+        for at in range(len(states) - 1):
             rest = {"action": rows["action"][:, at], "done": rows["done"][:, at]}
             rest["reward"] = reward(states[at + 1]["achieved_goal"], wanted)
             yield states[at], states[at + 1], rest
@@ -127,29 +124,3 @@ def check_goals(rows: Rows, batch: int, count: int) -> tuple[int, int]:
     expected = np.where(relabelled & (reached == state + 1), 0, -1)
     assert (rows["reward"].reshape(batch) == expected).all(), "rewards of other goals"
     return batch, int(relabelled.sum())
-
-
-class Derived:
-    """Sampling, with what is derived."""
-
-    def __init__(
-        self,
-        kind: str,
-        check: Callable[[Rows, int, int], tuple[int, int]],
-        module: Any,
-        options: dict[str, Any],
-    ) -> None:
-        self.bytes = 0
-        self.made: Batches = getattr(module, kind)(**options)
-        batch, count = options["batch"], options["count"]
-        counts = np.array([check(self.made.rows(self.made.sample()), batch, count) for _ in range(CHECKED)])
-        share = float(counts[:, 1].sum() / max(1, counts[:, 0].sum()))
-        self.notes = {"wrong_ends" if kind == "n_step" else "relabelled": round(share, 4)}
-        if kind == "hindsight":
-            assert abs(share - RATIO) < 0.05, f"{share:.2f} of the goals are relabelled"
-
-    def step(self) -> None:
-        self.made.sample()
-
-    def close(self) -> None:
-        self.made.close()

@@ -13,8 +13,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-
-from speed.work import Array, Rows
+from peers.interface import Array, Rows, System
 
 MEMBERS = 8  # responses of a group
 PROMPT = (100, 600)  # tokens
@@ -147,10 +146,10 @@ class Data:
 class RolloutJob:
     """Groups that are held; in a turn a step of them is selected, packed, filled, packed again, replaced."""
 
-    def __init__(self, module: Any, options: dict[str, Any]) -> None:
+    def __init__(self, system: System, options: dict[str, Any]) -> None:
         self.data = Data(options["groups"])
         self.size, self.bytes, self.added = options["step"], 0, 0
-        self.system: Rollouts = module.rollouts(self.data.num_tokens, **options)
+        self.system: Rollouts = system.own["rollouts"](self.data.num_tokens, **options)
         self._add(options["groups"])
         for _ in range(CHECKED):
             found: list[Micro] = []

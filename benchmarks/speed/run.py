@@ -13,8 +13,6 @@ import argparse
 import contextlib
 import json
 import os
-import select
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,8 +23,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
-from support.report import Disturbance, document, print_table, write_json
-from peers.environments import PEERS, ROOT, python_of
+from support.report import Disturbance, Row, document, print_rows, write_json
+from peers.environments import OWN, PEERS, ROOT, interpreters
+from peers.orders import LIMIT_S, Child
 
 from speed import team
 from speed.memory_group import MemoryGroups
@@ -34,11 +33,9 @@ from speed.rollouts import PARTS
 from speed.table import write
 from speed.work import EPISODE
 
-OWN = ("gear", "limit", "numpy_ring")  # they run in this project's environment
 READERS = ("gear", "limit", "numpy_ring", "torchrl", "datasets", "streaming")  # what reads files at random
 ONLY_READERS = ("datasets", "streaming")
 TURNS, TURN_S = 5, 0.2
-LIMIT_S = 240.0  # of one order: a system that needs longer is left out
 STARTS = 3  # the first may read from a disk what later ones find in memory
 QUICK = (
     *OWN,
@@ -47,7 +44,6 @@ QUICK = (
     "flashbax",
     "sb3",
 )  # of a quick run: the others take minutes to start and fill
-Row = dict[str, Any]
 
 
 class Work(NamedTuple):
@@ -96,57 +92,6 @@ def plan(quick: bool) -> list[Work]:
     return found
 
 
-class Child:
-    """A system's process."""
-
-    def __init__(self, name: str, python: Path | str, core: int) -> None:
-        path = [str(ROOT / "benchmarks"), *([str(ROOT)] if name.rpartition(".")[2] in OWN else [])]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path),
-            "OMP_NUM_THREADS": "1",
-            "DS_ACCELERATOR": "cpu",
-            "JAX_PLATFORMS": "cpu",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-        }
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that pip installs has its byte code
-        self._process = subprocess.Popen(
-            [str(python), "-m", "speed.child", name, str(core)],
-            env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=None if "PEERS_VERBOSE" in os.environ else subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-
-    def order(self, do: str, seconds: float = LIMIT_S, **more: Any) -> Row:
-        """Have something done; return the answer, or what is in the way as "left out"."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            print(json.dumps({"do": do, **more}), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            return {"left out": "its process ended"}
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        if not ready:
-            self._process.kill()
-            return {"left out": f"took over {seconds:.0f} s"}
-        line = self._process.stdout.readline()
-        return dict(json.loads(line)) if line else {"left out": "its process ended"}
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def end(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 class Systems:
     """The processes of all systems; one that ended is started again for the next work."""
 
@@ -156,7 +101,7 @@ class Systems:
 
     def __getitem__(self, name: str) -> Child:
         if name not in self._children or not self._children[name].is_alive:
-            self._children[name] = Child(name, self._pythons[name], self._core)
+            self._children[name] = Child("speed.child", name, self._pythons[name], str(self._core))
         return self._children[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -304,16 +249,8 @@ def main() -> None:
     options = parser.parse_args()
     disturbance, core = Disturbance(), max(os.sched_getaffinity(0))
     wanted = options.systems or (QUICK if options.quick else [*OWN, *(peer.module for peer in PEERS)])
-    pythons: dict[str, Path | str] = {name: sys.executable for name in OWN if name in wanted}
-    rows: list[Row] = []
-    for peer in PEERS:
-        if peer.module not in wanted:
-            continue
-        python = python_of(peer)
-        if isinstance(python, Path):
-            pythons[peer.module] = python
-        else:
-            rows.append({"work": "installation", "system": peer.module, "left out": python})
+    pythons, absent = interpreters(wanted)
+    rows: list[Row] = [{"work": "installation", "system": x, "left out": why} for x, why in absent.items()]
     everything = Systems(pythons, core)
     systems = everything.part([name for name in pythons if name not in ONLY_READERS])
     readers = everything.part([name for name in READERS if name in pythons])
@@ -355,10 +292,8 @@ def main() -> None:
         out = ROOT / "benchmarks" / "results" / "peers.json"
         write_json(out, document(disturbance, rows, command="bash benchmarks/peers.sh", systems=versions))
         write(out)
-    columns = sorted(
-        {key for row in rows for key in row}, key=lambda key: (key not in ("work", "system"), key)
-    )
-    print_table(columns, [[row.get(column) for column in columns] for row in rows])
+    columns = {key for row in rows for key in row} - {"work", "system"}
+    print_rows(rows, ["work", "system", *sorted(columns)])
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+from support import pages
 from peers.environments import PEERS, ROOT
 
 BEGIN, END = "<!-- the table of benchmarks/results -->\n", "<!-- end of the table -->\n"
@@ -58,6 +58,4 @@ def committed() -> str:
 
 def write() -> None:
     """Write the table into the README."""
-    page = Path(ROOT / "README.md")
-    head, rest = page.read_text().split(BEGIN)
-    page.write_text(head + BEGIN + committed() + END + rest.split(END)[1])
+    pages.replace("README.md", BEGIN, END, committed())

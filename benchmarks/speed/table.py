@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from support import pages
 from peers.environments import PEERS, ROOT
 
 from speed import figures, summary
@@ -27,13 +28,6 @@ FEWER = ("reverb", "tianshou")  # they hold fewer items
 Row = dict[str, Any]
 
 
-def _lines(head: list[str], rows: list[list[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |\n"
-    yield "|" + "---|" * len(head) + "\n"
-    for row in rows:
-        yield "| " + " | ".join(row) + " |\n"
-
-
 def _cell(row: Row | None, text: str) -> str:
     return "-" if row is None or "left out" in row else text.format(**row)
 
@@ -45,7 +39,9 @@ def _matrix(rows: list[Row], systems: list[str], key: str, text: str) -> Iterato
     body = [[kind, *(_cell(found.get((kind, one)), text) for one in systems)] for kind in kinds]
     used = [any(row[1 + at] != "-" for row in body) for at in range(len(systems))]
     head = ["", *(NAMES[one] for one, is_used in zip(systems, used, strict=True) if is_used)]
-    yield from _lines(head, [[row[0], *(c for c, u in zip(row[1:], used, strict=True) if u)] for row in body])
+    yield from pages.table(
+        head, [[row[0], *(c for c, u in zip(row[1:], used, strict=True) if u)] for row in body]
+    )
 
 
 def _rollouts(rows: list[Row], systems: list[str]) -> Iterator[str]:
@@ -79,7 +75,7 @@ def _trainers(rows: list[Row]) -> Iterator[str]:
         rates = [_cell(own.get(case), "{batches_s:,.0f}") for case in cases]
         shown = [f"{right} ({most:+.1f})", f"{least:.0%}"] if checked else ["-", "-"]
         body.append([f"{NAMES[system]}: {way}", *rates, *shown])
-    yield from _lines(["", *head, "exact (deviations)", "updates seen"], body)
+    yield from pages.table(["", *head, "exact (deviations)", "updates seen"], body)
 
 
 def _on_disk(rows: list[Row], systems: list[str]) -> Iterator[str]:
@@ -135,9 +131,7 @@ def write(result: Path) -> None:
     for name, svg in figures.figures(content["rows"], NAMES):
         (ROOT / "docs" / "figures" / name).write_text(svg)
     summary.write()
-    page = ROOT / "docs" / "comparison.md"
-    head, rest = page.read_text().split(BEGIN)
-    page.write_text(head + BEGIN + tables(content) + END + rest.split(END)[1])
+    pages.replace("docs/comparison.md", BEGIN, END, tables(content))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Trainers that share a prioritized buffer: processes of one system, which a job starts, times and checks.
 
-A way of sharing is a file in `trainers/`, with `share(processes, count)` for the process that starts the
-trainers, and a class `Trainer` for theirs. It runs in the environment of its system.
+A way of sharing is a file in `trainers/`, with a class `Shared` for the process that starts the trainers, and
+a class `Trainer` for theirs. It runs in the environment of its system.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 from conformance.check import MOST_DEVIATION, deviation
+from peers.interface import Array, Buffer, NotOfferedError, fresh_priorities
 
 from speed import work
-from speed.work import Array, Batches, NotOfferedError
 
 WAYS = {  # module in `trainers`: system, and what its user calls
     "gear": ("gear", "Replay, on the ranks of a gloo group"),
@@ -41,7 +41,10 @@ Row = dict[str, Any]
 
 
 class Shared:
-    """What trainers share, in the process that starts them. `given` goes to each of them, pickled."""
+    """What trainers share, in the process that starts them; made for so many trainers and transitions.
+
+    `given` goes to each of them, pickled.
+    """
 
     given: Any = None
 
@@ -56,7 +59,7 @@ class Trainer(ABC):
     """One trainer."""
 
     @abstractmethod
-    def open(self, is_timed: bool, trainers: int, batch: int) -> Batches:
+    def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         """Return what this trainer takes batches of; the first `trainers` of all call it at once.
 
         Args:
@@ -73,7 +76,7 @@ class _Member:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._opened: dict[Any, Batches] = {}
+        self._opened: dict[Any, Buffer] = {}
         self._last: Any = None
 
     def open(self, key: Any, count: int) -> None:
@@ -82,10 +85,10 @@ class _Member:
             for _ in range(3):
                 found = made.sample()
                 work.check(made.rows(found), key[2], 1, count)
-                made.update(found, work.fresh_priorities(key[2], 1)[0])
+                made.update(found, fresh_priorities(key[2], 1)[0])
 
     def run(self, key: Any, steps: int) -> tuple[float, float]:
-        made, fresh = self._opened[key], work.fresh_priorities(key[2])
+        made, fresh = self._opened[key], fresh_priorities(key[2])
         begun = perf_counter()
         for step in range(steps):
             made.update(made.sample(), fresh[step % len(fresh)])
@@ -130,7 +133,7 @@ class Team:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([module.__name__])
         self._count = options["count"]
-        self._shared: Shared = module.share(MOST, self._count)
+        self._shared: Shared = module.Shared(MOST, self._count)
         self._steps: dict[Any, int] = {}
         self._pipes, self._members = [], []
         for rank in range(MOST):

@@ -1,77 +1,18 @@
-"""What every system is asked to do: the same data, made from numbers, so that any row can be checked.
-
-A system's file in `systems/` has a function for each kind of work that it offers, by the name of the kind,
-and `version()`. It runs in an environment of its own, so this file imports nothing but NumPy.
-"""
+"""The data that every system gets, made from numbers, so that any row can be checked. NumPy only."""
 
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-
-Array = np.ndarray
-Rows = dict[str, Array]
+from peers.interface import Array, Rows
 
 OBSERVATION, ACTION = 11, 3
 EPISODE = 1000  # steps of a trajectory
 FRAME = (84, 84)
 LONGEST = 200  # steps of an episode whose steps are added one by one
 _DISTINCT = 4096  # rows of random values that the data repeats, so that a check can make any row again
-
-
-class NotOfferedError(Exception):
-    """The system has nothing of this kind, or needs hours for it."""
-
-
-class Batches(ABC):
-    """Content of a system that is sampled. What `sample` returns is up to the system."""
-
-    @abstractmethod
-    def sample(self) -> Any:
-        """Return a batch, as the system's user gets it."""
-
-    def update(self, found: Any, priorities: Array) -> None:
-        """Set the priorities of a batch. [B], float32."""
-        raise NotOfferedError
-
-    @abstractmethod
-    def rows(self, found: Any) -> Rows:
-        """Return a batch as NumPy arrays by column, to be checked. [B, ...] or [B, L, ...]."""
-
-    def save(self, folder: Path) -> None:
-        """Write what a new process needs."""
-        raise NotOfferedError
-
-    def load(self, folder: Path) -> None:
-        """Read it."""
-        raise NotOfferedError
-
-    def close(self) -> None:  # noqa: B027  (most need none)
-        """End it."""
-
-
-class Adding(ABC):
-    """A buffer of transitions that steps of N environments are added to, one by one."""
-
-    @abstractmethod
-    def add(self, step: Rows) -> None:
-        """Add a step: observation, next_observation, action, reward, terminated, truncated. [N, ...]."""
-
-    @abstractmethod
-    def sample(self) -> Any:
-        """Return a batch of 256."""
-
-    @abstractmethod
-    def held(self) -> int:
-        """Return the number of transitions that can be sampled."""
-
-    def close(self) -> None:  # noqa: B027  (most need none)
-        """End it."""
 
 
 def _table(width: int, seed: int) -> Array:
@@ -134,16 +75,11 @@ def environment_steps(num_envs: int) -> Iterator[Rows]:
                 "next_observation": following,
                 "action": _ACTIONS[:num_envs].copy(),
                 "reward": np.ones(num_envs, np.float32),
-                "terminated": np.zeros(num_envs, bool),
+                "done": np.zeros(num_envs, bool),
                 "truncated": truncated,
             }
         )
     return itertools.cycle(cycle)
-
-
-def fresh_priorities(batch: int, count: int = 64) -> Array:
-    """Return new priorities of some batches. [count, B], float32, in (0, 1]."""
-    return 1 - np.random.default_rng(2).random((count, batch), np.float32)
 
 
 def check(found: Rows, batch: int, length: int, num_steps: int) -> None:

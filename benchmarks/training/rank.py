@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
-import traceback
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from peers.orders import carry_out
 from speed import work
 
 from training.model import SIZES, Trainer
@@ -85,19 +85,10 @@ class Rank:
 
 
 def main() -> None:
-    """Answer orders from stdin; what libraries print goes to stderr."""
+    """Answer orders; the first one begins the rank."""
     take_own_process_id()
-    answers, rank = os.fdopen(os.dup(1), "w"), None
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            rank = rank or Rank(sys.argv[1], sys.argv[2], int(sys.argv[3]))
-            answer = getattr(rank, order.pop("do"))(**order)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"left out": f"{type(error).__name__}: {error}"[:200]}
-        print(json.dumps(answer), file=answers, flush=True)
+    made = cache(lambda: Rank(sys.argv[1], sys.argv[2], int(sys.argv[3])))
+    carry_out(lambda order: getattr(made(), order.pop("do"))(**order))
     os._exit(0)  # threads of servers would hold the process
 
 

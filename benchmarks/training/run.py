@@ -9,9 +9,7 @@ ranks of a system train the same model on batches of whole trajectories; systems
 from __future__ import annotations
 
 import argparse
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,11 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from support.nodes import Nodes, nodes, why_no_nodes
-from support.report import Disturbance, document, write_json
-from peers.environments import PEERS, ROOT, python_of
+from support.report import Disturbance, Row, document, write_json
+from peers import limit
+from peers.environments import ROOT, interpreters
+from peers.orders import Child, streams
 from speed import work
-from speed.run import Child
-from speed.systems import limit
 
 from training.gear import write as write_dataset
 from training.model import BYTES, MODES
@@ -33,7 +31,6 @@ from training.table import tables, write
 
 COLLECTION = "collection"  # a point without a model
 PORTS = {"gear": 29500, "reverb": 29600}
-Row = dict[str, Any]
 Systems = dict[str, "Ranks"]
 
 
@@ -57,10 +54,8 @@ class Rank(Child):
     def __init__(self, run: Nodes, rank: int, system: str, python: Path | str, *arguments: str) -> None:
         environment = {**run.of_rank(rank, run.count, PORTS[system]), "TF_CPP_MIN_LOG_LEVEL": "3"}
         environment["PYTHONPATH"] += f":{ROOT / 'benchmarks'}"
-        log = None if "PEERS_VERBOSE" in os.environ else subprocess.DEVNULL
-        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         command = [python, "-m", "training.rank", system, *arguments]
-        self._process = run.open(rank, *command, env=environment, text=True, **streams)
+        self.process = run.open(rank, *command, env=environment, text=True, **streams())
 
 
 class Ranks:
@@ -135,8 +130,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--rate", default="10gbit", help="of what each node sends, as tc takes it")
     options = parser.parse_args()
-    pythons = {"gear": sys.executable, **{p.module: python_of(p) for p in PEERS if p.module == "reverb"}}
-    reason = why_no_nodes() or ("" if Path(pythons["reverb"]).exists() else f"Reverb: {pythons['reverb']}")
+    pythons, absent = interpreters(PORTS)
+    reason = why_no_nodes() or absent.get("reverb")
     if reason:
         sys.exit(f"nodes.sh: cannot run on this machine: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("nodes.sh: ended"))  # takes the nodes down

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from peers.environments import ROOT
+from support import pages
 from speed.table import NAMES
 
 BEGIN, END = "<!-- the tables of results/nodes.json -->\n", "<!-- end of the tables -->\n"
 Row = dict[str, Any]
-
-
-def _lines(head: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
-    for cells in (head, ["---"] * len(head), *rows):
-        yield "| " + " | ".join(cells) + " |\n"
 
 
 def _way(row: Row) -> str:
@@ -38,7 +33,7 @@ def _training(rows: list[Row], point: str, text: str) -> Iterator[str]:
         ratio = row["mb_per_s"] / _best(rows, "reverb", nodes=row["nodes"])
         cells.setdefault(_way(row), {})[row["nodes"]] = text.format(**row, ratio=ratio)
     body = ([way, *(found.get(number, "-") for number in numbers)] for way, found in cells.items())
-    yield from _lines(["nodes", *map(str, numbers)], body)
+    yield from pages.table(["nodes", *map(str, numbers)], body)
 
 
 def tables(content: Row) -> str:
@@ -72,14 +67,13 @@ def tables(content: Row) -> str:
         "\n**Compute is the limit**: as the first table, with a larger model.\n\n",
         *_training(rows, "compute", "{mb_per_s:,.1f} ({ratio:.2f} x)"),
         "\nMB of batches of B trajectories that one node collects in a second, without a model.\n\n",
-        *_lines(["B", "`memcpy`", "deepspeed_gear", "Reverb", "of `memcpy`", "times Reverb"], cells),
+        *pages.table(["B", "`memcpy`", "deepspeed_gear", "Reverb", "of `memcpy`", "times Reverb"], cells),
         "\nWhat was asked for where data are the limit, in times the best way of Reverb.\n\n",
-        *_lines(["", "asked", "measured", "holds"], judged),
+        *pages.table(["", "asked", "measured", "holds"], judged),
     ])  # fmt: skip
 
 
 def write(result: Path) -> None:
     """Write the tables of a result file into the page."""
-    page = ROOT / "docs" / "comparison-nodes.md"
-    head, rest = page.read_text().split(BEGIN)
-    page.write_text(head + BEGIN + tables(json.loads(result.read_text())) + END + rest.split(END)[1])
+    text = tables(json.loads(result.read_text()))
+    pages.replace("docs/comparison-nodes.md", BEGIN, END, text)

@@ -40,11 +40,11 @@ def test_trainers_of_this_project_share_one_distribution(run_python: Any, checko
 
 @pytest.mark.parametrize("system", ["gear", "numpy_ring"])
 def test_returns_and_goals_are_right(work: ModuleType, system: str) -> None:
-    derived = importlib.import_module("speed.derived")
-    module = importlib.import_module(f"speed.systems.{system}")
+    child, derived = (importlib.import_module(f"speed.{name}") for name in ("child", "derived"))
+    offered = importlib.import_module("peers.interface").load(system)
     checks = {"n_step": derived.check_returns, "hindsight": derived.check_goals}
     for kind, check in checks.items():
-        made = derived.Derived(kind, check, module, {"count": 10_000, "batch": 256})
+        made = child.Derived(kind, check, offered, {"count": 10_000, "batch": 256})
         assert made.notes.get("wrong_ends", 0) == 0
         rows = made.made.rows(made.made.sample())
         changed = "discount" if kind == "n_step" else "goal"
@@ -140,7 +140,8 @@ def test_figures_leave_out_what_was_not_timed(work: ModuleType) -> None:
 def test_rollouts_of_this_project_are_right(work: ModuleType, name: str) -> None:
     """Building the job compares two steps with the data."""
     rollouts = importlib.import_module("speed.rollouts")
-    job = rollouts.RolloutJob(importlib.import_module(f"speed.systems.{name}"), {"groups": 8, "step": 2})
+    offered = importlib.import_module("peers.interface").load(name)
+    job = rollouts.RolloutJob(offered, {"groups": 8, "step": 2})
     answer = job.block(0)
     job.close()
     assert list(answer["parts"]) == list(rollouts.PARTS)

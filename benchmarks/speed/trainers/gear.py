@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
+from peers.gear import PRIORITIZED, GearBatches, add_transitions, transition_options
+from peers.interface import Buffer
 
 from speed import team
-from speed.systems.gear import PRIORITIZED, GearBatches, add_transitions, transition_options
-from speed.work import Batches
 
 
 class Shared(team.Shared):
@@ -22,17 +22,14 @@ class Shared(team.Shared):
         self._folder.cleanup()
 
 
-share = Shared
-
-
 class Trainer(team.Trainer):
     def __init__(self, rank: int, processes: int, given: Any) -> None:
         self._rank, (self._folder, self._count) = rank, given
 
-    def open(self, is_timed: bool, trainers: int, batch: int) -> Batches:
+    def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         if not dist.is_initialized() or dist.get_world_size() != trainers:
             self.close()
-            self._opened: list[Batches] = []
+            self._opened: list[Buffer] = []
             where = f"file://{self._folder}/{trainers}"
             dist.init_process_group("gloo", where, rank=self._rank, world_size=trainers)
         if is_timed:

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 import ray
+from peers.interface import Buffer
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, TensorDictReplayBuffer
 
 from speed import team
 from speed.trainers.torchrl_rpc import RemoteBatches, fill
-from speed.work import Batches
 
 START = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
 
@@ -35,15 +35,12 @@ class Shared(team.Shared):
         ray.shutdown()
 
 
-share = Shared
-
-
 class Trainer(team.Trainer):
     def __init__(self, rank: int, processes: int, given: Any) -> None:
         ray.init(given[0], log_to_driver=False, logging_level="error")
         self._rank, self._clients = rank, ray.cloudpickle.loads(given[1])
 
-    def open(self, is_timed: bool, trainers: int, batch: int) -> Batches:
+    def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         client = self._clients[is_timed]
         made = RemoteBatches(lambda: client, batch)
         if self._rank == 0 and not is_timed:

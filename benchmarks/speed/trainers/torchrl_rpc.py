@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 from support.ranks import free_port
+from peers.interface import Array, Buffer, Rows, System
+from peers.torchrl import dict_of
 from torch.distributed import rpc
 from torchrl.data import LazyTensorStorage, PrioritizedSampler, RemoteTensorDictReplayBuffer
 
 from speed import team, work
-from speed.systems.torchrl import CHUNK, TorchrlBatches, dict_of
-from speed.work import Array, Batches
 
 BUFFERS: dict[bool, Any] = {}  # in the owner's process: the timed one or not
 
 
-class RemoteBatches(TorchrlBatches):
+class RemoteBatches(Buffer):
     """Batches of a buffer in another process.
 
     Args:
@@ -26,7 +26,6 @@ class RemoteBatches(TorchrlBatches):
     """
 
     def __init__(self, buffer: Callable[[], Any], batch: int) -> None:
-        super().__init__(None, batch)
         self._remote, self._batch = buffer, batch
 
     def sample(self) -> Any:
@@ -35,6 +34,11 @@ class RemoteBatches(TorchrlBatches):
     def update(self, found: Any, priorities: Array) -> None:
         self._remote().update_priority(found["index"], torch.from_numpy(priorities))
 
+    def rows(self, found: Any) -> Rows:
+        known = ("number", *work.steps(0, 1))
+        names = [name for name in found.keys() if name in known]  # noqa: SIM118  (a TensorDict's rows)
+        return {name: found[name].numpy() for name in names}
+
     def restore(self) -> None:
         """Set the known priorities."""
         self._remote().update_priority(torch.arange(team.ITEMS), torch.from_numpy(team.SHARES).float())
@@ -42,8 +46,8 @@ class RemoteBatches(TorchrlBatches):
 
 def fill(timed: Any, known: Any, count: int) -> None:
     """Add the transitions, and the items with known priorities."""
-    for first in range(0, count, CHUNK):
-        timed.extend(dict_of(work.steps(first, CHUNK)))
+    for first in range(0, count, System.fills):
+        timed.extend(dict_of(work.steps(first, System.fills)))
     known.extend(dict_of({"number": np.arange(team.ITEMS)}))
 
 
@@ -74,15 +78,12 @@ class Shared(team.Shared):
         rpc.shutdown(graceful=False)
 
 
-share = Shared
-
-
 class Trainer(team.Trainer):
     def __init__(self, rank: int, processes: int, given: Any) -> None:
         _start(rank + 1, given, processes)
         self._rank = rank
 
-    def open(self, is_timed: bool, trainers: int, batch: int) -> Batches:
+    def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         made = RemoteBatches(rpc.remote("process0", buffer, (is_timed,)).rpc_sync, batch)
         if self._rank == 0 and not is_timed:
             made.restore()

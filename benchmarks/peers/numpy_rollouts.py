@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-
 from speed.rollouts import Micro, Rollouts, budget_packs
-from speed.work import Array, Rows
+
+from peers.interface import Array, Rows
 
 
 def _packs(step: list[Rows], *names: str) -> Iterator[Rows]:

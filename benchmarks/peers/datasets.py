@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from datasets import Array2D, Dataset, Features, List, Value
-
 from speed import work
-from speed.work import Batches, Rows
+
+from peers.interface import Buffer, Rows, System
 
 FEATURES = Features(
     {
@@ -22,10 +21,6 @@ FEATURES = Features(
 )
 
 
-def version() -> str:
-    return version_of("datasets")
-
-
 def write(count: int, folder: Path) -> None:
     Dataset.from_generator(
         work.trajectories,
@@ -35,7 +30,7 @@ def write(count: int, folder: Path) -> None:
     )
 
 
-class Stored(Batches):
+class Stored(Buffer):
     def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
         self._data = Dataset.from_file(str(next(folder.rglob("*.arrow")))).with_format("numpy")
         self._batch, self._length = batch, length
@@ -54,4 +49,4 @@ class Stored(Batches):
         return dict(found)
 
 
-stored = Stored
+SYSTEM = System("datasets", write=write, stored=Stored)

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from speed.rollouts import BUDGET, LONGEST, MEMBERS, PROMPT, Micro, Rollouts
 
 from deepspeed_gear import Replay
-from speed.rollouts import BUDGET, LONGEST, MEMBERS, PROMPT, Micro, Rollouts
-from speed.work import Array, Rows
+from peers.interface import Array, Rows
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from speed import derived, work
-from speed.systems.numpy_rollouts import NumpyRollouts
-from speed.work import Adding, Array, Batches, NotOfferedError, Rows
+
+from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System
+from peers.numpy_rollouts import NumpyRollouts
 
 
-def version() -> str:
-    return np.__version__
-
-
-class NumpyBatches(Batches):
+class NumpyBatches(Buffer):
     def __init__(self, rows: Rows, batch: int, length: int = 1, longest: int = 1) -> None:
         self._rows, self._batch, self._length, self._longest = rows, batch, length, longest
         self._count = len(next(iter(rows.values())))
@@ -43,13 +39,13 @@ class NumpyBatches(Batches):
         self._count = len(next(iter(self._rows.values())))
 
 
-def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
+def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Buffer:
     if prioritized:
         raise NotOfferedError
     return NumpyBatches(work.steps(0, fill or count), batch)
 
 
-def windows(count: int, batch: int, length: int) -> Batches:
+def windows(count: int, batch: int, length: int) -> Buffer:
     rows = work.steps(0, count)
     del rows["next_observation"]
     return NumpyBatches(rows, batch, length, work.EPISODE)
@@ -69,57 +65,58 @@ def write(count: int, folder: Path) -> None:
         values.flush()
 
 
-def stored(count: int, batch: int, length: int, folder: Path) -> Batches:
+def stored(count: int, batch: int, length: int, folder: Path) -> Buffer:
     rows = {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
     return NumpyBatches(rows, batch, length, work.EPISODE)
 
 
-def frames(count: int, batch: int, length: int) -> Batches:
+def frames(count: int, batch: int, length: int) -> Buffer:
     parts = [rows["frame"] for rows in work.frames(count // 500, 500)]
     return NumpyBatches({"frame": np.concatenate(parts)}, batch, length, 500)
 
 
-class NumpyAdding(Adding):
-    def __init__(self, num_envs: int, capacity: int) -> None:
-        self._envs, self._size, self._at, self._full = num_envs, capacity // num_envs, 0, False
-        step = next(work.environment_steps(num_envs))
-        self._rings = {name: np.zeros((self._size, *rows.shape), rows.dtype) for name, rows in step.items()}
+class NumpyRing(Buffer):
+    """Arrays [capacity / N, N, ...]."""
 
-    def add(self, step: Rows) -> None:
+    def __init__(self, need: Steps) -> None:
+        self._need, self._at, self._full = need, 0, False
+        self._size = need.capacity // need.num_envs
+        shapes = {name: (self._size, need.num_envs, *v.shape[1:]) for name, v in need.columns.items()}
+        self._rings = {name: np.zeros(shapes[name], v.dtype) for name, v in need.columns.items()}
+
+    def add(self, rows: Rows) -> None:
         for name, ring in self._rings.items():
-            ring[self._at] = np.array(step[name])
+            ring[self._at] = np.array(rows[name])
         self._at += 1
         if self._at == self._size:
             self._full, self._at = True, 0
 
     def sample(self) -> Any:
-        at = np.random.randint(0, self._size if self._full else self._at, 256)
-        env = np.random.randint(0, self._envs, 256)
+        at = np.random.randint(0, self._size if self._full else self._at, self._need.batch)
+        env = np.random.randint(0, self._need.num_envs, self._need.batch)
         return {name: ring[at, env] for name, ring in self._rings.items()}
 
-    def held(self) -> int:
-        return (self._size if self._full else self._at) * self._envs
+    def rows(self, found: Any) -> Rows:
+        return dict(found)
+
+    def __len__(self) -> int:
+        return (self._size if self._full else self._at) * self._need.num_envs
 
 
-adding = NumpyAdding
-rollouts = NumpyRollouts
+class NumpyWhole(NumpyRing):
+    """A ring of steps that trajectories are copied into."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(Steps(capacity, columns=next(work.trajectories(1))))
+        self._flat = {name: ring[:, 0] for name, ring in self._rings.items()}
+
+    def add(self, rows: Rows) -> None:
+        for name, ring in self._flat.items():
+            ring[self._at : self._at + work.EPISODE] = rows[name]
+        self._at = (self._at + work.EPISODE) % self._size
 
 
-def whole(capacity: int) -> tuple[Callable[[Rows], None], Callable[[], None]]:
-    rows = next(work.trajectories(1))
-    rings = {name: np.zeros((capacity, *values.shape[1:]), values.dtype) for name, values in rows.items()}
-    at = 0
-
-    def add(given: Rows) -> None:
-        nonlocal at
-        for name, ring in rings.items():
-            ring[at : at + work.EPISODE] = given[name]
-        at = (at + work.EPISODE) % capacity
-
-    return add, lambda: None
-
-
-def n_step(count: int, batch: int) -> Batches:
+def n_step(count: int, batch: int) -> Buffer:
     """Add returns instead of rewards, as CleanRL's Rainbow does, from a window of the latest steps."""
     rows, length = work.steps(0, count), work.EPISODE
     rewards = rows.pop("reward").reshape(-1, length)
@@ -135,6 +132,10 @@ def n_step(count: int, batch: int) -> Batches:
 
 class NumpyGoals(NumpyBatches):
     """Arrays [episodes, steps, ...]; goals are drawn by index arithmetic, as in OpenAI Baselines."""
+
+    def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
+        parts = list(episodes)
+        super().__init__({name: np.stack([rows[name] for rows in parts]) for name in parts[0]}, batch)
 
     def sample(self) -> Any:
         rows, count, steps = self._rows, self._count, derived.HORIZON
@@ -154,6 +155,20 @@ class NumpyGoals(NumpyBatches):
         }
 
 
-def hindsight(count: int, batch: int) -> Batches:
-    parts = list(derived.episodes(count))
-    return NumpyGoals({name: np.stack([rows[name] for rows in parts]) for name in parts[0]}, batch)
+class NumpyArrays(System):
+    kinds = frozenset(("adding", "hindsight"))
+    steps = NumpyRing
+    goals = NumpyGoals
+
+
+SYSTEM = NumpyArrays(
+    "numpy",
+    transitions=transitions,
+    windows=windows,
+    frames=frames,
+    n_step=n_step,
+    whole=NumpyWhole,
+    rollouts=NumpyRollouts,
+    write=write,
+    stored=stored,
+)

@@ -9,7 +9,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version as version_of
 from typing import Any
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # all of it is local
@@ -17,16 +16,12 @@ os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # a
 import ray
 import torch
 import transfer_queue as tq
+from speed.rollouts import MEMBERS, Micro, Rollouts, budget_packs
 from tensordict import TensorDict
 
-from speed.rollouts import MEMBERS, Micro, Rollouts, budget_packs
-from speed.work import Array, Rows
+from peers.interface import Array, Rows, System
 
 COLUMNS = ["tokens", "loss_mask", "logp", "reward"]
-
-
-def version() -> str:
-    return version_of("transferqueue")
 
 
 def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
@@ -99,4 +94,4 @@ class TqRollouts(Rollouts):
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-rollouts = TqRollouts
+SYSTEM = System("transferqueue", rollouts=TqRollouts)

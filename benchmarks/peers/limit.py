@@ -9,20 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 from support.limit import CopyLimit, SelectLimit
-
 from speed import derived, work
-from speed.work import Array, Batches, Rows
 
-
-def version() -> str:
-    return "C, -O3"
+from peers.interface import Array, Buffer, Rows, System
 
 
 def _outs(columns: list[torch.Tensor], *lead: int) -> list[list[torch.Tensor]]:
     return [[torch.zeros(*lead, *c.shape[1:], dtype=c.dtype) for c in columns] for _ in range(2)]
 
 
-class Loop(Batches):
+class Loop(Buffer):
     """A loop that times itself; `block` takes the place of single steps."""
 
     def __init__(self, names: list[str], outs: list[list[torch.Tensor]], run: Any) -> None:
@@ -42,11 +38,10 @@ class Loop(Batches):
         """As `child.block`."""
         wall = self._run(8)[1]
         wall = self._run(max(4, min(20000, int(seconds * 1e9 / max(1, np.median(wall))))))[1]
-        us = float(np.median(wall)) / 1e3
-        return {"us": us, "steps": len(wall), "cpu_us": us}
+        return {"us": float(np.median(wall)) / 1e3, "steps": len(wall)}
 
 
-def _loop(rows: Rows, batch: int, prioritized: bool) -> Batches:
+def _loop(rows: Rows, batch: int, prioritized: bool) -> Buffer:
     columns = [torch.from_numpy(values) for values in rows.values()]
     random, count = np.random.default_rng(0), len(columns[0])
     masses = random.integers(1, 1 << 30, count) if prioritized else None
@@ -55,16 +50,16 @@ def _loop(rows: Rows, batch: int, prioritized: bool) -> Batches:
     return Loop(list(rows), outs, SelectLimit(columns, outs, masses, fresh, count).run)
 
 
-def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Batches:
+def transitions(count: int, batch: int, prioritized: bool, fill: int | None = None) -> Buffer:
     return _loop(work.steps(0, count), batch, prioritized)
 
 
-def n_step(count: int, batch: int) -> Batches:
+def n_step(count: int, batch: int) -> Buffer:
     """Copy rows that hold their returns, as of systems that compute them once."""
     return _loop(work.steps(0, count) | derived.returns(np.arange(count)), batch, False)
 
 
-def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] = Loop) -> Batches:
+def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] = Loop) -> Buffer:
     columns = [torch.from_numpy(values) for values in rows.values()]
     count, random = len(columns[0]), np.random.default_rng(0)
     outs = _outs(columns, batch, length)
@@ -74,7 +69,7 @@ def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] 
     return kind(list(rows), outs, lambda n: limit.run(np.ascontiguousarray(np.resize(draws, (n, batch)))))
 
 
-def windows(count: int, batch: int, length: int) -> Batches:
+def windows(count: int, batch: int, length: int) -> Buffer:
     rows = work.steps(0, count)
     del rows["next_observation"]
     return _copies(rows, length, batch, work.EPISODE)
@@ -107,7 +102,7 @@ class Packed(Loop):
         return _unpack(found[0].numpy().reshape(-1), *found[0].shape[:2])
 
 
-class Reads(Batches):
+class Reads(Buffer):
     """One read after another, of rows of all columns."""
 
     def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
@@ -128,14 +123,28 @@ class Reads(Batches):
         os.close(self._file)
 
 
-def stored(count: int, batch: int, length: int, folder: Path) -> Batches:
+def stored(count: int, batch: int, length: int, folder: Path) -> Buffer:
     rows = np.memmap(folder / "rows", np.uint8, mode="r+").reshape(count, -1)
     return _copies({"rows": rows}, length, batch, work.EPISODE, Packed)
 
 
-read = Reads
-
-
-def frames(count: int, batch: int, length: int) -> Batches:
+def frames(count: int, batch: int, length: int) -> Buffer:
     parts = [rows["frame"] for rows in work.frames(count // 500, 500)]
     return _copies({"frame": np.concatenate(parts)}, length, batch, 500)
+
+
+class Limit(System):
+    def version(self) -> str:
+        return "C, -O3"
+
+
+SYSTEM = Limit(
+    "",
+    transitions=transitions,
+    windows=windows,
+    frames=frames,
+    n_step=n_step,
+    write=write,
+    stored=stored,
+    read=Reads,
+)
