@@ -147,34 +147,24 @@ def measure(system: str, options: argparse.Namespace) -> tuple[float, float]:
 
 
 def main() -> None:
+    sizes = {"responses": 2048, "tokens": 512, "repeats": 5, "rounds": 3, "batch": 0}
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, value in (("responses", 2048), ("tokens", 512), ("repeats", 5), ("rounds", 3), ("batch", 0)):
+    for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--system", choices=["gear", "copies", "tq"])
     options = parser.parse_args()
     if options.system:
         print(*measure(options.system, options), flush=True)
         return
-    from peers.environments import PEERS, python_of
+    from peers.environments import interpreters
 
-    peer = python_of(next(peer for peer in PEERS if peer.module == "tq"))
+    peer = interpreters(["tq"])[0]["tq"]
     here, best = sys.executable, dict[str, tuple[float, float]]()
+    systems = {"gear": (here, 0), "copies": (here, 0), "tq": (peer, 64), "tq at once": (peer, 0)}
     for _ in range(options.rounds):
-        for name, python, batch in (
-            ("gear", here, 0),
-            ("copies", here, 0),
-            ("tq", peer, 64),
-            ("tq at once", peer, 0),
-        ):
-            command = [
-                str(python),
-                __file__,
-                *sys.argv[1:],
-                "--system",
-                name.split()[0],
-                "--batch",
-                str(batch),
-            ]
+        for name, (python, batch) in systems.items():
+            own = ["--system", name.split()[0], "--batch", str(batch)]
+            command = [str(python), __file__, *sys.argv[1:], *own]
             run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             seconds, speed = map(float, run.stdout.split()[-2:])
             best[name] = min(best.get(name, (seconds, speed)), (seconds, speed))

@@ -19,6 +19,7 @@ from deepspeed_gear import Column, Replay, Schema
 SIZES = {"W1": (32, 128, 512, 1024), "W3": (32, 256)}
 WINDOWS = {"W1": ("whole", "100", "20"), "W3": ("frames",)}
 FRAMES = 4
+PRIORITIZED = {"kind": "prioritized", "alpha": 0.6, "beta": 0.4}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Workload:
     num_steps: int
     make: Callable[[int], dict[str, np.ndarray]]
 
+    @property
+    def num_items(self) -> int:
+        """Steps of all trajectories."""
+        return self.num_trajectories * self.num_steps
+
     def trajectories(self) -> Iterator[dict[str, np.ndarray]]:
         """Yield all trajectories in order."""
         return (self.make(number) for number in range(self.num_trajectories))
@@ -56,7 +62,7 @@ class Workload:
         return {
             "tables": {
                 "main": {
-                    "capacity_steps": self.num_trajectories * self.num_steps,
+                    "capacity_steps": self.num_items,
                     "capacity_trajectories": self.num_trajectories,
                 }
             },
@@ -66,9 +72,20 @@ class Workload:
             **options,
         }
 
+    def steps_section(self, batch_size: int, sampler: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Return the gear section that samples single steps of every column."""
+        section = self.section("1", batch_size, **options)
+        section["sampler"] = {"unit": "step", **sampler}
+        section["fields"] = {column.name: {"offset": 0} for column in self.schema}
+        return section
+
     def replay(self, window: str, batch_size: int, **options: Any) -> Replay:
         """Make a Replay that holds the workload. Collective; rank 0 adds the trajectories."""
-        replay = Replay(self.section(window, batch_size, **options), schemas={"main": self.schema})
+        return self.filled(self.section(window, batch_size, **options))
+
+    def filled(self, section: dict[str, Any]) -> Replay:
+        """Make the Replay of a gear section, and add the trajectories. Collective."""
+        replay = Replay(section, schemas={"main": self.schema})
         if replay._topology.rank == 0:
             for trajectory in self.trajectories():
                 replay.add(trajectory)

@@ -122,10 +122,10 @@ def test_lean_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampler", ["prioritized", "uniform"])
 def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: str) -> None:
-    transitions, limits = load("support.transitions"), load("support.limit")
-    content = transitions.w2(0.01)
-    gear = transitions.Gear(content, sampler, 64)
-    limit = transitions.limit_of(gear, content, 64)
+    selection, limits = load("selection"), load("support.limit")
+    content = load("support.workloads").workload("W2", 0.01)
+    gear = selection.Gear(content, sampler, 64)
+    limit = selection.limit_of(gear, content, 64)
     table = gear.replay.tables["main"]
     masses = None if limit.sums is None else limit.sums[:10_000].copy()
     for turn in range(3):
@@ -137,7 +137,7 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
             masses[limit.items] = limit._new_masses[0]
             assert np.array_equal(limit.sums[:10_000], masses), turn
             assert limit.sums[-32:].sum() == masses.sum()
-    gear.close()
+    gear.made.close()
     heavy = np.ones(40, np.int64)
     heavy[33] = 1 << 40
     drawn = limits.SelectLimit([torch.zeros(40, 1)], [[torch.zeros(8, 1)]], heavy, heavy[None, 32:], 40)
