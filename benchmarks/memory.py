@@ -1,4 +1,4 @@
-"""What the store costs in memory, and what a second rank adds.
+"""What a second rank adds to the memory of a store.
 
 python benchmarks/memory.py [--json F] [--quick]
 """
@@ -12,18 +12,7 @@ from support.ranks import run_ranks
 from support.report import Report, Row, print_rows
 from support.workloads import workload
 
-STORE_BOUND, RANKS_BOUND = 1.05, 0.05
-
-
-def store(scale: float) -> Row:
-    """Compare the bytes of the whole store of W1 with the bytes of its columns."""
-    stored = workload("W1", scale)
-    with stored.replay("20", 128) as replay:
-        found = replay.statistics()
-    ratio = found["store_bytes"] / found["payload_bytes"]
-    row = {"what": "store over payload, W1", "value": ratio, "bound": STORE_BOUND}
-    kept = ("store_bytes", "payload_bytes", "huge_bytes")
-    return {**row, "holds": ratio <= STORE_BOUND, **{key: found[key] for key in kept}}
+RANKS_BOUND = 0.05
 
 
 def memory_of_rank(scale: float) -> dict[str, int]:
@@ -62,7 +51,7 @@ def main() -> None:
     """Run from the command line."""
     report = Report(__doc__)
     scale = 0.02 if report.options.quick else 1.0
-    rows = [store(scale), ranks(scale)]
+    rows = [ranks(scale)]
     print_rows(rows, "what value bound holds more")
     report.write(rows)
 

@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from support.report import Disturbance, Row, document, print_rows, write_json
 from peers.environments import OWN, PEERS, ROOT, interpreters
-from peers.orders import LIMIT_S, Child
+from peers.orders import Child
 
-from speed import team
 from speed.memory_group import MemoryGroups
 from speed.rollouts import PARTS
 from speed.table import write
@@ -44,6 +43,15 @@ QUICK = (
     "flashbax",
     "sb3",
 )  # of a quick run: the others take minutes to start and fill
+WAYS = {  # module in `trainers`: system, and what its user calls
+    "gear": ("gear", "Replay, on the ranks of a gloo group"),
+    "cpprb": ("cpprb", "MPPrioritizedReplayBuffer"),
+    "torchrl_rpc": ("torchrl", "RemoteTensorDictReplayBuffer, its owner behind RPC"),
+    "torchrl_ray": ("torchrl", "RayReplayBuffer"),
+    "reverb": ("reverb", "one server, a client each"),
+}
+QUICK_WAYS = ("gear", "cpprb")  # the others take longer to start
+TRAINERS = "trainers on one buffer"
 
 
 class Work(NamedTuple):
@@ -129,46 +137,89 @@ class Systems:
             child.end()
 
 
+def take_turns(systems: Systems, ready: list[str], turns: int, **order: Any) -> dict[str, list[Row]]:
+    """Give some systems turns; return the answers of each."""
+    found: dict[str, list[Row]] = {name: [] for name in ready}
+    for _ in range(turns):
+        for name in ready:
+            found[name].append(systems[name].order("turn", **order))
+    return found
+
+
+def failure(answers: list[Row]) -> Row | None:
+    """Return the first answer that says what was in the way."""
+    return next((answer for answer in answers if "left out" in answer), None)
+
+
+def spread(answers: list[Row], key: str, digits: int) -> Row:
+    """Return the median and the quartiles of a number in some answers."""
+    found = np.percentile([answer[key] for answer in answers], (25, 50, 75))
+    low, middle, high = (round(float(value), digits) for value in found)
+    return {key: middle, "quartiles": [low, high]}
+
+
 def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterator[Row]:
     """Time a kind of work; yield a row for each system."""
-    ready: list[str] = []
-    held: dict[str, float] = {}  # bytes for each item
-    notes: dict[str, Row] = {}
+    ready: dict[str, Row] = {}
     for name in systems:
         answer = systems[name].order(work.do, options=work.options)
         if "left out" in answer:
             yield {"work": work.name, "system": name, **answer}
             systems[name].order("end")
         else:
-            ready.append(name)
-            held[name], notes[name] = answer["bytes"], answer.get("notes", {})
-    times: dict[str, list[Row]] = {name: [] for name in ready}
-    for _ in range(turns):
-        for name in ready:
-            times[name].append(systems[name].order("turn", seconds=LIMIT_S, options={}, turn_s=turn_s))
-    for name in ready:
+            ready[name] = answer
+    times = take_turns(systems, list(ready), turns, options={}, turn_s=turn_s)
+    for name, answers in times.items():
         systems[name].order("end")
-        failed = [answer["left out"] for answer in times[name] if "left out" in answer]
-        if failed:
-            yield {"work": work.name, "system": name, "left out": failed[0]}
+        row: Row = {"work": work.name, "system": name}
+        if (failed := failure(answers)) is not None:
+            yield row | failed
             continue
-        us = np.array([answer["us"] for answer in times[name]])
-        low, middle, high = np.percentile(us, (25, 50, 75))
-        row = {"work": work.name, "system": name, "us": round(float(middle), 2)}
-        row["quartiles"] = [round(float(low), 2), round(float(high), 2)]
-        if "gear" in times and not any("left out" in answer for answer in times["gear"]):
-            ours = np.array([answer["us"] for answer in times["gear"]])
-            row["x_gear"] = round(float(np.median(us / ours)), 3)
+        row |= spread(answers, "us", 2)
+        if "gear" in times and failure(times["gear"]) is None:
+            ratios = [one["us"] / ours["us"] for one, ours in zip(answers, times["gear"], strict=True)]
+            row["x_gear"] = round(float(np.median(ratios)), 3)
         if work.do == "rollouts":
-            parts = {part: [answer["parts"][part] for answer in times[name]] for part in PARTS}
+            parts = {part: [answer["parts"][part] for answer in answers] for part in PARTS}
             row["parts_ms"] = {part: round(1e3 * float(np.median(s)), 1) for part, s in parts.items()}
-            row["tokens_s"] = round(times[name][0]["tokens"] / middle * 1e6)
+            row["tokens_s"] = round(answers[0]["tokens"] / row["us"] * 1e6)
         if work.do == "larger":
-            row["batches_s"] = round(1e6 / float(middle), 2)
-            row["read_mb"] = round(float(np.median([one["read_bytes"] for one in times[name]])) / 1e6, 2)
+            row["batches_s"] = round(1e6 / row["us"], 2)
+            row["read_mb"] = round(float(np.median([one["read_bytes"] for one in answers])) / 1e6, 2)
         if work.do == "transitions":
-            row["bytes_per_transition"] = round(held[name], 1)
-        yield row | notes[name]
+            row["bytes_per_transition"] = round(ready[name]["bytes"], 1)
+        yield row | ready[name].get("notes", {})
+
+
+def trainers(pythons: dict[str, Any], core: int, quick: bool, turns: int, turn_s: float) -> Iterator[Row]:
+    """Time all ways of sharing in turns; yield a row for each, number of trainers and batch size."""
+    wanted = [way for way in (QUICK_WAYS if quick else WAYS) if WAYS[way][0] in pythons]
+    systems = Systems({f"trainers.{way}": pythons[WAYS[way][0]] for way in wanted}, core)
+    with contextlib.closing(systems):
+        ready: list[str] = []
+        for name in systems:
+            answer = systems[name].order("trainers", options={"count": 100_000 if quick else 1_000_000})
+            if "left out" in answer:
+                yield _trainers_row(name, **answer)
+            else:
+                ready.append(name)
+        cases = [{"trainers": count, "batch": batch} for count in (2, 4) for batch in (256, 4096)]
+        for case in cases[:: 2 if quick else 1]:
+            found = take_turns(systems, ready, turns, options=case, turn_s=turn_s)
+            for name, answers in found.items():
+                row = failure(answers) or spread(answers, "batches_s", 1)
+                if case["batch"] == 256 and "left out" not in row:
+                    checked = systems[name].order("exact", options=case)
+                    row |= {"unchecked": checked["left out"]} if "left out" in checked else checked
+                yield _trainers_row(name, **case, **row)
+        for name in ready:
+            systems[name].order("end")
+
+
+def _trainers_row(name: str, **found: Any) -> Row:
+    system, title = WAYS[name.rpartition(".")[2]]
+    work = "{trainers} {0}, B = {batch:,}".format(TRAINERS, **found) if "batch" in found else TRAINERS
+    return {"work": work, "system": system, "way": title, **found}
 
 
 def starts(systems: Systems, count: int) -> Iterator[Row]:
@@ -268,13 +319,8 @@ def main() -> None:
         for work in plan(options.quick):
             if options.only in work.name:
                 take(in_turns(systems, work, turns, turn_s))
-        if options.only in team.WORK:
-            ways = team.ways(pythons, options.quick)
-            shared = Systems(ways, core)
-            try:
-                take(team.rows(shared, options.quick, turns, turn_s))
-            finally:
-                shared.close()
+        if options.only in TRAINERS:
+            take(trainers(pythons, core, options.quick, turns, turn_s))
         take(on_disk(readers, options.quick, options.only, turns, turn_s))
         with tempfile.TemporaryDirectory(prefix="peers-", dir=ROOT / "build") as folder:
             count = 95_000 if options.quick else 9_500_000

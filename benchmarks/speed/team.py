@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from time import perf_counter
 from typing import Any
 
@@ -22,15 +21,6 @@ from peers.interface import Array, Buffer, NotOfferedError, fresh_priorities
 
 from speed import work
 
-WAYS = {  # module in `trainers`: system, and what its user calls
-    "gear": ("gear", "Replay, on the ranks of a gloo group"),
-    "cpprb": ("cpprb", "MPPrioritizedReplayBuffer"),
-    "torchrl_rpc": ("torchrl", "RemoteTensorDictReplayBuffer, its owner behind RPC"),
-    "torchrl_ray": ("torchrl", "RayReplayBuffer"),
-    "reverb": ("reverb", "one server, a client each"),
-}
-QUICK = ("gear", "cpprb")  # the others take longer to start
-WORK = "trainers on one buffer"
 MOST = 4  # trainers
 ITEMS = 1000  # of the table with known priorities
 SHARES = 2.0 ** (np.arange(ITEMS) % 4)  # priorities, by number: four classes; alpha is 1
@@ -198,46 +188,3 @@ class Team:
             if member.is_alive():
                 member.kill()
         self._shared.close()
-
-
-def ways(pythons: dict[str, Any], quick: bool) -> dict[str, Any]:
-    """Return the interpreters of the ways whose systems are there."""
-    wanted = QUICK if quick else WAYS
-    return {f"trainers.{way}": pythons[WAYS[way][0]] for way in wanted if WAYS[way][0] in pythons}
-
-
-def rows(systems: Any, quick: bool, turns: int, turn_s: float) -> Iterator[Row]:
-    """Time all ways in turns; yield a row for each, number of trainers and batch size."""
-    ready: list[str] = []
-    for way in systems:
-        answer = systems[way].order("trainers", options={"count": 100_000 if quick else 1_000_000})
-        if "left out" in answer:
-            yield _row(way, **answer)
-        else:
-            ready.append(way)
-    cases = [{"trainers": trainers, "batch": batch} for trainers in (2, 4) for batch in (256, 4096)]
-    for case in cases[:: 2 if quick else 1]:
-        found: dict[str, list[Row]] = {way: [] for way in ready}
-        for _ in range(turns):
-            for way in ready:
-                found[way].append(systems[way].order("turn", options=case, turn_s=turn_s))
-        for way in ready:
-            failed = [answer["left out"] for answer in found[way] if "left out" in answer]
-            if failed:
-                yield _row(way, **case, **{"left out": failed[0]})
-                continue
-            rates = [answer["batches_s"] for answer in found[way]]
-            low, middle, high = (round(float(rate), 1) for rate in np.percentile(rates, (25, 50, 75)))
-            row: Row = {"batches_s": middle, "quartiles": [low, high]}
-            if case["batch"] == 256:
-                checked = systems[way].order("exact", options=case)
-                row |= {"unchecked": checked["left out"]} if "left out" in checked else checked
-            yield _row(way, **case, **row)
-    for way in ready:
-        systems[way].order("end")
-
-
-def _row(way: str, **found: Any) -> Row:
-    system, title = WAYS[way.rpartition(".")[2]]
-    work = "{trainers} {0}, B = {batch:,}".format(WORK, **found) if "batch" in found else WORK
-    return {"work": work, "system": system, "way": title, **found}

@@ -189,11 +189,9 @@ def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[
 
 @LONG
 def test_memory_runs(tmp_path: Path) -> None:
-    store, ranks = rows_of(tmp_path / "memory.json", "memory")
-    assert store["holds"]
-    assert store["store_bytes"] > store["payload_bytes"]
+    (ranks,) = rows_of(tmp_path / "memory.json", "memory")
     assert ranks["holds"]
-    assert ranks["shared_bytes_1"] >= store["payload_bytes"]
+    assert ranks["shared_bytes_1"] > 0
 
 
 @pytest.mark.parametrize(("name", "window"), [("W1", "whole"), ("W1", "20"), ("W3", "frames")])
