@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from time import perf_counter_ns
 from typing import Any
 
@@ -66,6 +67,18 @@ class Timers:
 
         return timed
 
+    @contextmanager
+    def over(self, parts: Sequence[tuple[Any, str, str]]) -> Iterator[None]:
+        """Time functions, wherever they are called from: the owner, the name and the title of each."""
+        originals = [(owner, name, getattr(owner, name)) for owner, name, _ in parts]
+        try:
+            for owner, name, part in parts:
+                setattr(owner, name, self.wrap(part, getattr(owner, name)))
+            yield
+        finally:
+            for owner, name, original in originals:
+                setattr(owner, name, original)
+
     def _calibrate(self) -> int:
         """Return what a timer adds to the time of the caller, in ns."""
         functions = (lambda: None), self.wrap("", lambda: None)
@@ -83,20 +96,13 @@ class Timers:
 
 def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str, float]:
     """Return the median microseconds of each part of a sample."""
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in PARTS]
     timers = Timers()
-    with workload("W1", scale).replay(window, batch_size) as replay:
-        try:
-            for owner, name, part in PARTS:
-                setattr(owner, name, timers.wrap(part, getattr(owner, name)))
-            for _ in range(5):
-                replay.sample()
-            timers.spent.clear()
-            for _ in range(count):
-                replay.sample()
-        finally:
-            for owner, name, original in originals:
-                setattr(owner, name, original)
+    with workload("W1", scale).replay(window, batch_size) as replay, timers.over(PARTS):
+        for _ in range(5):
+            replay.sample()
+        timers.spent.clear()
+        for _ in range(count):
+            replay.sample()
     return {part: float(np.median(times)) / 1e3 for part, times in timers.spent.items()}
 
 

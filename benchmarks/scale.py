@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -268,27 +268,13 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
-@contextlib.contextmanager
-def timed_parts(timers: Timers) -> Iterator[None]:
-    """Time the parts of a plan, wherever they are called from."""
-    owners = [*PARTS, (Wire, "begin", LINK)]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in owners]
-    try:
-        for owner, name, part in owners:
-            setattr(owner, name, timers.wrap(part, getattr(owner, name)))
-        yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
-
-
 def time_plans(node: Node, batches: Sequence[Batch], timers: Timers, cold: bool) -> dict[str, float]:
     """Return the median milliseconds of each part of a plan, and of all of it.
 
     Args:
         node: Whose plan it is.
         batches: What to plan.
-        timers: Those of `timed_parts`.
+        timers: Of the parts.
         cold: Whether something else has filled the caches before each plan, as a training step does.
     """
     found: list[dict[str, float]] = []
@@ -310,7 +296,7 @@ def run_one(num_nodes: int, ranks: int, samples: int, repeats: int) -> Row:
     begin = perf_counter()
     routes_of_node = routes_at(num_nodes, ranks)
     setup_s = perf_counter() - begin
-    with timed_parts(timers):
+    with timers.over([*PARTS, (Wire, "begin", LINK)]):
         node = Node(routes_of_node(num_nodes // 2), count, timers)
         warm_ms = time_plans(node, batches, timers, cold=False)["all"]
         parts = time_plans(node, batches, timers, cold=True)

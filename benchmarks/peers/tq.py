@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # all of it is local
@@ -24,7 +24,7 @@ from peers.interface import Array, Rows, System
 COLUMNS = ["tokens", "loss_mask", "logp", "reward"]
 
 
-def _jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
@@ -46,18 +46,31 @@ def _packs(data: Any) -> Iterator[dict[str, torch.Tensor]]:
         yield micro
 
 
+def start(config: Any = None) -> tuple[Any, Callable[[], None]]:
+    """Start Ray and TransferQueue; return its client, and what ends both."""
+    folder = tempfile.mkdtemp(prefix="ray-")
+    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100_000_000}
+    ray.init(num_cpus=4, _temp_dir=folder, **options)
+    tq.init(config)
+
+    def end() -> None:
+        tq.close()
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    return tq.get_client(), end
+
+
 class TqRollouts(Rollouts):
     def __init__(self, num_tokens: int, groups: int, step: int) -> None:
-        self._folder = tempfile.mkdtemp(prefix="ray-")
-        options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100_000_000}
-        ray.init(num_cpus=4, _temp_dir=self._folder, **options)
-        tq.init({"controller": {"sampler": tq.GRPOGroupNSampler(n_samples_per_prompt=MEMBERS)}})
-        self._client, self._size = tq.get_client(), step * MEMBERS
+        sampler = tq.GRPOGroupNSampler(n_samples_per_prompt=MEMBERS)
+        self._client, self._end = start({"controller": {"sampler": sampler}})
+        self._size = step * MEMBERS
         self._filled: list[torch.Tensor] = []
 
     def add(self, number: int, group: list[Rows]) -> None:
         fields = {
-            name: _jagged([torch.from_numpy(response[name]) for response in group])
+            name: jagged([torch.from_numpy(response[name]) for response in group])
             for name in ("tokens", "loss_mask", "logp")
         }
         fields["reward"] = torch.tensor([response["reward"] for response in group])
@@ -77,7 +90,7 @@ class TqRollouts(Rollouts):
         self._filled += torch.from_numpy(values).split(micro["cu_seqlens"].diff().tolist())
 
     def filled(self, step: Any) -> None:
-        self._client.put(TensorDict({"ref_logp": _jagged(self._filled)}, len(self._filled)), metadata=step)
+        self._client.put(TensorDict({"ref_logp": jagged(self._filled)}, len(self._filled)), metadata=step)
         self._filled = []
 
     def train(self, step: Any) -> Iterator[Any]:
@@ -89,9 +102,7 @@ class TqRollouts(Rollouts):
         return Micro(tokens, tokens[found["cu_seqlens"][:-1]], found["reward"].numpy(), tokens, *values)
 
     def close(self) -> None:
-        tq.close()
-        ray.shutdown()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._end()
 
 
 SYSTEM = System("transferqueue", rollouts=TqRollouts)
