@@ -11,7 +11,6 @@ responses, about a pack, and with one of each for all. Printed: medians, and tim
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -65,17 +64,11 @@ def gear(rows: list[np.ndarray]) -> System:
 
 
 def transfer_queue(rows: list[np.ndarray], batch: int) -> System:
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}  # all of it is local
-    import ray
     import transfer_queue as tq
+    from peers.tq import jagged, start
     from tensordict import TensorDict
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
-    tq.init()
-    client, held, turns = tq.get_client(), list[Any](), list[int]()
-
-    def jagged(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+    (client, close), held, turns = start(), list[Any](), list[int]()
 
     def add() -> None:
         while held:
@@ -105,10 +98,6 @@ def transfer_queue(rows: list[np.ndarray], batch: int) -> System:
             held.append(meta)
         turns.append(count)
         return count
-
-    def close() -> None:
-        tq.close()
-        ray.shutdown()
 
     return add, fill, close
 
