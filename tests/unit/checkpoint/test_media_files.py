@@ -37,7 +37,7 @@ def test_a_load_has_what_trajectories_name_and_no_more(tmp_path: Path) -> None:
         assert all(np.array_equal(one, other) for one, other in zip(first, again, strict=True))
         pages = pages_of(resumed)
         heads = np.flatnonzero(pages.words[:, MediaPage.STATE] == PageState.WHOLE)
-        assert sum(len(chain(pages.words, head)) for head in heads) <= len(pages.words)
+        assert sum(map(len, chain(pages.words, heads))) <= len(pages.words)
         add(resumed, range(70, 75))  # and it goes on
     with Replay(media_section({"capacity_bytes": 2 << 10})) as small:
         with pytest.raises(StoreFullError, match=r"room for the \d+ pages of the checkpoint"):
