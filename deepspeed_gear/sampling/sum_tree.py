@@ -232,8 +232,10 @@ class ItemMasses:
 
     @property
     def total(self) -> int:
-        if self._may_wrap and (total := float(self.leaves.sum(dtype=np.float64))) >= 1 << MOST_TOTAL_BITS:
-            return min(int(total), (1 << 63) - 1)
+        most = 1 << MOST_TOTAL_BITS
+        may_wrap = self._may_wrap and int(self.leaves.max()) * len(self.leaves) >= most
+        if may_wrap and (total := int(self.leaves.sum(dtype=np.float64))) >= most:
+            return min(total, (1 << 63) - 1)
         return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
