@@ -81,6 +81,7 @@ class Items(ItemMasses):
         self.words = memoryview(np.zeros(TreeChanges.NUM_WORDS, np.int64))
         self._control = memoryview(np.zeros(Control.NUM_WORDS, np.int64))  # nothing ever changes
         self._plain_unit = self._log = self._groups = None
+        self._may_wrap = False
         self.draws_anchor = spec.rule.draws_anchor
         self._on_change: list[Any] = []
         self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)

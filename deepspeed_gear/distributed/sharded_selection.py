@@ -249,7 +249,6 @@ class ShardedSelector(SelectionAgreement):
                 is_open = joint.apply(rates, count)
                 waits = not is_open and not self.spec.is_optional
                 error = joint.given_up(rates, key, count) if waits or joint.was_empty else None
-                joint.was_empty = False
             if error is not None:
                 raise error
             if waits:

@@ -316,7 +316,8 @@ class BatchStream:
                     raise error.final() from None
                 raise
             # Without items on all nodes: the next attempt begins with their agreement.
-            is_made, self.state.joint_limiter.was_empty = False, True
+            is_made = False
+            self.state.joint_limiter.note_empty()
         finally:
             with self.table.lock:
                 self._control[Control.SELECTING] -= 1

@@ -312,8 +312,13 @@ class SelectionLimiter:
         self.fewest = int(records[:, NodeRate.FEWEST].min())
         return self._was_open
 
+    def note_empty(self) -> None:
+        """Note that too few items had a mass in the selection that all nodes began."""
+        self.was_empty = True
+
     def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them stops waiting for the rate limiter."""
+        was_empty, self.was_empty = self.was_empty, False
         why = int(records[:, NodeRate.GIVES_UP].max())
         if not records[:, NodeRate.MAY_BE_FILLED].any():
             why = why or GaveUp.WRITES_HERE
@@ -325,4 +330,4 @@ class SelectionLimiter:
         size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
-        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain or self.was_empty)
+        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain or was_empty)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,14 @@ def scenes() -> Iterator[Callable[..., Any]]:
 
     with contextlib.ExitStack() as made:
         yield lambda *specs, **options: made.enter_context(StoreScene(specs, **options))
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's handler of Ctrl-C, which a shell's process in the background does not have."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -337,6 +337,7 @@ def test_processes_that_are_killed(tmp_path: Path) -> None:
         assert "added 1 trajectories; ended: the gateway must run" in gateway.communicate()[0]
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_command_that_cannot_serve_says_why(tmp_path: Path) -> None:
     config = tmp_path / "c.json"
     config.write_text("{}")

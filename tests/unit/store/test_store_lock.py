@@ -130,6 +130,7 @@ def test_timeout_names_the_holder(scene: Scene) -> None:
         pass
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_ends_a_wait(scene: Scene) -> None:
     child = scene.in_child_holding()
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
