@@ -119,7 +119,7 @@ def main() -> None:
     known = figures(clock, is_smoke, report.options.tables)
     for name in dict.fromkeys(report.options.figures):
         for row in measured(name, known[name]):
-            rows.append(row)  # what is there stays there, whatever comes
+            rows.append(row)  # rows so far stay if a later one fails
             report.write(rows, device=card(device), smoke=is_smoke)
     show(rows)
     sys.exit(1 if any("error" in row for row in rows) else 0)

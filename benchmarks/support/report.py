@@ -188,7 +188,7 @@ def judge(row: Row, value: float, bound: float, holds: bool) -> Row:
 
 
 def say(text: str) -> None:
-    """Tell on stderr how far a benchmark is."""
+    """Print the progress of a benchmark to stderr."""
     print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
 
 

@@ -89,7 +89,7 @@ def test_a_dropped_tail_may_be_of_skipped_items(scenes: Any) -> None:
 def test_items_before_the_end_of_an_epoch_are_kept_while_its_selection_is_made(
     scenes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever makes it may die in between, and another process completes it."""
+    """The process that makes it may die in between, and another one completes it."""
     scene = scenes(stream_spec("epoch", batch=4), lengths=[1] * 6, num_slots=8)
     stream, table = scene.streams[0], scene.table
     rows(stream, 0)
