@@ -153,6 +153,10 @@ class Column:
         return self.is_floating and not self.allow_nan
 
 
+# The ordinal of a trajectory's source, in a data set of several sources. `gear ingest` adds it.
+SOURCE = Column("source", "int64", rows="1")
+
+
 class Schema:
     """The columns of a table, in a fixed order. Immutable and hashable."""
 

@@ -19,7 +19,7 @@ from deepspeed_gear.config.options import AdvantageConfig, FieldConfig, GearOpti
 from deepspeed_gear.config.sampler_options import WhereConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names, near_name
-from deepspeed_gear.schema import DTYPES, TOKEN_DTYPES, Column, Schema
+from deepspeed_gear.schema import DTYPES, SOURCE, TOKEN_DTYPES, Column, Schema
 
 ESTIMATED = ("advantage", "value_target")
 DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
@@ -229,7 +229,8 @@ def _fields(
             rule = "must be of a table whose columns of the roles terminated and truncated are bool"
             remedy = "store them as bool (gear ingest: --dtype COLUMN=bool)"
             raise ConfigError(f"gear.{option}", rule, ", ".join(wrong), remedy)
-    requested = config.fields or {c.name: FieldConfig() for c in schema if not c.is_opaque}
+    every = [column.name for column in schema if not column.is_opaque and column != SOURCE]
+    requested = config.fields or {name: FieldConfig() for name in every}
     check_field_names(list(requested), n_step=config.n_step is not None)
     resolved = [_resolve(config, name, field, schema, statistics) for name, field in requested.items()]
     if config.pack is not None and config.pack.prefix == "share":

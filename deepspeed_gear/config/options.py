@@ -312,7 +312,7 @@ class GearOptions(t.GearModel):
     sampler: SamplerConfig = UniformSampler()
     """How samples are selected."""
     fields: dict[t.Name, FieldConfig] = Field(default={})
-    """What a batch holds, by name. Empty: every column of the table, at the anchor."""
+    """What a batch holds, by name. Empty: every column of the table, at the anchor, but `source`."""
     n_step: NStepConfig | None = None
     """N-step returns."""
     advantage: AdvantageConfig | None = None

@@ -20,7 +20,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.config.schedules import imported
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_files import SCHEMA_FILE
-from deepspeed_gear.data.dataset_writer import SOURCE, DatasetWriter, check_destination
+from deepspeed_gear.data.dataset_writer import DatasetWriter, check_destination
 from deepspeed_gear.data.ingest.column_options import OutputColumns
 from deepspeed_gear.data.ingest.exported import ExportedReader
 from deepspeed_gear.data.ingest.hdf5 import D4rlReader, RobomimicReader
@@ -32,7 +32,7 @@ from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import SOURCE, Column, Schema
 
 _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     ExportedReader,

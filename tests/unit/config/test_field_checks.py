@@ -8,7 +8,7 @@ from refusal_cases import refusals
 
 from deepspeed_gear.config import ResolvedField, check_against, parse
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.schema import SOURCE, Column, Schema
 
 OBSERVATION = Column("observation", "float32", (11,), "observation", "T+1")
 PIXELS = Column("pixels", "uint8", (3, 8, 8), "observation", "T+1")
@@ -247,6 +247,12 @@ def test_columns_with_reserved_names_need_a_field() -> None:
         resolve(schema)
     fields = resolve(schema, fields={"valid_actions": {"column": "mask"}})
     assert fields["valid_actions"].column == schema["mask"]
+
+
+def test_no_fields_leave_out_the_source_that_ingest_adds() -> None:
+    schema = Schema([OBSERVATION, SOURCE])
+    assert list(resolve(schema)) == ["observation"]
+    assert resolve(schema, fields={"origin": {"column": "source"}})["origin"].column == SOURCE
 
 
 def test_where_on_suitable_columns() -> None:

@@ -12,6 +12,7 @@ import pytest
 from gear_support import run_command
 from process_support import exit_status, in_child
 
+from deepspeed_gear import Replay
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.cli import init as init_command
 from deepspeed_gear.cli import inspect as inspect_command
@@ -141,6 +142,8 @@ def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4
     assert dataset.lengths.tolist() == [3, 1, 4, 5, 2]
     assert [source["name"] for source in dataset.source["sources"]] == ["a.hdf5", "d.hdf5"]
     assert dataset.split == {"eval": 0.2}
+    with Replay({"data": str(dataset.path), "batch_size": 4}) as replay:
+        assert not {"source", "origin"} & replay.sample().keys()
     d4rl(tmp_path / "b.hdf5", actions=np.zeros((8, 4), np.float32))
     d4rl(tmp_path / "c.hdf5", infos__qpos=np.zeros((8, 4), np.float32))
     a, b, c = (tmp_path / f"{name}.hdf5" for name in "abc")
