@@ -44,6 +44,9 @@ OPTIONS: Options = {
         "rewards of a source without any: none, last=1.0 (at the last step, 0 before) or each=-1"
     ),
     "--episode-id COLUMN": "column of a table of steps that tells its episodes apart",
+    "--group-scope SCOPE": (
+        "what group numbers that several files have mean: other groups (file) or the same ones (all)"
+    ),
     "--allow-nan": "allow NaN and infinities, and record it",
     "--split-by-flags": "divide episodes after each step with an end flag, which is refused inside otherwise",
     "--max-expansion N": (_EXPANSION, {"type": float, "default": 100.0}),
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     own["tokenize"] = pairs.pop("tokenize") or None
     with ConfigError.on("--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"):
         split = {name: float(share) for name, share in pairs.pop("split").items()}
-    names = "reward", "allow_nan", "overwrite", "append", "split_by_flags"
+    names = "reward", "group_scope", "allow_nan", "overwrite", "append", "split_by_flags"
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
     options["compress"] = listed(args.compress)
     sources = [open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source]

@@ -37,7 +37,7 @@ from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, SchemaError, undo_on_error
 from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
-from deepspeed_gear.schema import SOURCE, Column, Schema
+from deepspeed_gear.schema import SOURCE, Schema
 
 _LOCK_FILE, _PARTIAL, _REPLACED = ".gear-partial", ".partial", ".replaced"
 _BLOCK_BYTES = 4 * 1024 * 1024

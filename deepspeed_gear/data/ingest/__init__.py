@@ -30,6 +30,7 @@ from deepspeed_gear.data.ingest.npz import NpzReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rllib import RllibReader
 from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
+from deepspeed_gear.data.ingest.source_numbers import TEXTS, GroupNumbers, TextNumbers
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
 from deepspeed_gear.schema import SOURCE, Column, Schema
@@ -135,6 +136,8 @@ class Options(TypedDict, total=False):
         split_by_flags: Divide episodes after each step with an end flag; as `DatasetWriter.add`. An episode
             that is truncated inside is refused where it has columns of T+1 rows: its last state is unknown.
         compress: Columns to store compressed, as of `DatasetWriter`.
+        group_scope: What group numbers (`prompt_id`) that several files have mean: "file", other groups,
+            which get other numbers; "all", the same groups. It must be given where numbers repeat over files.
     """
 
     dtype: Mapping[str, str]
@@ -144,6 +147,7 @@ class Options(TypedDict, total=False):
     allow_nan: bool
     split_by_flags: bool
     compress: Sequence[str] | None
+    group_scope: str | None
 
 
 def ingest(
@@ -198,15 +202,20 @@ def ingest(
         schema = _common_schema(outputs, known)
         if options.get("allow_nan") or (known is not None and any(c.allow_nan for c in known.schema)):
             schema = schema.allowing_nan()
+        groups = GroupNumbers(options.get("group_scope"), outputs, known)
+        texts = TextNumbers(outputs, known)
+        _note_counted(readers[known is None :])
         if progress:
             for reader in readers:
                 for note in (f"read as format {reader.format}", *reader.notes):
                     print(f"{reader.path}: {note}", file=sys.stderr)
         described = [{**reader.description, "notes": reader.notes} for reader in readers]
         source: dict[str, Any] = {"sources": described}
-        changes = {name: options.get(name) for name in ("dtype", "rename", "role", "reward")}
+        changes = {name: options.get(name) for name in ("dtype", "rename", "role", "reward", "group_scope")}
         if changed := {name: value for name, value in changes.items() if value}:
             source["options"] = changed
+        if texts.texts:
+            source[TEXTS] = texts.texts
         total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
         bar, num_bytes = stack.enter_context(shown), 0
@@ -219,11 +228,25 @@ def ingest(
                 for name, arrays, length in output.episodes():
                     if SOURCE.name in schema and SOURCE.name not in arrays:
                         arrays["source"] = np.asarray(number, dtype=np.int64)
+                    groups.set_in(output, name, arrays)
+                    texts.set_in(output, arrays)
                     writer.add(arrays, name, split_by_flags=divides)
                     num_bytes += length * schema.row_bytes + episode_bytes
                     bar.set_postfix_str(show_bytes(num_bytes), refresh=False)
                     bar.update(length)
+            for note in groups.notes():
+                readers[-1].notes.append(note)  # which the writer's source holds
+                if progress:
+                    bar.write(f"{readers[-1].path}: {note}", file=sys.stderr)
             return writer.close()
+
+
+def _note_counted(readers: Sequence[Reader]) -> None:
+    """Add a note to sources that count anew what other sources have counted."""
+    for reader in readers:
+        for name in reader.counted:
+            note = f"{name} counts anew in each source: the column source tells equal numbers apart"
+            reader.notes.append(note)
 
 
 def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> Schema:

@@ -27,14 +27,14 @@ class OutputColumns:
 
     A data set has the columns `reward` and `return` only where the source has rewards, or a rule makes them.
     A source without rewards needs a rule, as zeros would be taken for rewards; tokens need none. `columns`
-    are those of the data set, without `source`.
+    are those of the data set, without `source`; `names` has the new ones by the reader's.
     """
 
     def __init__(self, reader: Reader, options: Mapping[str, Any]) -> None:
         """Apply dtype, rename, role and reward of `ingest.Options` to the columns of an open source."""
-        self.reader, self._names = reader, dict(options.get("rename") or {})
-        self._check_names("--rename", self._names, [column.name for column in reader.columns])
-        columns = [replace(c, name=self._names.get(c.name, c.name)) for c in reader.columns]
+        self.reader, self.names = reader, dict(options.get("rename") or {})
+        self._check_names("--rename", self.names, [column.name for column in reader.columns])
+        columns = [replace(c, name=self.names.get(c.name, c.name)) for c in reader.columns]
         columns = self._changed(columns, "role", options.get("role"))
         self._at, self._value = self._rule(columns, options.get("reward"))
         if self._at in ("last", "each"):
@@ -93,7 +93,7 @@ class OutputColumns:
             if first.name not in given:
                 raise DataError(f"{name}: column {first.name}", "must be in every trajectory")
             length = len(given[first.name]) - int(first.rows == "T+1")
-            arrays: dict[str, Any] = {self._names.get(key, key): rows for key, rows in given.items()}
+            arrays: dict[str, Any] = {self.names.get(key, key): rows for key, rows in given.items()}
             derived = {"length": np.asarray(length, dtype=np.int64)}
             if self._at in ("last", "each"):
                 rewarded = [np.arange(length) >= (length - 1 if self._at == "last" else 0)]

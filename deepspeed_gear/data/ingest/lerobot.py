@@ -173,7 +173,9 @@ class LerobotReader(Reader):
         """Return the columns of a value per episode: its index, and the texts of its tasks."""
         columns = [Column("episode_index", "int64", rows="1")] if self.select("episode_index") else []
         self._tasks: dict[int, str] = {}
-        if "task_index" in self._features and self.select("task"):
+        has_numbers = "task_index" in self._columns[""]
+        has_task = "task_index" in self._features and self.select("task")
+        if has_numbers or has_task:
             for row in self._metadata("tasks"):
                 texts = [value for value in row.values() if isinstance(value, str)]
                 if type(row.get("task_index")) is not int or len(texts) != 1:
@@ -182,7 +184,12 @@ class LerobotReader(Reader):
                 self._tasks[row["task_index"]] = texts[0]
             joined = ("\n".join(map(str, row.get("tasks") or ())) for row in listed)
             most = max(len(text.encode()) for text in (" ", *self._tasks.values(), *joined))
-            columns += [Column("task", "bytes", rows="1", max_bytes=most)] if self._tasks else []
+            columns += [Column("task", "bytes", rows="1", max_bytes=most)] if has_task and self._tasks else []
+        if has_numbers and self._tasks:
+            self.texts["task_index"] = dict(self._tasks)
+        numbers = [c.name for c in self._columns[""].values() if c.name.endswith("_index")]
+        self.counted = tuple(c.name for c in columns if c.name == "episode_index")
+        self.counted += tuple(name for name in numbers if name not in self.texts)
         return columns
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:

@@ -119,6 +119,7 @@ class MinariReader(Reader):
                 self.notes.append(f"{fact} is known for {some} only: left out")
         columns = [self._column(numbers[0], key, name) for key, name in self._keys.items()]
         self.columns = (*columns, *(Column(name, "int64", rows="1") for name in self._values))
+        self.counted = tuple({"episode_id"} & self._values.keys())
         known = {key: metadata[key] for key in _DESCRIBED if key in metadata}
         self.description.update(known, episodes=len(numbers), steps=self.num_steps)
 

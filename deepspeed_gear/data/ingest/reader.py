@@ -43,6 +43,9 @@ class Reader(ABC):
         files: Closes what was entered into it, with the reader.
         columns: Columns of every episode, in the order of the schema.
         num_steps: Steps of all episodes, for progress.
+        file: File of the trajectory that `episodes` has yielded last, of a source of several; else None.
+        texts: Columns of numbers that stand for texts: the text of each number, by column.
+        counted: Columns of a number per trajectory that every source counts anew, such as `episode_index`.
         notes: Notes for the user on how the source was read.
         description: Record of the source in the data set; JSON-able, without paths.
     """
@@ -62,6 +65,9 @@ class Reader(ABC):
         self.files = ExitStack()
         self.columns: tuple[Column, ...] = ()
         self.num_steps = 0
+        self.file: Path | None = None
+        self.texts: dict[str, dict[int, str]] = {}
+        self.counted: tuple[str, ...] = ()
         self.notes: list[str] = []
         self.description: dict[str, Any] = {"format": self.format, "name": path.resolve().name}
 

@@ -87,6 +87,7 @@ class TableReader(Reader):
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
             file_bytes = sum(file.stat().st_size for file in table_files(self.path))
             self.expansion.check(f"{self.path}: columns of texts and objects", wide, file_bytes)
+        self.counted = tuple(c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1")
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
@@ -106,8 +107,11 @@ class TableReader(Reader):
 
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
         if "rows" in self.options:
-            return object_blocks(self.options["rows"], str(self.path), is_nested)
-        return file_blocks(table_files(self.path), self.expansion, is_nested)
+            yield from object_blocks(self.options["rows"], str(self.path), is_nested)
+            return
+        for file in table_files(self.path):
+            self.file = file
+            yield from file_blocks([file], self.expansion, is_nested)
 
     def _what_a_row_is(self, first: Block) -> str:
         """Return "conversation", "step" or "episode", and set the column of episode ids."""
@@ -132,11 +136,14 @@ class TableReader(Reader):
         return "episode"
 
     def _rows(self, is_nested: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-        number = 0
+        number, file = 0, None
         for block in self._blocks(is_nested):
+            if self.file != file:
+                number, file = 0, self.file
+            at = "" if file in (None, self.path) else f"{file.relative_to(self.path)}: "
             for values in zip(*block.values(), strict=True):
                 row = zip(block, values, strict=True)
-                yield f"row {number}", {name: value for name, value in row if value is not None}
+                yield f"{at}row {number}", {name: value for name, value in row if value is not None}
                 number += 1
 
     def _trajectories(self) -> Iterator[tuple[str, dict[str, Any], int]]:

@@ -28,7 +28,7 @@ _MESSAGES = ("message_log", "messages", "conversations")
 _MASKS = ("loss_mask", "token_loss_mask", "token_mask", "assistant_masks", "completion_mask", "response_mask")
 _LOGP = ("logp", "generation_logprobs", "rollout_log_probs", "logprobs", "old_log_probs")
 _REWARDS = ("reward", "rewards", "score", "total_reward")
-_GROUPS = ("prompt_id", "group_id", "uid", "group")
+GROUPS = ("prompt_id", "group_id", "uid", "group")
 _NO_LOSS = -100  # label of a token without loss in transformers and TRL
 _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat template"
 
@@ -39,7 +39,11 @@ def has_tokens(names: Iterable[str]) -> bool:
 
 
 class TokenRows:
-    """Turns rows into trajectories of tokens. Of a group's text the id is a hash, equal in all sources."""
+    """Turns rows into trajectories of tokens.
+
+    The id of a group is its number, also one that is written as a text. Of any other text it is a hash, which
+    is equal in all sources.
+    """
 
     def __init__(self, tokenize: Mapping[str, str | Callable[..., Any]]) -> None:
         """Import the functions that make tokens of a column.
@@ -67,11 +71,8 @@ class TokenRows:
             row.update(_joined(_message_parts(where, row.pop(messages))))
         else:
             row = _from_ids(where, row)
-        if (group := _first(row, _GROUPS)) and isinstance(row[group], (str, int, np.integer)):
-            if isinstance(name := row.pop(group), str):
-                digest = hashlib.sha256(byte_string(name, f"{where}: {group}")).digest()
-                name = int.from_bytes(digest[:8], "little") >> 1
-            row["prompt_id"] = name
+        if (group := _first(row, GROUPS)) and isinstance(row[group], (str, int, np.integer)):
+            row["prompt_id"] = _group_number(f"{where}: {group}", row.pop(group))
         arrays = {name: numeric(row.get(name)) for name in _REWARDS}
         scalar = [name for name, array in arrays.items() if array is not None and not array.ndim]
         if scalar and (scalar[0] == "reward" or "reward" not in row):
@@ -90,6 +91,18 @@ class TokenRows:
         columns = _from_ids(f"{where}: --tokenize {name}", made)
         is_masked = _first(made, (*_MASKS, "labels"))
         return {key: columns[key] for key in (("tokens", "loss_mask") if is_masked else ("tokens",))}
+
+
+def _group_number(where: str, group: str | int) -> int:
+    """Return the number of a group, also of one that is written as a text; of any other text 63 bits of its
+    SHA-256.
+    """
+    if not isinstance(group, str):
+        return int(group)
+    if group.isdecimal() and len(group) < 20 and str(int(group)) == group and int(group) < 1 << 63:
+        return int(group)
+    digest = hashlib.sha256(byte_string(group, where)).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:

@@ -12,7 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from gear_support import run_command
 
+from deepspeed_gear import Dataset
+from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.ingest.lerobot import read_ahead
 from deepspeed_gear.errors import DataError
@@ -52,13 +55,20 @@ def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> No
         np.testing.assert_allclose(frames[:, 0, :, 1].mean(1), 40 * number, atol=12)
 
 
-def write(root: Path, version: str, lengths: Sequence[int], per_file: int = 1, **columns: Any) -> None:
+def write(
+    root: Path,
+    version: str,
+    lengths: Sequence[int],
+    per_file: int = 1,
+    tasks: Sequence[str] = TASKS,
+    **columns: Any,
+) -> None:
     """Write a set with the columns of all frames; tasks change in the middle of episodes."""
     total, ends, many = sum(lengths), np.cumsum(lengths), version == "v3.0"
     frame = np.arange(total) - np.repeat(ends - lengths, lengths)
     arrays = {**columns, "timestamp": (frame / 10).astype(np.float32), "frame_index": frame}
     arrays["episode_index"] = np.repeat(np.arange(len(lengths)), lengths)
-    arrays["task_index"] = np.arange(total) // 3 % 3
+    arrays["task_index"] = np.arange(total) // 3 % len(tasks)
     features: dict[str, Any] = {"note": {"dtype": "string", "shape": [1]}}
     features |= {key: {"dtype": str(a.dtype), "shape": a.shape[1:] or (1,)} for key, a in arrays.items()}
     path = (
@@ -74,7 +84,7 @@ def write(root: Path, version: str, lengths: Sequence[int], per_file: int = 1, *
     rows = []
     for number, steps in enumerate(lengths):
         place = {"chunk_index": 0, "file_index": number // per_file}
-        rows.append({"episode_index": number, "length": steps, "tasks": TASKS})
+        rows.append({"episode_index": number, "length": steps, "tasks": [*tasks]})
         rows[-1] |= {f"data/{key}": value for key, value in place.items()} if many else {}
         if number % per_file == 0:
             place |= {"episode_chunk": number // 2, "episode_index": number}
@@ -84,7 +94,7 @@ def write(root: Path, version: str, lengths: Sequence[int], per_file: int = 1, *
             pq.write_table(table.slice(low, high - low), file, row_group_size=5)
     (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
     (root / "meta" / "info.json").write_text(json.dumps({**info, "data_path": f"{path}.parquet"}))
-    texts = [{"task_index": i, "task": text} for i, text in enumerate(TASKS)]
+    texts = [{"task_index": i, "task": text} for i, text in enumerate(tasks)]
     for name, entries in (("episodes/chunk-000/file-000" if many else "episodes", rows), ("tasks", texts)):
         if many:
             pq.write_table(pa.Table.from_pylist(entries), root / "meta" / f"{name}.parquet")
@@ -128,6 +138,34 @@ def test_all_layouts_give_the_rows_that_were_written(tmp_path: Path, monkeypatch
     assert made[0].lengths.tolist() == list(LENGTHS)
     assert made[0].trajectory(1)["task"] == b"lift\nplace it\nwait"
     assert "note is text per frame, which no column holds: left out" in made[0].source["sources"][0]["notes"]
+
+
+def test_tasks_of_several_sets_have_a_number_for_each_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each set begins with task 0. Appending gives what one ingest gives; also without the texts' column."""
+    lift = "lift the red block"  # texts appended later must not be longer than those that are there
+    tasks = {"a": [lift, "wait"], "b": ["put", lift], "c": ["wait", "turn", "put"]}
+    expected = [0, 0, 0, 1, 1, 1, 2, 2, 2, 0, 0, 1, 1, 1, 3, 3, 3, 2, 2]
+    for (name, texts), lengths in zip(tasks.items(), ([2, 4], [5], [8]), strict=True):
+        total = sum(lengths)
+        columns = {"observation.state": np.ones((total, 2)), "action": np.ones((total, 1))}
+        write(tmp_path / name, "v3.0", lengths, tasks=texts, **columns)
+    sources, dest = [str(tmp_path / name) for name in tasks], str(tmp_path / "out")
+    for columns in ([], ["--columns", "task_index"]):
+        options = ["--reward", "none", *columns]
+        capsys.readouterr()
+        assert run_command(command, *sources, dest, "--overwrite", *options) == 0
+        assert ("episode_index counts anew in each source" in capsys.readouterr().err) == (not columns)
+        whole = Dataset.open(dest)
+        assert whole.columns["task_index"].tolist() == expected
+        assert run_command(command, sources[0], dest, "--overwrite", *options) == 0
+        assert Dataset.open(dest).columns["task_index"].tolist() == expected[:6]
+        for source in sources[1:]:
+            assert run_command(command, source, dest, "--append", *options) == 0
+        grown = Dataset.open(dest)
+        assert grown.fingerprint == whole.fingerprint
+        assert grown.source["texts"] == whole.source["texts"]
 
 
 def _info(**changes: Any) -> Callable[[Path], None]:

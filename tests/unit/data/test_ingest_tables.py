@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
@@ -181,6 +182,67 @@ def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
         assert ids[0] == ids[2] != ids[1]
     other = write_lines(tmp_path / "b.jsonl", [{**row, "score": 0, "uid": "a"}])  # a text is one group in all
     assert ingest([path, other], tmp_path / "both").columns["prompt_id"].tolist() == [*ids, ids[1]]
+
+
+def write_dump(path: Path, groups: list[Any], reward: int = 0) -> Path:
+    tokens = {"token_ids": [1, 2], "token_loss_mask": [0, 1]}
+    path.parent.mkdir(exist_ok=True)
+    return write_lines(path, [{**tokens, "group_id": one, "reward": reward} for one in groups])
+
+
+def test_group_numbers_that_files_count_anew_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files given one by one, in a folder, and appended; numbers, and texts of them."""
+    given: list[list[Any]] = [[0, 0, 1, 1], [1, 1, "0", 7], [2, 0]]
+    files = [write_dump(tmp_path / "dumps" / f"{i}.jsonl", one) for i, one in enumerate(given)]
+    apart = [0, 0, 1, 1, 2, 2, 3, 7, 4, 5]
+
+    def run(sources: list[Path], *options: str) -> list[int]:
+        paths = map(str, sources)
+        assert run_command(command, *paths, str(tmp_path / "out"), "--quiet", *options) == 0
+        return list(Dataset.open(tmp_path / "out").columns["prompt_id"].tolist())
+
+    rule = "must not be the number of a group in an earlier file, got 1; --group-scope file: they"
+    for sources, place in ((files, "1.jsonl: row 0"), ([tmp_path / "dumps"], "dumps: 1.jsonl: row 0")):
+        with pytest.raises(DataError, match=f"{place}: prompt_id {rule}"):
+            run(sources)
+        assert os.listdir(tmp_path) == ["dumps"]
+        with pytest.raises(DataError, match="must not be the number of a group in an earlier file"):
+            ingest(sources, tmp_path / "out")
+        assert run(sources, "--group-scope", "all", "--overwrite") == [0, 0, 1, 1, 1, 1, 0, 7, 2, 0]
+        assert run(sources, "--group-scope", "file", "--overwrite") == apart
+        shutil.rmtree(tmp_path / "out")
+    whole = ingest(files, tmp_path / "out", group_scope="file")
+    assert run(files[:1], "--overwrite") == [0, 0, 1, 1]
+    with pytest.raises(DataError, match="must not be the number of a group in an earlier file, got 1"):
+        run(files[1:], "--append")
+    assert run(files[1:2], "--append", "--group-scope", "file") == apart[:8]
+    assert run(files[2:], "--append", "--group-scope", "file") == apart
+    assert Dataset.open(tmp_path / "out").fingerprint == whole.fingerprint
+    with pytest.raises(DataError, match="question must not be the number of a group in an earlier file"):
+        run(files, "--overwrite", "--rename", "prompt_id=question")
+
+
+def test_group_ids_that_are_not_counted_are_the_same_in_all_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text or a hash is in two files for a reason, which a note says."""
+    texts = [write_dump(tmp_path / f"{name}.jsonl", ["a", "b", 1 << 40]) for name in "ab"]
+    assert run_command(command, *map(str, texts), str(tmp_path / "out")) == 0
+    note = "3 groups are in several files by their ids: taken as the same ones"
+    assert note in capsys.readouterr().err
+    data = Dataset.open(tmp_path / "out")
+    assert note in data.source["sources"][1]["notes"][-1]
+    numbers = data.columns["prompt_id"].tolist()
+    assert numbers[:3] == numbers[3:]
+    apart = ingest(texts, tmp_path / "out", overwrite=True, group_scope="file").columns["prompt_id"]
+    assert len(set(apart.tolist())) == 6
+    with pytest.raises(ConfigError, match="group_scope must be one of file, all, got 'fil'"):
+        ingest(texts, tmp_path / "x", group_scope="fil")
+    lines = write_lines(tmp_path / "c.jsonl", [{"token_ids": [1, 2]}])
+    with pytest.raises(DataError, match="--group-scope must be for sources with a column of groups"):
+        ingest([lines], tmp_path / "x", group_scope="file")
 
 
 def template(messages: list[dict[str, str]]) -> dict[str, list[int]]:

@@ -1,0 +1,151 @@
+"""Numbers that each source counts anew: groups and tasks, distinct over all sources of a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepspeed_gear.data.dataset import Dataset
+from deepspeed_gear.data.ingest.column_options import OutputColumns
+from deepspeed_gear.data.ingest.token_rows import GROUPS
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.schema import Column
+
+TEXTS = "texts"  # in the source of a data set: the numbers of texts, by column
+_SCOPES = ("file", "all")
+_COUNTED = 1 << 32  # numbers below it are counted; equal larger ones, such as hashes, are no accident
+
+
+class _DistinctNumbers:
+    """Numbers that are taken once: one's own where it is free, otherwise the smallest free one.
+
+    What is taken depends on the numbers taken before and on nothing else, so appending to a data set gives
+    what one ingest of all sources gives.
+    """
+
+    def __init__(self, taken: Iterable[int] = ()) -> None:
+        self.taken = set(taken)
+        self._smallest = 0
+
+    def take(self, own: int) -> int:
+        number = own
+        if own in self.taken:
+            while self._smallest in self.taken:
+                self._smallest += 1
+            number = self._smallest
+        self.taken.add(number)
+        return number
+
+
+class GroupNumbers:
+    """The group numbers of all files of an ingest, by its option `group_scope`.
+
+    Dumps of rollouts often begin with group 0 in each file. Taken for one group, the trajectories of two
+    prompts would be compared with each other, and those beyond the group's size never be trained.
+
+    - "file": a group is of one file. A number that an earlier file has becomes another one.
+    - "all": equal numbers are one group, in all files.
+    - None: a number that two files have is refused, unless it is too large to be counted, such as a hash.
+
+    Memory: a number for each group.
+    """
+
+    def __init__(self, scope: str | None, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:
+        if scope is not None and scope not in _SCOPES:
+            raise ConfigError("group_scope", f"must be one of {', '.join(_SCOPES)}", scope)
+        self._scope = scope
+        self._columns = {id(output): _group_column(output) for output in outputs}
+        if scope is not None and not any(self._columns.values()):
+            rule = f"must be for sources with a column of groups, such as {' or '.join(GROUPS)}"
+            raise DataError(f"{outputs[0].reader.path}: --group-scope", rule, scope)
+        first = next(filter(None, self._columns.values()), None)
+        before: list[int] = []
+        if known is not None and first is not None and first in known.schema:
+            before = np.unique(known.columns[first]).tolist()
+        self._numbers = _DistinctNumbers(before)
+        self._file: object = None
+        self._own: dict[int, int] = {}  # of the present file: its numbers, and those in the data set
+        self._num_shared = 0
+
+    def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
+        """Set the group number of a trajectory that the reader of `output` has just yielded.
+
+        Args:
+            name: Of the trajectory, for errors.
+            arrays: Its columns.
+        """
+        column = self._columns[id(output)]
+        value = None if column is None else arrays.get(column)
+        if column is None or value is None or np.ndim(value) or self._scope == "all":
+            return
+        file = (id(output), output.reader.file)
+        if file != self._file:
+            self._file, self._own = file, {}
+        number = int(value)
+        if number not in self._own:
+            is_shared = number in self._numbers.taken
+            if is_shared and self._scope is None and number < _COUNTED:
+                rule = "must not be the number of a group in an earlier file"
+                remedy = "--group-scope file: they are other groups, and get other numbers; "
+                remedy += "--group-scope all: they are the same groups (group_scope of ingest)"
+                raise DataError(f"{name}: {column}", rule, number, remedy)
+            self._num_shared += is_shared and self._scope is None
+            is_own = self._scope == "file" or not is_shared
+            self._own[number] = self._numbers.take(number) if is_own else number
+        arrays[column] = np.asarray(self._own[number])
+
+    def notes(self) -> list[str]:
+        """Return what the user should know of the groups of all files."""
+        shared = f"{self._num_shared} groups are in several files by their ids: taken as the same ones"
+        return [f"{shared} (--group-scope file takes them as others)"] if self._num_shared else []
+
+
+def _group_column(output: OutputColumns) -> str | None:
+    """Return the name of the column of group numbers: by its name in the data set, or in the source."""
+    names = {new: old for old, new in output.names.items()}
+
+    def is_group(column: Column) -> bool:
+        is_number = not column.is_opaque and not column.is_floating and column.dtype != "bool"
+        is_single = column.rows == "1" and not column.shape
+        return is_number and is_single and {column.name, names.get(column.name)}.intersection(GROUPS) != set()
+
+    return next((column.name for column in output.columns if is_group(column)), None)
+
+
+class TextNumbers:
+    """Columns of numbers that stand for texts, such as LeRobot's `task_index`: equal texts, equal numbers.
+
+    A source has a number for each text, and the first source keeps its numbers. They are recorded in the
+    source of the data set (`TEXTS`), as what is appended needs them.
+    """
+
+    def __init__(self, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:
+        #: Number of each text, by column of the data set.
+        self.texts: dict[str, dict[str, int]] = {}
+        self._changed: dict[tuple[int, str], dict[int, int]] = {}  # by output and column
+        recorded: Mapping[str, Any] = {} if known is None else known.source.get(TEXTS, {})
+        numbers: dict[str, _DistinctNumbers] = {}
+        for output in outputs:
+            for key, texts in output.reader.texts.items():
+                column = output.names.get(key, key)
+                if known is not None and column in known.schema and column not in recorded:
+                    rule = "must have recorded the texts of its numbers to be appended to"
+                    remedy = "ingest all sources again into one data set"
+                    raise DataError(f"{known.path}: column {column}", rule, None, remedy)
+                of_column = self.texts.setdefault(column, dict(recorded.get(column, {})))
+                taken = numbers.setdefault(column, _DistinctNumbers(of_column.values()))
+                changed = self._changed[id(output), column] = {}
+                for number, text in sorted(texts.items()):
+                    if text not in of_column:
+                        of_column[text] = taken.take(number)
+                    changed[number] = of_column[text]
+
+    def set_in(self, output: OutputColumns, arrays: dict[str, Any]) -> None:
+        """Set the numbers of a trajectory's columns."""
+        for (owner, column), changed in self._changed.items():
+            if owner == id(output) and column in arrays:
+                given, places = np.unique(arrays[column], return_inverse=True)
+                new = np.array([changed[int(number)] for number in given], dtype=np.int64)
+                arrays[column] = new[places].reshape(np.shape(arrays[column]))
