@@ -25,7 +25,7 @@ _PAIRS = {  # options that are repeated: form, example, help
     "role": ("COLUMN=ROLE", "score=reward", "role of a column"),
 }
 
-_COLUMNS = "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; default: all"
+_COLUMNS = "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; !PATTERN to leave out"
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
 _COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {

@@ -24,7 +24,7 @@ from deepspeed_gear.data.dataset_writer import PartialFolder, check_destination,
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
 from deepspeed_gear.data.ingest.exported import LENGTHS_KEY, ROWS_FILE, SCHEMA_KEY, ExportedReader
 from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
-from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, make_column
+from deepspeed_gear.data.ingest.reader import NEEDED, ColumnSelection, Reader, make_column
 from deepspeed_gear.data.ingest.source_checks import pyarrow_for
 from deepspeed_gear.data.opaque_rows import encode
 from deepspeed_gear.data.trajectory_checks import as_numbers, not_finite
@@ -286,7 +286,8 @@ def export(
     kind, select = FORMATS[format], ColumnSelection(columns)
     names = (LENGTH,) if schema.role("reward") is None else (LENGTH, RETURN)
     derived = [c for c in schema if replace(c, allow_nan=False) in names]
-    kept = Schema([c for c in schema if c not in derived and (c.role in GROUPS.values() or select(c.name))])
+    needed = (*GROUPS.values(), *NEEDED)
+    kept = Schema([c for c in schema if c not in derived and (c.role in needed or select(c.name))])
     select.check_used(dest)
     rule, instead = f"must be of the format {format}", "or overwrite it (--overwrite)"
     check_destination(dest, overwrite, kind.replaces, rule, instead)

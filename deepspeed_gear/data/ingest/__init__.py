@@ -96,6 +96,8 @@ def open_source(
     with undo_on_error(reader.files.close):
         reader.open()
         select.check_used(path)
+        if select.left_out:
+            reader.notes.append(f"left out, as --columns does not name them: {', '.join(select.left_out)}")
     return reader
 
 

@@ -47,7 +47,19 @@ class OutputColumns:
                 rule = "must not have the name of another column, or of a derived one"
                 remedy = "leave it out with --columns, or give it another name with --rename"
                 raise DataError(f"{reader.path}: {name}", rule, None, remedy)
+        self._check_kept()
         self._ends = Schema(self.columns).end_columns if options.get("split_by_flags") else ()
+
+    def _check_kept(self) -> None:
+        """Raise DataError if --columns has left out what may be the observations or the actions."""
+        select, roles = self.reader.select, {column.role for column in self.columns}
+        left_out = select.left_out if "token" not in roles else []
+        for role in ("observation", "action") if left_out else ():
+            if role not in roles and role not in select.excluded:
+                rule = f"must keep a column of the role {role}: it leaves out {', '.join(left_out)}"
+                remedy = f"name the {role}s as well, with --role COLUMN={role} where they lack the role; "
+                remedy += "or leave columns out by name: " + ",".join(f"!{name}" for name in left_out)
+                raise DataError(f"{self.reader.path}: --columns", rule, None, remedy)
 
     def _check_names(self, option: str, patterns: Mapping[str, str], names: list[str]) -> None:
         matches = fnmatchcase if option != "--rename" else str.__eq__

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.reader import SCALARS, Reader
+from deepspeed_gear.data.ingest.reader import NEEDED, Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import arrow_block, record_batches
 from deepspeed_gear.errors import DataError, SchemaError
@@ -41,7 +41,8 @@ class ExportedReader(Reader):
         where, kinds = f"{self.path}: {SCHEMA_KEY}", (SchemaError, ValueError)
         with DataError.on(where, "must be a schema", *kinds, remedy=DAMAGED):
             schema = Schema.from_json(parse_json(found))
-        self.columns = tuple(c for c in schema if c.role in SCALARS or self.select(c.name))
+        self.select.groups = {column.name: column.role for column in schema}
+        self.columns = tuple(c for c in schema if c.role in NEEDED or self.select(c.name))
 
     def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         read = self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet

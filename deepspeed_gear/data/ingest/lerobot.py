@@ -29,6 +29,7 @@ from deepspeed_gear.data.ingest.reader import (
     make_column,
 )
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
+from deepspeed_gear.data.ingest.step_arrays import KINDS
 from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
@@ -36,6 +37,7 @@ from deepspeed_gear.schema import Column
 _INFO = Path("meta", "info.json")
 _VERSIONS = ("v2.0", "v2.1", "v3.0")
 _NEXT = {"next.reward": "reward", "next.done": "terminated", "next.truncated": "truncated"}
+_STATES = ("state", "states")  # as a feature of its own
 _COUNTERS = ("episode_index", "frame_index", "index")  # compared with the metadata, or implied by the order
 _TEMPLATE = re.compile(r"(?:[^{}]|\{\w+(?::0?\d{1,2}d)?\})+")
 _TOLERANCE_S = 1e-4  # LeRobot's, between a frame of a video and its row
@@ -83,6 +85,7 @@ class LerobotReader(Reader):
         self._features, self._has_many = features, version == "v3.0"  # episodes in a file
         # By kind and feature.
         self._columns: dict[str, dict[str, Column]] = {"": {}, "image": {}, "video": {}}
+        self.select.groups = {column_name(*key.split(".")): _group(key, of) for key, of in features.items()}
         for key, feature in features.items():
             name = _NEXT.get(key) or column_name(*key.split("."))
             if key not in _COUNTERS and (key in _NEXT or self.select(name)):
@@ -124,7 +127,7 @@ class LerobotReader(Reader):
                 shape = (*shape[1:], *shape[:1])  # to height, width, channels
             if kind and len(shape) != 3:
                 raise ValueError("an image has three dimensions")
-        group = key.split(".")[0]
+        group = _group(key, feature)
         role = _NEXT.get(key) or (group if group in ("observation", "action") else "other")
         shape = () if role == "other" and shape == (1,) else shape
         self._columns[kind][key] = make_column(where, name, dtype, shape, role)
@@ -311,6 +314,14 @@ class LerobotReader(Reader):
             rule = f"must have {len(times)} frames, one for each row"
             raise DataError(where, rule, number, f"download the video again, or {LEAVE_OUT}")
         return frames
+
+
+def _group(key: str, feature: Any) -> str:
+    """Return "observation" or "action" where a feature is one, else the part before the first dot."""
+    head = key.split(".")[0]
+    kind = feature.get("dtype") if isinstance(feature, Mapping) else None
+    is_camera = kind in ("image", "video") and KINDS.get(head) != "action"
+    return "observation" if is_camera or head in _STATES else KINDS.get(head, head)
 
 
 def _present(path: Path, remedy: str = _AGAIN) -> Path:

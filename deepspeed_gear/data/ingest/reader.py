@@ -25,6 +25,8 @@ _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 LEAVE_OUT = "leave it out with --columns"
 FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
 SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
+NEEDED = (*SCALARS, "token", "loss_mask")  # roles of columns that are not optional
+_WHOLE_GROUPS = ("observation", "next_observation", "action")
 
 
 class Reader(ABC):
@@ -104,31 +106,56 @@ class Reader(ABC):
 class ColumnSelection:
     """The optional columns to keep (`--columns`).
 
-    A group is the part before the first dot of a column name (`infos`, `observation`). Without patterns
-    everything is kept. With patterns, a group is reduced to the columns that match one; `observation` and
-    `action` are kept whole where no pattern names them, and every other optional column is left out.
+    A group is the part before the first dot of a column name (`infos`, `observation`), or what `groups` says.
+    Without patterns everything is kept. With patterns, a group is reduced to the columns that match one;
+    observations and actions are kept whole where no pattern names them, and every other optional column is
+    left out. A pattern after "!" leaves out what matches; where all patterns are such, the rest is kept.
+
+    Attributes:
+        groups: Groups of columns whose names do not begin with them; a reader sets it before it asks.
+        left_out: Columns that are left out because no pattern names them.
+        excluded: Groups of which a pattern after "!" leaves a column out.
     """
 
     def __init__(self, patterns: Sequence[str] | None = None) -> None:
-        self._patterns = None if patterns is None else tuple(patterns)
+        self._patterns = () if patterns is None else tuple(patterns)
+        self._without = tuple(one[1:] for one in self._patterns if one.startswith("!"))
+        kept = tuple(one for one in self._patterns if not one.startswith("!"))
+        self._kept = None if patterns is None or (self._without and not kept) else kept
         self._asked: list[str] = []
+        self.groups: Mapping[str, str] = {}
+        self.left_out: list[str] = []
+        self.excluded: set[str] = set()
 
     def __call__(self, name: str) -> bool:
         """Return whether an optional column is kept, and record that there is one."""
         self._asked.append(name)
-        if self._patterns is None or any(fnmatchcase(name, pattern) for pattern in self._patterns):
-            return True
-        group = name.split(".")[0]
-        named = any(pattern.split(".")[0] == group for pattern in self._patterns)
-        return group in ("observation", "next_observation", "action") and not named
+        group, kept = self.groups.get(name, name.split(".")[0]), self._kept
+        if _matches(name, self._without):
+            self.excluded.add(group)
+            return False
+        is_kept = kept is None or _matches(name, kept) or self._is_kept_whole(group, kept)
+        if not is_kept and name not in self.left_out:
+            self.left_out.append(name)
+        return is_kept
+
+    def _is_kept_whole(self, group: str, kept: Sequence[str]) -> bool:
+        members = (name for name, of in self.groups.items() if of == group)
+        is_named = any(pattern.split(".")[0] == group for pattern in kept)
+        is_named |= any(_matches(name, kept) for name in members)
+        return group in _WHOLE_GROUPS and not is_named
 
     def check_used(self, path: Path) -> None:
         """Raise DataError for a pattern that matched none of the optional columns."""
-        for pattern in self._patterns or ():
-            if not any(fnmatchcase(name, pattern) for name in self._asked):
+        for pattern in self._patterns:
+            if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in self._asked):
                 known = f"optional columns are {', '.join(self._asked)}"
                 remedy = known if self._asked else "there are no optional columns"
                 raise DataError(f"{path}: --columns", "must match an optional column", pattern, remedy)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def column_name(*parts: str) -> str:

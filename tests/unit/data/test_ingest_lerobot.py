@@ -1,6 +1,7 @@
 """Ingest of LeRobot data sets: one that LeRobot wrote, layouts that the test writes, and broken ones."""
 
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -168,6 +169,40 @@ def test_tasks_of_several_sets_have_a_number_for_each_text(
         assert grown.source["texts"] == whole.source["texts"]
 
 
+@pytest.mark.parametrize(
+    ("columns", "kept", "left_out"),
+    [
+        ([], "state actions image", ""),
+        (["state"], "state actions", "note, image, timestamp, task_index, episode_index, task"),
+        (["actions"], "state actions image", "note, timestamp, task_index, episode_index, task"),
+        ([""], "state actions image", "note, timestamp, task_index, episode_index, task"),
+        (["!image"], "state actions", ""),
+        (["state", "!actions"], "state", "note, image, timestamp, task_index, episode_index, task"),
+    ],
+)
+def test_observations_and_actions_of_other_names_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], columns: list[str], kept: str, left_out: str
+) -> None:
+    """An error about a video advises to leave it out with --columns; nothing else goes without a word."""
+    given = {"state": np.ones((3, 2)), "actions": np.ones((3, 1)), "image": np.ones((3, 4))}
+    write(tmp_path / "set", "v2.1", [3], **given)
+    image = pytest.importorskip("PIL.Image")
+    features = json.loads((tmp_path / "set" / "meta" / "info.json").read_text())["features"]
+    picture = io.BytesIO()
+    image.new("RGB", (4, 2)).save(picture, "PNG")
+    _info(features={**features, "image": {"dtype": "image", "shape": [2, 4, 3]}})(tmp_path / "set")
+    _rows("image", lambda rows: [{"bytes": picture.getvalue()}] * 3, FIRST)(tmp_path / "set")
+    given_columns = [f"--columns={','.join(columns)}"] if columns else []
+    source, dest = str(tmp_path / "set"), str(tmp_path / "out")
+    assert run_command(command, source, dest, "--reward", "none", *given_columns) == 0
+    schema = Dataset.open(dest).schema
+    assert [name for name in ("state", "actions", "image") if name in schema] == kept.split()
+    roles = {"state": "observation", "image": "observation", "actions": "action"}
+    assert all(schema[name].role == roles[name] for name in kept.split())
+    note = f"left out, as --columns does not name them: {left_out}\n"
+    assert (note in capsys.readouterr().err) == bool(left_out)
+
+
 def _info(**changes: Any) -> Callable[[Path], None]:
     def edit(root: Path) -> None:
         path = root / "meta" / "info.json"
@@ -176,11 +211,13 @@ def _info(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
-def _rows(key: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Path], None]:
+def _rows(
+    key: str, change: Callable[[list[Any]], list[Any]], file: str = "data/000/001.parquet"
+) -> Callable[[Path], None]:
     def edit(root: Path) -> None:
-        table = pq.read_table(root / SECOND)
+        table = pq.read_table(root / file)
         changed = pa.array(change(table[key].to_pylist()))
-        pq.write_table(table.set_column(table.column_names.index(key), key, changed), root / SECOND)
+        pq.write_table(table.set_column(table.column_names.index(key), key, changed), root / file)
 
     return edit
 

@@ -413,6 +413,27 @@ def test_options_of_tables_name_columns(tmp_path: Path) -> None:
             open_source(source, **options)
 
 
+def test_a_selection_keeps_observations_and_actions_or_names_what_it_leaves_out(tmp_path: Path) -> None:
+    rows = [{"qpos": [[0.0], [1.0]], "torque": [[1.0], [2.0]], "force": [1, 2], "reward": [0, 1]}]
+    rule = (
+        "--columns must keep a column of the role action: it leaves out torque, force; name the actions as "
+        "well, with --role COLUMN=action where they lack the role; or leave columns out by name: "
+        "!torque,!force"
+    )
+    role = {"qpos": "observation"}
+    with pytest.raises(DataError) as caught:
+        Dataset.from_iterable(rows, tmp_path / "out", columns=["qpos"], role=role)
+    assert rule in str(caught.value)
+    source = str(write_lines(tmp_path / "a.jsonl", rows))
+    with pytest.raises(DataError, match="it leaves out torque, force"):
+        run_command(command, source, str(tmp_path / "out"), "--columns", "qpos", "--role=qpos=observation")
+    data = Dataset.from_iterable(rows, tmp_path / "out", columns=["!torque", "!force"], role=role)
+    assert [*data.schema.names] == ["reward", "qpos", "return", "length"]
+    role["torque"] = "action"
+    data = Dataset.from_iterable(rows, tmp_path / "b", columns=["qpos", "torque"], role=role)
+    assert data.source["sources"][0]["notes"][-1] == "left out, as --columns does not name them: force"
+
+
 def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small files that are large in memory, deep nesting, and files cut anywhere."""
     monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
