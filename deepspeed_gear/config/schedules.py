@@ -69,7 +69,7 @@ def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:
     if not isinstance(path, str):
         return path
     module, _, attribute = path.partition(":")
-    rule, kinds = "must name what can be imported", (ImportError, AttributeError)
-    with ConfigError.on(name, rule, *kinds, value=path):
+    rule, kind = "must name what can be imported", Exception  # a module of the user's may raise any
+    with ConfigError.on(name, rule, kind, value=path):
         found: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
     return found

@@ -38,7 +38,7 @@ def _divide(flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, An
             owner = f"{name}: column {prefix[:-1]}" if prefix else name
             raise DataError(owner, "must have strings as keys", key)
         column = prefix + key
-        parts = {} if column in names else _parts(column, value)
+        parts = {} if column in names else _parts(f"{name}: column {column}", value)
         if parts:
             _divide(flat, name, f"{column}.", parts, names)
         elif column in flat:
@@ -47,16 +47,17 @@ def _divide(flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, An
             flat[column] = value
 
 
-def _parts(column: str, value: Any) -> Mapping[Any, Any]:
-    """Return the parts of a value, by key or index; nothing if it has none."""
+def _parts(where: str, value: Any) -> Mapping[Any, Any]:
+    """Return the parts of a value, by key or index; nothing if it has none. `where` names it in errors."""
     if isinstance(value, tuple):
         return {str(index): part for index, part in enumerate(value)}
     if isinstance(value, list) or (isinstance(value, np.ndarray) and value.dtype == object):
-        rows = [None if row is None else _parts(column, row) for row in value]
+        rows = [None if row is None else _parts(where, row) for row in value]
         keys = next((row for row in rows if row is not None), {}).keys()
-        for row in rows:
+        for number, row in enumerate(rows):
             if row is not None and row.keys() != keys:
-                odd = next(iter(row.keys() ^ keys))
-                raise DataError(f"column {column}.{odd}", "must be in every row or in none")
+                odd = next(key for key in (*keys, *row) if (key in keys) != (key in row))
+                found = f"{'one' if odd in row else 'none'} in row {number}"
+                raise DataError(f"{where}.{odd}", "must be in every row or in none", found)
         return {key: [None if row is None else row[key] for row in rows] for key in keys}
     return value if isinstance(value, (dict, Mapping)) else {}

@@ -15,6 +15,7 @@ import numpy as np
 from deepspeed_gear.errors import DataError
 
 PICKLED = "--allow-pickle reads the arrays in it, and runs no code of it"
+_FRAMES = "read it in a program that trusts it: Dataset.from_iterable takes pandas frames"
 _ARGUMENTS = ("numpy.ndarray", "builtins.list", "builtins.dict")  # of those; not used
 _IMITATION = ("imitation.data.types", "imitation.data.old_types", "imitation.util.rollout")
 
@@ -119,4 +120,5 @@ def load_pickle(where: str, content: bytes) -> Any:
         return ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # a malformed pickle can raise any
         rule = "must be a pickle of NumPy arrays, numbers, text, lists and dicts only"
-        raise DataError(where, rule, f"{error}"[:200] or type(error).__name__) from error
+        remedy = _FRAMES if f"{error}".startswith("pandas.") else ""
+        raise DataError(where, rule, f"{error}"[:200] or type(error).__name__, remedy) from error

@@ -73,7 +73,14 @@ class OutputColumns:
         self._check_names(f"--{what}", values or {}, [column.name for column in columns])
         for pattern, value in (values or {}).items():
             change: dict[str, Any] = {what: value}
-            columns = [replace(c, **change) if fnmatchcase(c.name, pattern) else c for c in columns]
+            chosen = [column for column in columns if fnmatchcase(column.name, pattern)]
+            for column in chosen if change == {"role": "reward"} else []:
+                if column.rows == "1" and column.name != "reward":
+                    as_float = "" if column.is_floating else " --dtype reward=float32"
+                    remedy = f"--rename {column.name}=reward{as_float} makes it the reward of a trajectory"
+                    where = f"{self.reader.path}: --role {pattern}=reward"
+                    raise DataError(where, "must be of a value per step", "one per trajectory", remedy)
+            columns = [replace(c, **change) if c in chosen else c for c in columns]
         return columns
 
     def _rule(self, columns: list[Column], rule: str | None) -> tuple[str, float]:
@@ -94,6 +101,8 @@ class OutputColumns:
         if given is None and rule is None and not any(column.role == "token" for column in columns):
             names = ", ".join(column.name for column in columns)
             remedy = f"or name one of its columns with --role COLUMN=reward: {names}"
+            if nulls := [note for note in self.reader.notes if note.startswith("null in every row")]:
+                remedy += f"; {nulls[0]}"
             raise DataError(where, f"must be given, as the source has no rewards: {_RULES}", None, remedy)
         return at, value
 

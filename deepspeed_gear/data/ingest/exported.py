@@ -41,7 +41,7 @@ class ExportedReader(Reader):
         where, kinds = f"{self.path}: {SCHEMA_KEY}", (SchemaError, ValueError)
         with DataError.on(where, "must be a schema", *kinds, remedy=DAMAGED):
             schema = Schema.from_json(parse_json(found))
-        self.select.groups = {column.name: column.role for column in schema}
+        self.select.assign_groups({column.name: column.role for column in schema})
         self.columns = tuple(c for c in schema if c.role in NEEDED or self.select(c.name))
 
     def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -85,7 +85,8 @@ class LerobotReader(Reader):
         self._features, self._has_many = features, version == "v3.0"  # episodes in a file
         # By kind and feature.
         self._columns: dict[str, dict[str, Column]] = {"": {}, "image": {}, "video": {}}
-        self.select.groups = {column_name(*key.split(".")): _group(key, of) for key, of in features.items()}
+        groups = {column_name(*key.split(".")): _group(key, of) for key, of in features.items()}
+        self.select.assign_groups(groups)
         for key, feature in features.items():
             name = _NEXT.get(key) or column_name(*key.split("."))
             if key not in _COUNTERS and (key in _NEXT or self.select(name)):

@@ -106,13 +106,12 @@ class Reader(ABC):
 class ColumnSelection:
     """The optional columns to keep (`--columns`).
 
-    A group is the part before the first dot of a column name (`infos`, `observation`), or what `groups` says.
+    A group is the part before the first dot of a column name (`infos`, `observation`), or what `assign_groups` says.
     Without patterns everything is kept. With patterns, a group is reduced to the columns that match one;
     observations and actions are kept whole where no pattern names them, and every other optional column is
     left out. A pattern after "!" leaves out what matches; where all patterns are such, the rest is kept.
 
     Attributes:
-        groups: Groups of columns whose names do not begin with them; a reader sets it before it asks.
         left_out: Columns that are left out because no pattern names them.
         excluded: Groups of which a pattern after "!" leaves a column out.
     """
@@ -123,14 +122,18 @@ class ColumnSelection:
         kept = tuple(one for one in self._patterns if not one.startswith("!"))
         self._kept = None if patterns is None or (self._without and not kept) else kept
         self._asked: list[str] = []
-        self.groups: Mapping[str, str] = {}
+        self._groups: Mapping[str, str] = {}
         self.left_out: list[str] = []
         self.excluded: set[str] = set()
+
+    def assign_groups(self, groups: Mapping[str, str]) -> None:
+        """Set the groups of columns whose names do not begin with them, before any is asked for."""
+        self._groups = groups
 
     def __call__(self, name: str) -> bool:
         """Return whether an optional column is kept, and record that there is one."""
         self._asked.append(name)
-        group, kept = self.groups.get(name, name.split(".")[0]), self._kept
+        group, kept = self._groups.get(name, name.split(".")[0]), self._kept
         if _matches(name, self._without):
             self.excluded.add(group)
             return False
@@ -140,7 +143,7 @@ class ColumnSelection:
         return is_kept
 
     def _is_kept_whole(self, group: str, kept: Sequence[str]) -> bool:
-        members = (name for name, of in self.groups.items() if of == group)
+        members = (name for name, of in self._groups.items() if of == group)
         is_named = any(pattern.split(".")[0] == group for pattern in kept)
         is_named |= any(_matches(name, kept) for name in members)
         return group in _WHOLE_GROUPS and not is_named

@@ -91,6 +91,7 @@ class Steps:
         action = next((name for name in rows if _kind(name) == "action"), "")
         if not action or not self.states:
             rule, remedy = "must have observations and actions", "docs/how-to/formats.md has the known names"
+            remedy += "; --rename is of columns: give arrays of other names to Dataset.from_iterable"
             raise DataError(source, rule, found, remedy)
         for name, array in rows.items():
             if not array.ndim:

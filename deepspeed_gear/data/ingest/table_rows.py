@@ -253,6 +253,16 @@ def _is_numeric(value: Any) -> bool:
     return set(map(type, value)) <= {bool, int, float} or all(map(_is_numeric, value))
 
 
+def null_place(value: Any) -> str | None:
+    """Return the place of the first null in nested lists, such as "[2][0]"; "" for null itself."""
+    if value is None:
+        return ""
+    is_objects = isinstance(value, np.ndarray) and value.dtype.kind == "O"
+    parts = value if is_objects or isinstance(value, (list, tuple)) else ()
+    places = ((number, null_place(part)) for number, part in enumerate(parts))
+    return next((f"[{number}]{place}" for number, place in places if place is not None), None)
+
+
 def plain(where: str, value: Any) -> Any:
     """Return a value with arrays as lists, as JSON holds it; a DataError if it is nested too deeply."""
     with DataError.on(where, "must not be nested too deeply", RecursionError, remedy=""):

@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.ingest.message_masks import check_no_pairs, is_messages
 from deepspeed_gear.data.ingest.reader import LEAVE_OUT, SCALARS, Reader, column_name, make_column
 from deepspeed_gear.data.ingest.step_arrays import KINDS
 from deepspeed_gear.data.ingest.table_rows import (
     Block,
     file_blocks,
+    null_place,
     numeric,
     object_blocks,
     plain,
@@ -29,6 +31,7 @@ _NAMES = ("observation", "next_observation", "action", "reward", "terminated", "
 _ENDS = {"done": "terminated"}  # in a table
 _USUAL = {key: name for key, kind in KINDS.items() if (name := _ENDS.get(kind, kind)) in _NAMES}
 _ROLES = {**{name: name for name in _NAMES}, "next_observation": "observation"}
+_FILL = "fill it in, or leave out the rows that lack it"
 _FLAGS = ("terminated", "truncated")
 _MEASURES = ("tokens", "action", *SCALARS)  # have a row per step: the first one that is there
 _EPISODE_IDS = ("episode_index", "episode_id", "episode")
@@ -58,6 +61,7 @@ class TableReader(Reader):
         """Find what a row is, and the columns. Cost: one pass over the source, none with a schema."""
         self._tokenize = dict(self.options.get("tokenize") or {})
         self._id: str | None = None
+        self._nulls = set[str]()  # columns that are null in every row
         if (schema := self.options.get("schema")) is not None:
             names = ("length",) if schema.role("reward") is None else ("length", "return")
             self.columns = tuple(column for column in schema if column.name not in names)
@@ -77,6 +81,8 @@ class TableReader(Reader):
             if not (more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}):
                 break
             uneven |= more
+        if self._nulls:
+            self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
         if uneven:
             self.notes.append(f"kept as JSON, without one shape in all rows: {', '.join(sorted(uneven))}")
         order = [*(COLUMNS if self._row == "conversation" else _NAMES)]
@@ -94,15 +100,22 @@ class TableReader(Reader):
         """Return what a pass over the source tells of each column that is kept, and its trajectories."""
         known: dict[str, _Facts | None] = {}
         number = self.num_steps = 0
+        first = ""
         for label, arrays, length in self._trajectories():
             number, self.num_steps = number + 1, self.num_steps + length
+            first = first or f"{self.path}: {label}"
             for name, value in arrays.items():
                 where = f"{self.path}: {label}: {name}"
                 if name not in known:
                     is_kept = name in _NAMES or name in COLUMNS or self.select(name)
                     known[name] = _Facts(where, name, self._row, name in uneven) if is_kept else None
+                    if (facts := known[name]) is not None and number > 1:
+                        facts.lack(first)
                 if (facts := known[name]) is not None:
                     facts.add(where, value, length)
+            for name in known.keys() - arrays.keys():
+                if (facts := known[name]) is not None:
+                    facts.lack(f"{self.path}: {label}")
         return [facts for facts in known.values() if facts is not None], number
 
     def _blocks(self, is_nested: bool) -> Iterator[Block]:
@@ -118,7 +131,12 @@ class TableReader(Reader):
         self._names, usual = first.keys(), {_usual(name, first): rows for name, rows in first.items()}
         any_end = {_usual(name, first) for name in {"done", "dones"} & first.keys()}
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
-        if has_tokens(first) or (self._tokenize and not {"observation", "action"} & usual.keys()):
+        has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
+        if not has_steps:
+            row = {name: rows[0] for name, rows in first.items() if len(rows)}
+            check_no_pairs(f"{self.path}: row 0", row, self._tokenize)
+        has_chats = any(is_messages(rows[0]) for rows in first.values() if len(rows))
+        if has_tokens(first) or ((self._tokenize or has_chats) and not has_steps):
             return "conversation"
         self._id = self.options.get("episode_id")
         if self._id is not None:
@@ -137,9 +155,12 @@ class TableReader(Reader):
 
     def _rows(self, is_nested: bool) -> Iterator[tuple[str, dict[str, Any]]]:
         number, file = 0, None
+        self._nulls, named = set(), set[str]()
         for block in self._blocks(is_nested):
             if self.file != file:
                 number, file = 0, self.file
+            named |= {name for name, rows in block.items() if any(value is not None for value in rows)}
+            self._nulls = (self._nulls | block.keys()) - named
             at = "" if file in (None, self.path) else f"{file.relative_to(self.path)}: "
             for values in zip(*block.values(), strict=True):
                 row = zip(block, values, strict=True)
@@ -167,12 +188,15 @@ class TableReader(Reader):
 
     def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
         parts: list[Block] = []
-        last, seen, ended = None, set(), 0
+        last, seen, ended, num_rows = None, set(), 0, 0
         for block in self._blocks(False):
             if self._id is not None:
                 ids = list(block.get(self._id, (None,)))
-                if any(one is None or not isinstance(one, Hashable) or one != one for one in ids):
-                    raise DataError(f"{self.path}: {self._id}", "must be in every row, a number or a text")
+                for number, one in enumerate(ids, num_rows):
+                    if one is None or not isinstance(one, Hashable) or one != one:
+                        where, rule = f"{self.path}: row {number}: {self._id}", "must be a number or a text"
+                        raise DataError(where, rule, "null" if one is None else one)
+                num_rows += len(ids)
             else:
                 with DataError.on(
                     str(self.path), "must have an end flag in every row", ValueError, TypeError
@@ -234,6 +258,11 @@ class _Facts:
         self._shapes: dict[Rows, tuple[int, ...]] = {}  # of a row, by what the rows may be
         self._text_bytes, self._json_bytes, self._is_text = 0, 4, not is_json  # 4: null
         self._count = 0
+        self._lacking = ""  # the first trajectory that lacks it
+
+    def lack(self, where: str) -> None:
+        """Note a trajectory that lacks a value, or has null."""
+        self._lacking = self._lacking or where
 
     def add(self, where: str, value: Any, length: int) -> None:
         """Add a value of a trajectory with `length` steps; a DataError if a role needs another one."""
@@ -242,6 +271,8 @@ class _Facts:
         if array is None:
             self.is_uneven |= self._dtype is not None
             if self._role != "other":
+                if (place := null_place(value)) is not None:
+                    raise DataError(f"{where}{place}", "must not be null", None, _FILL)
                 rule = "must hold numbers, without gaps and in rows of one shape"
                 raise DataError(where, rule, type(value).__name__)
             self._is_text &= isinstance(value, (str, bytes))
@@ -269,7 +300,8 @@ class _Facts:
         """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
         is_partial = self._dtype is not None and self._count < num_trajectories
         if is_partial and (self._role != "other" or self._known is not None):
-            raise DataError(self._where, "must be in every row", f"{self._count} of {num_trajectories}")
+            rule, found = "must be in every row, and not null", f"{self._count} of {num_trajectories}"
+            raise DataError(f"{self._lacking}: {self.name}", rule, found, _FILL)
         return is_partial
 
     def column(self, num_trajectories: int) -> Column:

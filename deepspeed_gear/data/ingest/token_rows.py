@@ -8,16 +8,27 @@ name.
 from __future__ import annotations
 
 import hashlib
+import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.config import recipes
 from deepspeed_gear.config.schedules import imported
-from deepspeed_gear.data.ingest.table_rows import numeric
+from deepspeed_gear.data.ingest.message_masks import (
+    TAKE_ROW,
+    check_applied,
+    check_no_pairs,
+    is_messages,
+    is_of_assistant,
+    message_losses,
+)
+from deepspeed_gear.data.ingest.table_rows import null_place, numeric
 from deepspeed_gear.data.opaque_rows import byte_string
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, GearError
 from deepspeed_gear.schema import Schema
 
 COLUMNS = {column.name: column for column in Schema.from_json({"columns": recipes.COLUMNS})}
@@ -35,7 +46,8 @@ _MAKE_TOKENS = "make them with --tokenize COLUMN=module:function, such as a chat
 
 def has_tokens(names: Iterable[str]) -> bool:
     """Return whether rows with these names are those of a language model: with token ids, or messages."""
-    return not {*names}.isdisjoint((*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES))
+    known = (*_WHOLE, *_PROMPT, *_RESPONSE, *_MESSAGES)
+    return any(name in known or name.endswith("_input_ids") for name in names)
 
 
 class TokenRows:
@@ -51,26 +63,33 @@ class TokenRows:
         Args:
             tokenize: Function, or its "module:function", by column. It returns token ids; the ids and a mask
                 of the tokens with loss; or a mapping with `input_ids`, as a chat template does. Without a
-                mask, only the tokens of the last of several columns have loss.
+                mask, only the tokens of the last of several columns have loss. One with a parameter `row`
+                gets the whole row by it, and applies the masks of messages that are there.
         """
         self._tokenize = {name: imported(given, "--tokenize") for name, given in tokenize.items()}
+        self._names = {name: _shown(given) for name, given in tokenize.items()}
+        self._take_row = {name for name, function in self._tokenize.items() if _takes_row(function)}
 
     def __call__(self, where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns of a row: arrays per token, and values."""
         row = {name: value for name, value in given.items() if value is not None}
+        check_no_pairs(where, row, self._tokenize)
         ids, lists = row.get(_first(row, _WHOLE) or ""), (list, np.ndarray)
         if isinstance(ids, lists) and len(ids) == 1 and np.ndim(ids[0]) == 1:  # a batch of one, as of NeMo-RL
             row = {key: v[0] if isinstance(v, lists) and len(v) == 1 else v for key, v in row.items()}
-        messages = next((name for name in _MESSAGES if isinstance(row.get(name), list)), None)
+        messages = next((name for name in _MESSAGES if isinstance(row.get(name), lists)), None)
         if self._tokenize:
             row.update(_joined([self._tokens_of(where, name, row) for name in self._tokenize]))
             row = {name: value for name, value in row.items() if name not in self._tokenize}
         elif messages and any(
             isinstance(one, Mapping) and one.get("token_ids") is not None for one in row[messages]
         ):
-            row.update(_joined(_message_parts(where, row.pop(messages))))
+            row.update(_joined(_message_parts(where, row, row[messages])))
+            del row[messages]
         else:
             row = _from_ids(where, row)
+        if not _value(where, "sample_loss_mask", row.get("sample_loss_mask", 1)):
+            row["loss_mask"] = np.zeros(len(row["tokens"]), np.bool_)
         if (group := _first(row, GROUPS)) and isinstance(row[group], (str, int, np.integer)):
             row["prompt_id"] = _group_number(f"{where}: {group}", row.pop(group))
         arrays = {name: numeric(row.get(name)) for name in _REWARDS}
@@ -84,13 +103,55 @@ class TokenRows:
         if name not in row:
             remedy = f"columns are {', '.join(row)}"
             raise DataError(f"{where}: --tokenize", "must name a column of every row", name, remedy)
-        made = self._tokenize[name](row[name])
+        at = f"{where}: --tokenize {name}"
+        made = self._call(at, name, row)
         if isinstance(made, tuple):
+            if len(made) != 2:
+                rule = f"must get token ids, or the ids and a mask, of {self._names[name]}"
+                raise DataError(at, rule, f"{len(made)} values")
             made = dict(zip(("input_ids", "loss_mask"), made, strict=True))
         made = {**made} if isinstance(made, Mapping) else {"input_ids": made}
-        columns = _from_ids(f"{where}: --tokenize {name}", made)
-        is_masked = _first(made, (*_MASKS, "labels"))
+        columns = _from_ids(at, made)
+        is_masked = _first(made, (*_MASKS, "labels")) is not None
+        if name not in self._take_row:
+            self._check_masks(where, name, row, is_masked)
         return {key: columns[key] for key in (("tokens", "loss_mask") if is_masked else ("tokens",))}
+
+    def _call(self, where: str, name: str, row: Mapping[str, Any]) -> Any:
+        """Return what the function makes of a column; a DataError with its name and place if it fails."""
+        more = {"row": dict(row)} if name in self._take_row else {}
+        try:
+            return self._tokenize[name](row[name], **more)
+        except GearError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            rule = f"must hold a value that {self._names[name]} takes"
+            place = f"raised in {last.filename}, line {last.lineno}"
+            raise DataError(where, rule, f"{type(error).__name__}: {error}", place) from error
+
+    def _check_masks(self, where: str, name: str, row: Mapping[str, Any], is_masked: bool) -> None:
+        """Raise DataError for masks in the source that the function of a column cannot have applied."""
+        if is_messages(row[name]):
+            check_applied(where, row, row[name], is_masked)
+        for key in (*_MASKS, "labels"):
+            if isinstance(row.get(key), (list, np.ndarray)):
+                rule = "must be of token ids in the row, not of those that --tokenize makes"
+                raise DataError(f"{where}: {key}", rule, None, TAKE_ROW)
+
+
+def _shown(function: str | Callable[..., Any]) -> str:
+    if isinstance(function, str):
+        return function
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', '')}:{name}"
+
+
+def _takes_row(function: Callable[..., Any]) -> bool:
+    """Return whether a function has a parameter `row`; some of C have no signature."""
+    with suppress(TypeError, ValueError):
+        return "row" in inspect.signature(function).parameters
+    return False
 
 
 def _group_number(where: str, group: str | int) -> int:
@@ -111,6 +172,8 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 def _array(where: str, name: str, value: Any, length: int | None = None) -> np.ndarray:
     array = numeric(value)
+    if array is None and (place := null_place(value)) is not None:
+        raise DataError(f"{where}: {name}{place}", "must not be null")
     if array is None or array.ndim != 1 or (length is not None and len(array) != length):
         each = "" if length is None else f", one for each of {length} tokens"
         shown = type(value).__name__ if array is None else list(array.shape)
@@ -151,8 +214,6 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
     else:
         array = _array(where, mask, columns.pop(mask, row[mask]), len(tokens))
         columns["loss_mask"] = array != (_NO_LOSS if mask == "labels" else 0)
-    if not _value(where, "sample_loss_mask", row.get("sample_loss_mask", 1)):
-        columns["loss_mask"][:] = False
     if (logp := _first(row, _LOGP)) is not None:
         columns["logp"] = _array(where, logp, columns.pop(logp, row[logp]), len(tokens))
     kept = np.arange(len(tokens)) < _value(where, "input_lengths", row.pop("input_lengths", len(tokens)))
@@ -162,8 +223,8 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
     return {**rest, **{name: array[kept] for name, array in columns.items()}}
 
 
-def _message_parts(where: str, messages: list[Any]) -> list[dict[str, Any]]:
-    """Return the tokens of each message; those that were generated have loss.
+def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> list[dict[str, Any]]:
+    """Return the tokens of each message; those that were generated have loss, or those of the source's masks.
 
     Generated are messages of the assistant, of those with log-probabilities if any has them.
     """
@@ -172,12 +233,15 @@ def _message_parts(where: str, messages: list[Any]) -> list[dict[str, Any]]:
             raise DataError(f"{where}: message {number}", "must be an object", type(message).__name__)
     given = [{key: one for key, one in message.items() if one is not None} for message in messages]
     parts, scored = [], any("generation_logprobs" in message for message in given)
+    losses = message_losses(where, row, given)
     for number, message in enumerate(given):
         at = f"{where}: message {number}"
         tokens = _array(at, "token_ids", message.get("token_ids", []))
-        is_own = message.get("role") == "assistant" and (not scored or "generation_logprobs" in message)
-        mask = message.get("token_loss_mask", np.full(len(tokens), is_own))
-        part = {"tokens": tokens, "loss_mask": _array(at, "token_loss_mask", mask, len(tokens)) != 0}
+        is_own = is_of_assistant(message) and (not scored or "generation_logprobs" in message)
+        has_loss = is_own if losses[number] is None else losses[number]
+        mask = message.get("token_loss_mask", np.full(len(tokens), has_loss))
+        mask = _array(at, "token_loss_mask", mask, len(tokens)) != 0
+        part = {"tokens": tokens, "loss_mask": mask & (losses[number] is not False)}
         if scored:
             logp = message.get("generation_logprobs", np.zeros(len(tokens)))
             part["logp"] = _array(at, "generation_logprobs", logp, len(tokens))

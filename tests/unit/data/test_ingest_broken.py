@@ -34,7 +34,8 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         {"actions": None},
         " must have observations and actions, "
         "got ['next_observations', 'observations', 'rewards', 'terminals', 'timeouts']; "
-        "docs/how-to/formats.md has the known names",
+        "docs/how-to/formats.md has the known names; --rename is of columns: give arrays of other names to "
+        "Dataset.from_iterable",
     ),
     (
         {"timeouts": None, "next_observations": None},

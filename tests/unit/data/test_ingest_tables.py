@@ -368,19 +368,25 @@ def test_odd_but_legal_tables(tmp_path: Path) -> None:
 
 
 BROKEN = """
-[{"action": [1, 2], "obs": [[1], [1, 2]]}] | row 0: observation must hold numbers, without gaps and in rows of
-[{"action": [1, 2], "reward": [1, 1]}, {"action": [1, null], "reward": [1, 1]}] | row 1: action must hold
-[{"action": [1, 2]}, {"action": [1], "obs": [1, 2]}] | row 1: observation must be in every row, got '1 of 2'
-[{"action": [1, 2], "reward": [0, 1]}, {"action": [1], "reward": [0, 1, 2]}] | reward must have a row for each
+[{"action": [1, 2], "obs": [[1], [1, 2]]}] | row 0: observation must hold numbers, without gaps and in row
+[{"action": [1, 2], "reward": [1, 1]}, {"action": [1, null], "reward": [1, 1]}] | row 1: action[1] must no
+[{"action": [[1, 2], [1, null]], "reward": [1, 1]}] | row 0: action[1][1] must not be null
+[{"action": [1], "reward": [1]}, {"action": [1], "reward": null}] | row 1: reward must be in every row, an
+[{"episode": 0, "action": 1, "reward": 0}, {"episode": 0, "action": 1, "reward": null}] | reward[1] must n
+[{"input_ids": [1, null]}] | row 0: input_ids[1] must not be null
+[{"input_ids": [1, 2], "reward": 1.0}, {"input_ids": [1, 2], "reward": null}] | row 1: reward must be in e
+[{"action": [1, 2], "obs": [{"a": 1}, {"b": 2}]}] | row 0: column obs.a must be in every row or in none, g
+[{"action": [1, 2]}, {"action": [1], "obs": [1, 2]}] | row 0: observation must be in every row, and not nu
+[{"action": [1, 2], "reward": [0, 1]}, {"action": [1], "reward": [0, 1, 2]}] | reward must have a row for
 [{"action": [1, 2]}, [1]] | row 1 must be a mapping by column, got 'list'
 [{"action": 1, "reward": 0}] | must have a column of episode ids, or of end flags, with one step per row
 [{"episode": 0, "reward": 0}, {"episode": 1, "reward": 0}, {"episode": 0, "reward": 0}] | rows of episode 0
-[{"episode": 0, "reward": 0}, {"episode": 0, "reward": 0}, {"reward": 0}] | episode must be in every row
+[{"episode": 0, "reward": 0}, {"episode": 0, "reward": 0}, {"reward": 0}] | row 2: episode must be a numbe
 [{"obs": [1], "observations": [3], "action": [1]}] | observation must come from one key only, got 'obs
 [{"reward": 1, "done": true}, {"reward": 1, "done": [1, 2]}] | must have an end flag in every row
 [{"action": [1, 2], "done": 18446744073709551616}] | row 0: terminated must hold numbers
 [{"question": "a", "answer": "b"}] | row 0 must have a column with a value per step, got 'question, answer'
-[{"messages": [{"role": "user", "content": "a"}]}] | row 0 must have token ids, got 'messages'; make them with
+[{"messages": [{"role": "user", "content": "a"}]}] | row 0 must have token ids, got 'messages'; make them
 [{"input_ids": [1, 2], "loss_mask": [1]}] | loss_mask must be a list of numbers, one for each of 2 tokens
 [{"message_log": [{"token_ids": [1]}, 3]}] | row 0: message 1 must be an object, got 'int'
 [{"input_ids": [1], "responses": [1, 2]}] | row 0 must have at least the 2 tokens of its response, got 1
