@@ -45,13 +45,15 @@ def run(args: argparse.Namespace) -> int:
     if (args.data is None) == (args.living is None):
         rule = "or --living must be given" if args.data is None else "and --living must not both be given"
         raise ConfigError("DATA", rule, args.data, "gear export --help shows both")
-    schema, trajectories = _open(args)
-    count = export(trajectories, schema, args.dest, args.format, listed(args.columns), args.overwrite)
+    schema, trajectories, is_table = _open(args)
+    columns = listed(args.columns)
+    count = export(trajectories, schema, args.dest, args.format, columns, args.overwrite, derives=is_table)
     print(f"{args.dest}: {count:,} trajectories, {args.format}")
     return 0
 
 
-def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
+def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], bool]:
+    """Return the columns, the trajectories, and whether they are of a table."""
     if args.living is not None:
         stores = {store.table: store for store in living_stores(args.living)}
         store = stores[_chosen(args.table, list(stores))]
@@ -60,13 +62,14 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
             rule = "must hold the rows of its table"
             raise DataError(f"process {args.living}", rule, "a mapped file", _COPY)
         columns = {column.name: [views[f"column/{column.name}"]] for column in schema}
-        return _stored(schema, views["slots"], views.get("retention"), columns, views.get("shared_prompts"))
+        shared = views.get("shared_prompts")
+        return (*_stored(schema, views["slots"], views.get("retention"), columns, shared), True)
     position, tables = find_saves(Path(args.data))
     if position is None and not tables:
         dataset = Dataset.open(args.data)
         if args.table is not None:
             raise ConfigError("--table", "must be left out for a data set", args.table)
-        return dataset.schema, map(dataset.trajectory, range(len(dataset)))
+        return dataset.schema, map(dataset.trajectory, range(len(dataset))), False
     by_name = {save_folders.table_in(path): path for path in tables}
     found = read_table(by_name[_chosen(args.table, list(by_name))])
     open_rows(found)
@@ -78,7 +81,7 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]]]:
     if shared is not None:
         numbers = np.concatenate(files[found.manifests[0]["group"]["column"]])
         shared = np.stack([shared, holders_of(numbers, shared)], axis=1)
-    return _stored(schema, whole.slots, whole.retention, files, shared)
+    return (*_stored(schema, whole.slots, whole.retention, files, shared), True)
 
 
 def _chosen(table: str | None, tables: list[str]) -> str:

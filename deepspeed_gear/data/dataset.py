@@ -148,9 +148,8 @@ class Dataset(MapDataset[dict[str, Any]]):
 
         of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
         written = {name: options.pop(name) for name in of_ingest & options.keys()}
-        columns = () if schema is None else arguments.one_of("schema", schema, Schema, "a Schema")
-        if schema is not None and not any(c.role in ("reward", "token") for c in columns):
-            written.setdefault("reward", "none")
+        if schema is not None:
+            arguments.one_of("schema", schema, Schema, "a Schema")
         return ingest([open_source(iterable, schema=schema, **options)], dest, **written)
 
     def _record(self, name: str) -> FileRecord:

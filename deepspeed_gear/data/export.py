@@ -22,7 +22,13 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset_files import ArrayFile, write_json
 from deepspeed_gear.data.dataset_writer import PartialFolder, check_destination, writing
 from deepspeed_gear.data.ingest.column_options import LENGTH, RETURN
-from deepspeed_gear.data.ingest.exported import LENGTHS_KEY, ROWS_FILE, SCHEMA_KEY, ExportedReader
+from deepspeed_gear.data.ingest.exported import (
+    LENGTHS_KEY,
+    ROWS_FILE,
+    SCHEMA_KEY,
+    ExportedReader,
+    written_schema,
+)
 from deepspeed_gear.data.ingest.minari import GROUPS, MinariReader
 from deepspeed_gear.data.ingest.reader import NEEDED, ColumnSelection, Reader, make_column
 from deepspeed_gear.data.ingest.source_checks import pyarrow_for
@@ -42,8 +48,9 @@ class TrajectoryFile(ABC):
     format: ClassVar[str]  # for `--format`
     reader: ClassVar[type[Reader] | None] = None  # recognises folders of the format; None: it is a file
 
-    def __init__(self, path: Path, schema: Schema) -> None:
-        self.path, self.schema = path, schema
+    def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
+        """Start a file of the columns of `schema`; `stated` is what it states of them (`written_schema`)."""
+        self.path, self.schema, self.stated = path, schema, stated
 
     @abstractmethod
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
@@ -67,8 +74,8 @@ class MinariFile(TrajectoryFile):
     format = "minari"
     reader = MinariReader
 
-    def __init__(self, path: Path, schema: Schema) -> None:
-        super().__init__(path, schema)
+    def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
+        super().__init__(path, schema, stated)
         heads = [column.name.split(".")[0] for column in schema]
         for group in GROUPS.values():
             if group not in heads:
@@ -119,6 +126,7 @@ class MinariFile(TrajectoryFile):
             "total_episodes": len(self._file),
             "total_steps": self._steps,
             **{f"{group}_space": json.dumps(space) for group, space in spaces.items()},
+            SCHEMA_KEY: json.dumps(self.stated),
         }
         self._file.close()
         metadata["dataset_size"] = (self.path / "data" / "main_data.hdf5").stat().st_size / 1e6
@@ -150,8 +158,8 @@ class ParquetFile(TrajectoryFile):
 
     format = "parquet"
 
-    def __init__(self, path: Path, schema: Schema) -> None:
-        super().__init__(path, schema)
+    def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
+        super().__init__(path, schema, stated)
         self._arrow = pyarrow_for(str(path), "needs pyarrow")
         self._rows: list[Mapping[str, Any]] = []
         self._file: Any = None
@@ -165,7 +173,7 @@ class ParquetFile(TrajectoryFile):
 
     def _flush(self) -> None:
         table = self._arrow.table({column.name: self._array(column) for column in self.schema})
-        table = table.replace_schema_metadata({SCHEMA_KEY: json.dumps(self.schema.to_json())})
+        table = table.replace_schema_metadata({SCHEMA_KEY: json.dumps(self.stated)})
         self._file = self._file or self._arrow.parquet.ParquetWriter(self.path, table.schema)
         self._file.write_table(table)
         self._rows, self._num_bytes = [], 0
@@ -195,10 +203,10 @@ class JsonlFolder(TrajectoryFile):
     format = "jsonl"
     reader = ExportedReader
 
-    def __init__(self, path: Path, schema: Schema) -> None:
-        super().__init__(path, schema)
+    def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
+        super().__init__(path, schema, stated)
         path.mkdir()
-        write_json(path / f"{SCHEMA_KEY}.json", schema.to_json())
+        write_json(path / f"{SCHEMA_KEY}.json", stated)
         self._file = (path / ROWS_FILE).open("w", encoding="utf-8")
 
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
@@ -226,8 +234,8 @@ class NpzFile(TrajectoryFile):
 
     format = "npz"
 
-    def __init__(self, path: Path, schema: Schema) -> None:
-        super().__init__(path, schema)
+    def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
+        super().__init__(path, schema, stated)
         folder = path.with_name("arrays")
         folder.mkdir()
         files = {c.name: ArrayFile(folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema}
@@ -245,7 +253,7 @@ class NpzFile(TrajectoryFile):
                 file.finish()
                 archive.write(file.path, f"{name}.npy")
             with archive.open(f"{SCHEMA_KEY}.npy", "w") as entry:
-                np.lib.format.write_array(entry, np.array(json.dumps(self.schema.to_json())))
+                np.lib.format.write_array(entry, np.array(json.dumps(self.stated)))
 
 
 def _num_steps(trajectory: Mapping[str, Any], schema: Schema) -> int:
@@ -263,11 +271,13 @@ def export(
     format: str,
     columns: list[str] | None = None,
     overwrite: bool = False,
+    derives: bool = False,
 ) -> int:
     """Write trajectories in another format; return their number.
 
     Everything goes to DEST.partial, and to DEST in one rename when it is on the disk. `return` and `length`
-    are left out where ingest derives them again. Memory: a trajectory, of Parquet a row group of 32 MiB.
+    are left out where ingest derives them again; of a data set without them it does not. Memory: a
+    trajectory, of Parquet a row group of 32 MiB.
 
     Args:
         trajectories: As `Dataset.trajectory` returns them, with the columns of `schema`.
@@ -275,6 +285,7 @@ def export(
         format: A key of `FORMATS`.
         columns: Patterns of optional columns to keep, as of `ingest`; None keeps all.
         overwrite: Replace a file, or a folder of the same format.
+        derives: Ingest is to derive `return` and `length` anyway, as for a table, which has none.
     Raises:
         DataError: A column or a value cannot be held exactly by the format, or `dest` exists or cannot be
             written; nothing is made.
@@ -294,7 +305,8 @@ def export(
     partial, count = PartialFolder(dest), 0
     with ExitStack() as stack, writing(dest):
         stack.callback(partial.discard)
-        file = kind(partial.made, kept)
+        whole = None if derives else Schema([c for c in schema if c in derived or c in kept.columns])
+        file = kind(partial.made, kept, written_schema(kept, whole))
         for count, trajectory in enumerate(trajectories, 1):
             name = f"trajectory {count - 1}"
             _check_derived(name, trajectory, derived, schema)

@@ -202,7 +202,7 @@ def ingest(
         readers = [stack.enter_context(reader) for reader in opened]
         outputs = [OutputColumns(reader, options) for reader in readers]
         schema = _common_schema(outputs, known)
-        if options.get("allow_nan") or (known is not None and any(c.allow_nan for c in known.schema)):
+        if options.get("allow_nan"):
             schema = schema.allowing_nan()
         groups = GroupNumbers(options.get("group_scope"), outputs, known)
         texts = TextNumbers(outputs, known)
@@ -271,9 +271,8 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
         remedy = "leave it out with --columns, or give it another name with --rename"
         raise DataError(f"{first.reader.path}: {SOURCE.name}", rule, None, remedy)
     given = [c for output in outputs for c in output.columns] if known is None else [*known.schema]
-    widest = [
-        max((c for c in given if c.name == one.name), key=lambda c: c.max_bytes) for one in first.columns
-    ]
+    ordered = first.columns if known is None else [c for c in known.schema if c != SOURCE]
+    widest = [max((c for c in given if c.name == one.name), key=lambda c: c.max_bytes) for one in ordered]
     return Schema([*widest, *((SOURCE,) if has_several else ())])
 
 

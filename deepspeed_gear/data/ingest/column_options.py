@@ -41,7 +41,7 @@ class OutputColumns:
             columns = [*Schema(columns), _REWARD]  # which has columns of steps
         columns = self._changed(columns, "dtype", options.get("dtype"))
         self._reward = next((column for column in columns if column.role == "reward"), None)
-        self.columns = (*columns, *(() if self._reward is None else (RETURN,)), LENGTH)
+        self.columns = self._with_derived(columns)
         for name, count in Counter(column.name for column in self.columns).items():
             if count > 1:
                 rule = "must not have the name of another column, or of a derived one"
@@ -49,6 +49,17 @@ class OutputColumns:
                 raise DataError(f"{reader.path}: {name}", rule, None, remedy)
         self._check_kept()
         self._ends = Schema(self.columns).end_columns if options.get("split_by_flags") else ()
+
+    def _with_derived(self, columns: list[Column]) -> tuple[Column, ...]:
+        """Return the columns with return and length; of an export, those that its data set has of them."""
+        derived = [*([] if self._reward is None else [RETURN]), LENGTH]
+        if (whole := self.reader.whole) is None:
+            return (*columns, *derived)
+        is_new = self._at in ("last", "each")  # the rewards, so the returns too
+        stated = {c.name: c for c in whole if replace(c, allow_nan=False) in derived}
+        derived = [stated.get(c.name, c) for c in derived if c.name in stated or (is_new and c == RETURN)]
+        places = {self.names.get(name, name): place for place, name in enumerate(whole.names)}
+        return (*sorted((*columns, *derived), key=lambda column: places.get(column.name, len(places))),)
 
     def _check_kept(self) -> None:
         """Raise DataError if --columns has left out what may be the observations or the actions."""
@@ -98,7 +109,8 @@ class OutputColumns:
         if given is not None and rule is not None:
             remedy = f"the source has rewards, its column {given}: leave --reward out"
             raise DataError(where, "must be for a source without rewards", rule, remedy)
-        if given is None and rule is None and not any(column.role == "token" for column in columns):
+        needs_rule = not self.reader.has_schema and not any(column.role == "token" for column in columns)
+        if given is None and rule is None and needs_rule:
             names = ", ".join(column.name for column in columns)
             remedy = f"or name one of its columns with --role COLUMN=reward: {names}"
             if nulls := [note for note in self.reader.notes if note.startswith("null in every row")]:
@@ -109,6 +121,7 @@ class OutputColumns:
     def episodes(self) -> Iterator[tuple[str, dict[str, Any], int]]:
         """Yield the name for errors of each episode, its columns, and its number of steps."""
         first = next(column for column in self.reader.columns if column.rows != "1")
+        names = {column.name for column in self.columns}
         for episode, given in self.reader.episodes():
             name = f"{self.reader.path}: {episode}"
             if first.name not in given:
@@ -128,4 +141,5 @@ class OutputColumns:
                 if not np.array_equal(arrays[column], derived[column]):
                     rule = f"must be {derived[column]}, as ingest derives it"
                     raise DataError(f"{name}: column {column}", rule, arrays[column], "leave it out")
-            yield name, {**arrays, **derived}, length
+            kept = {column: derived[column] for column in derived if column in names}
+            yield name, {**arrays, **kept}, length

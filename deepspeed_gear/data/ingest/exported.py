@@ -18,7 +18,7 @@ from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Schema
 
 SCHEMA_KEY, LENGTHS_KEY, ROWS_FILE = "gear_schema", "gear_lengths", "trajectories.jsonl"
-_PARQUET = b"PAR1"
+_PARQUET, _WHOLE = b"PAR1", "whole"
 _MALFORMED = OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile
 
 
@@ -38,9 +38,8 @@ class ExportedReader(Reader):
         if found is None:
             rule = "must be a file or folder that gear export wrote, with its schema"
             raise DataError(str(self.path), rule, None, "leave --format out")
-        where, kinds = f"{self.path}: {SCHEMA_KEY}", (SchemaError, ValueError)
-        with DataError.on(where, "must be a schema", *kinds, remedy=DAMAGED):
-            schema = Schema.from_json(parse_json(found))
+        schema, self.whole = read_schema(f"{self.path}: {SCHEMA_KEY}", found)
+        self.has_schema = True
         self.select.assign_groups({column.name: column.role for column in schema})
         self.columns = tuple(c for c in schema if c.role in NEEDED or self.select(c.name))
 
@@ -77,6 +76,24 @@ class ExportedReader(Reader):
         for batch in record_batches(self.path, self.expansion, lambda _: names)[1]:
             block = arrow_block(batch, False)
             yield block | {c.name: map(parse_json, block[c.name]) for c in self.columns if c.dtype == "json"}
+
+
+def written_schema(kept: Schema, whole: Schema | None) -> dict[str, Any]:
+    """Return what an export states of its columns, as JSON; `read_schema` reverses it.
+
+    Args:
+        kept: Columns that it holds.
+        whole: Those of its data set, also the derived ones; None where ingest is to derive them.
+    """
+    return kept.to_json() | ({} if whole is None else {_WHOLE: whole.to_json()})
+
+
+def read_schema(where: str, text: str) -> tuple[Schema, Schema | None]:
+    """Return the columns that an export states, and those of its data set."""
+    with DataError.on(where, "must be a schema", SchemaError, ValueError, remedy=DAMAGED):
+        stated = parse_json(text)
+        schema, whole = Schema.from_json(stated), stated.get(_WHOLE)
+        return schema, None if whole is None else Schema.from_json(whole)
 
 
 def _is_npz(path: Path) -> bool:

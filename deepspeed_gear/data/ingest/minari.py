@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.dataset_files import read_json
+from deepspeed_gear.data.ingest.exported import SCHEMA_KEY, read_schema
 from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import read_table, readable
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import Column
+from deepspeed_gear.schema import Column, Schema
 
 from . import reader
 from .reader import LEAVE_OUT, Reader, column_name, convert, decode_images, end_episode, make_column
@@ -118,10 +120,26 @@ class MinariReader(Reader):
                 some = f"{len(having)} of {len(facts)} episodes"
                 self.notes.append(f"{fact} is known for {some} only: left out")
         columns = [self._column(numbers[0], key, name) for key, name in self._keys.items()]
+        self._columns = dict(zip(self._keys, columns, strict=True))
         self.columns = (*columns, *(Column(name, "int64", rows="1") for name in self._values))
+        if isinstance(stated := metadata.get(SCHEMA_KEY), str):
+            self._restore(*read_schema(f"{folder / _METADATA_FILE}: {SCHEMA_KEY}", stated))
         self.counted = tuple({"episode_id"} & self._values.keys())
         known = {key: metadata[key] for key in _DESCRIBED if key in metadata}
         self.description.update(known, episodes=len(numbers), steps=self.num_steps)
+
+    def _restore(self, schema: Schema, whole: Schema | None) -> None:
+        """Take the order and the options of the columns that gear export has written, if they are those."""
+        stated = {c.name: c for c in schema}
+        given = {c.name: c for c in self.columns}
+        if {
+            name: replace(c, late=False, allow_nan=False) for name, c in stated.items() if name in given
+        } != given:
+            self.notes.append(f"{SCHEMA_KEY} of {_METADATA_FILE} does not fit the episodes: not used")
+            return
+        self.columns = tuple(column for name, column in stated.items() if name in given)
+        self._columns = {key: stated[column.name] for key, column in self._columns.items()}
+        self.has_schema, self.whole = True, whole
 
     def _open_store(self, folder: Path, metadata: dict[str, Any]) -> Hdf5Store | TableStore:
         form = "hdf5" if self.path.is_file() else metadata.get("data_format", "hdf5")
@@ -177,7 +195,7 @@ class MinariReader(Reader):
                 if key in self._keys or self.select(_name_of(key)):
                     where = self._store.where(number, *key)
                     raise DataError(where, "must be in every episode", None, LEAVE_OUT)
-            for key, column in zip(self._keys, self.columns, strict=False):  # values of an episode are last
+            for key, column in self._columns.items():
                 where = self._store.where(number, *key)
                 arrays[column.name] = convert(where, self._load(number, key, length), column)
             end_episode(arrays)

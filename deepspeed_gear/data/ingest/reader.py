@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
-from deepspeed_gear.schema import DTYPES, Column, Rows
+from deepspeed_gear.schema import DTYPES, Column, Rows, Schema
 
 _BLOCK_BYTES = 8 * 1024 * 1024
 _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
@@ -46,6 +46,9 @@ class Reader(ABC):
         columns: Columns of every episode, in the order of the schema.
         num_steps: Steps of all episodes, for progress.
         file: File of the trajectory that `episodes` has yielded last, of a source of several; else None.
+        has_schema: Whether the source states its columns, so that it needs no rule of rewards.
+        whole: Columns of the data set that the source is an export of, in their order and with those that
+            ingest derives; None where it does not state them.
         texts: Columns of numbers that stand for texts: the text of each number, by column.
         counted: Columns of a number per trajectory that every source counts anew, such as `episode_index`.
         notes: Notes for the user on how the source was read.
@@ -68,6 +71,8 @@ class Reader(ABC):
         self.columns: tuple[Column, ...] = ()
         self.num_steps = 0
         self.file: Path | None = None
+        self.has_schema = False
+        self.whole: Schema | None = None
         self.texts: dict[str, dict[int, str]] = {}
         self.counted: tuple[str, ...] = ()
         self.notes: list[str] = []
@@ -106,7 +111,8 @@ class Reader(ABC):
 class ColumnSelection:
     """The optional columns to keep (`--columns`).
 
-    A group is the part before the first dot of a column name (`infos`, `observation`), or what `assign_groups` says.
+    A group is the part before the first dot of a column name (`infos`, `observation`), or that of
+    `assign_groups`.
     Without patterns everything is kept. With patterns, a group is reduced to the columns that match one;
     observations and actions are kept whole where no pattern names them, and every other optional column is
     left out. A pattern after "!" leaves out what matches; where all patterns are such, the rest is kept.

@@ -63,6 +63,7 @@ class TableReader(Reader):
         self._id: str | None = None
         self._nulls = set[str]()  # columns that are null in every row
         if (schema := self.options.get("schema")) is not None:
+            self.has_schema = True
             names = ("length",) if schema.role("reward") is None else ("length", "return")
             self.columns = tuple(column for column in schema if column.name not in names)
             return

@@ -34,6 +34,55 @@ def there_and_back(dataset: Dataset, folder: Path, format: str, **options: Any) 
     return ingest([made], folder / f"read-{format}", split=dataset.split, **options)
 
 
+def orders(columns: list[Column]) -> list[list[Column]]:
+    """Return the columns as given, reversed, and with values of a trajectory first."""
+    return [columns, columns[::-1], sorted(columns, key=lambda column: (column.rows != "1", column.name))]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("derived", "order"), [((), 0), ((LENGTH,), 1), ((RETURN, LENGTH), 2), ((LENGTH, RETURN), 0)]
+)
+def test_columns_come_back_in_their_order(
+    tmp_path: Path, format: str, derived: tuple[Column, ...], order: int
+) -> None:
+    """With the derived columns that the data set has, at their places, and no others; allow_nan stays."""
+    rewards = [Column("reward", "float32", role="reward", allow_nan=True)]
+    if format != "minari" and RETURN not in derived:
+        rewards = []  # and no rule is asked for
+    columns = [
+        Column("observation.z", "float32", (2,), "observation", "T+1"),
+        Column("observation.a", "int64", (), "observation", "T+1"),
+        Column("action", "float64", (1,), "action", allow_nan=True),
+        *rewards,
+        Column("truncated", "bool", role="truncated"),
+        Column("terminated", "bool", role="terminated"),
+        Column("infos.x", "int8"),
+        Column("seed", "int64", rows="1"),
+        *derived,
+    ]
+    schema = Schema(orders(columns)[order])
+    some = 1.5 if format == "jsonl" else np.nan  # which JSON does not hold
+    with DatasetWriter(tmp_path / "set", schema) as writer:
+        for steps in (2, 3):
+            given: dict[str, Any] = {"observation.z": np.ones((steps + 1, 2)), "reward": np.arange(steps)}
+            given |= {"observation.a": range(steps + 1), "action": np.full((steps, 1), some)}
+            given |= {"truncated": np.arange(steps) == steps - 1, "terminated": np.zeros(steps, bool)}
+            given |= {"infos.x": np.arange(steps), "seed": steps, "length": steps}
+            given["return"] = given["reward"].sum()
+            writer.add({name: given[name] for name in schema.names})
+    dataset = Dataset.open(tmp_path / "set")
+    assert there_and_back(dataset, tmp_path, format).fingerprint == dataset.fingerprint
+    made = tmp_path / f"made-{format}{SUFFIX[format]}"
+    grown = ingest([made], dataset.path, append=True)
+    assert (len(grown), grown.schema.names) == (4, (*schema.names, "source"))
+    if format != "minari":
+        assert there_and_back(grown, tmp_path / "set", format).fingerprint == grown.fingerprint
+    if not rewards:
+        ruled = ingest([made], tmp_path / "ruled", reward="each=1").schema
+        assert ("return" in ruled, "length" in ruled) == (True, LENGTH in derived)
+
+
 def check_same(read: Dataset, dataset: Dataset) -> None:
     assert {c.name: c for c in read.schema} == {c.name: c for c in dataset.schema}
     assert read.lengths.tolist() == dataset.lengths.tolist()
@@ -50,8 +99,7 @@ def test_ingested_data_come_back(tmp_path: Path, minari: Maker, format: str) -> 
     )
     read = there_and_back(dataset, tmp_path, format)
     check_same(read, dataset)
-    if format == "jsonl":
-        assert read.fingerprint == dataset.fingerprint
+    assert read.fingerprint == dataset.fingerprint
     infos = {"infos": lambda n: {"pos": np.arange(n + 1.0), "in": {"flag": np.ones((n, 2), np.int8)}}}
     minari(tmp_path / "min" / "data", lengths=(3, 1, 5), **infos)
     (tmp_path / format).mkdir()
