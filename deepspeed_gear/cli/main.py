@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from deepspeed_gear import __version__
 from deepspeed_gear.cli import add_options
+from deepspeed_gear.cli.interrupts import identity, repeated_interrupts
 from deepspeed_gear.errors import ConfigError, GearError, known_names, near_name
 
 COMMANDS = {
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if os.getcwd() not in sys.path:  # "module:Class" of options and configs; installed modules come first
         sys.path.append(os.getcwd())
+    dest: str | None = None
+    before: tuple[int, ...] | None = None
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         if command is not None and command not in COMMANDS:
@@ -56,13 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if others:
             remedy = near_name(others[0], options.known) or f"gear {command} --help lists them"
             raise ConfigError(others[0], f"is not an argument of gear {command}", None, remedy)
-        status: int = options.run(options)
+        dest = getattr(options, "dest", None)
+        before = identity(dest)
+        with repeated_interrupts():
+            status: int = options.run(options)
         sys.stdout.flush()
         return status
     except GearError as error:
         print(f"gear: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        kept = f", {dest} is complete" if identity(dest) != before else ", nothing was kept" if dest else ""
+        print(f"gear: interrupted{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (`gear inspect | head`) has exited; avoids a second error when Python flushes at exit.

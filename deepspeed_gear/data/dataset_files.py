@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -156,8 +157,9 @@ class ArrayFile:
         return FileRecord(self.path.stat().st_size, self._digest.hexdigest(), probe_digest(self.path))
 
     def discard(self) -> None:
-        """Close without completing; safe to call twice."""
-        self._file.close()
+        """Close without completing; safe to call twice, and on a full disk."""
+        with suppress(OSError):  # of what is written at last
+            self._file.close()
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> FileRecord:

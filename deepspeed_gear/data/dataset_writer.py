@@ -34,12 +34,13 @@ from deepspeed_gear.data.dataset_files import (
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
-from deepspeed_gear.errors import DataError, SchemaError, undo_on_error
+from deepspeed_gear.errors import DataError, GearError, SchemaError, undo_on_error
 from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import SOURCE, Schema
 
 _LOCK_FILE, _PARTIAL, _REPLACED = ".gear-partial", ".partial", ".replaced"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK_BYTES = 4 * 1024 * 1024
 
 
@@ -327,7 +328,8 @@ class PartialFolder:
                 rule = "must not exist, or be what an interrupted ingest left"
                 raise DataError(str(folder), rule, None, "move it away")
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = hold(os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+            with undo_on_error(lambda: None if any(folder.iterdir()) else folder.rmdir()):
+                self._lock = hold(os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
@@ -375,9 +377,14 @@ def writing(dest: Path) -> Iterator[None]:
     """Raise errors of the file system as DataErrors of `dest`."""
     try:
         yield
-    except OSError as error:
-        remedy = "free some space" if error.errno == errno.ENOSPC else "check the path and its permissions"
-        raise DataError(str(dest), "must be writable", error.strerror or str(error), remedy) from error
+    except (OSError, RuntimeError) as error:  # h5py raises either, without a number
+        number, text = getattr(error, "errno", None), str(error)
+        is_full = number in _FULL or any(os.strerror(one) in text for one in _FULL)
+        if isinstance(error, GearError) or not (is_full or isinstance(error, OSError)):
+            raise
+        remedy = "free some space" if is_full else "check the path and its permissions"
+        found = os.strerror(errno.ENOSPC) if is_full else getattr(error, "strerror", None) or text
+        raise DataError(str(dest), "must be writable", found, remedy) from error
 
 
 def write_parts(

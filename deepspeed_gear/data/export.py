@@ -5,12 +5,13 @@ Parquet, JSON lines and npz carry the schema under `SCHEMA_KEY`, so that `gear i
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,12 +61,49 @@ class TrajectoryFile(ABC):
     def close(self) -> None:
         """Complete the file."""
 
+    @abstractmethod
+    def discard(self) -> None:
+        """Close the file without completing it; safe after `close`, and on a full disk."""
+
     @classmethod
     def replaces(cls, path: Path) -> bool:
         """Return whether what exists at a path is of this format, and may be replaced."""
         if cls.reader is None:
             return path.is_file()
         return path.is_dir() and cls.reader.recognises(path)
+
+
+class _Hdf5Disk(io.FileIO):
+    """The file below an HDF5 file; what the disk refuses is kept, and raised by `check`.
+
+    HDF5 itself must see no failure: where it cannot flush, it ends the process with a segmentation fault.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self._failure: OSError | None = None
+
+    def write(self, content: Any) -> int:
+        left = memoryview(content).cast("B")
+        num_bytes = len(left)
+        while len(left) and self._failure is None:
+            try:
+                left = left[super().write(left) :]
+            except OSError as error:
+                self._failure = error
+        return num_bytes
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self._failure = self._failure or error
+            return size or 0
+
+    def check(self) -> None:
+        """Raise what the disk has refused."""
+        if self._failure is not None:
+            raise self._failure
 
 
 class MinariFile(TrajectoryFile):
@@ -82,7 +120,8 @@ class MinariFile(TrajectoryFile):
                 raise DataError(f"column {group}", "must be there for the format minari", heads, _ELSE)
         self._keys = {column.name: self._key(column) for column in schema}
         (path / "data").mkdir(parents=True)
-        self._file = h5py.File(path / "data" / "main_data.hdf5", "w")
+        self._disk = _Hdf5Disk(path / "data" / "main_data.hdf5")
+        self._file = h5py.File(self._disk, "w")
         self._steps, self._actions = 0, (0, 0)
 
     def _key(self, column: Column) -> list[str]:
@@ -111,6 +150,7 @@ class MinariFile(TrajectoryFile):
             else:
                 group.attrs["id" if column == "episode_id" else column] = trajectory[column]
         group.attrs["total_steps"] = steps = len(trajectory["reward"])
+        self._disk.check()
         self._steps += steps
         if "action" in trajectory and trajectory["action"].ndim == 1:
             low, high = int(trajectory["action"].min()), int(trajectory["action"].max())
@@ -129,8 +169,14 @@ class MinariFile(TrajectoryFile):
             SCHEMA_KEY: json.dumps(self.stated),
         }
         self._file.close()
+        self._disk.check()
+        self._disk.close()
         metadata["dataset_size"] = (self.path / "data" / "main_data.hdf5").stat().st_size / 1e6
         write_json(self.path / "data" / "metadata.json", metadata)
+
+    def discard(self) -> None:
+        self._file.close()
+        self._disk.close()
 
     def _space(self, head: str, parts: list[str]) -> dict[str, Any]:
         """Return the space of a column, or of the columns below a name, as Minari serialises it."""
@@ -196,6 +242,10 @@ class ParquetFile(TrajectoryFile):
             self._flush()
         self._file.close()
 
+    def discard(self) -> None:
+        with suppress(Exception):
+            self._file.close()
+
 
 class JsonlFolder(TrajectoryFile):
     """A folder with JSON lines, a trajectory each, and the schema; floats as Python's repr: exact."""
@@ -228,6 +278,10 @@ class JsonlFolder(TrajectoryFile):
     def close(self) -> None:
         self._file.close()
 
+    def discard(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
 
 class NpzFile(TrajectoryFile):
     """An npz file with an array per column, the trajectories one after the other, and their lengths."""
@@ -254,6 +308,10 @@ class NpzFile(TrajectoryFile):
                 archive.write(file.path, f"{name}.npy")
             with archive.open(f"{SCHEMA_KEY}.npy", "w") as entry:
                 np.lib.format.write_array(entry, np.array(json.dumps(self.stated)))
+
+    def discard(self) -> None:
+        for file in self._files.values():
+            file.discard()
 
 
 def _num_steps(trajectory: Mapping[str, Any], schema: Schema) -> int:
@@ -307,6 +365,7 @@ def export(
         stack.callback(partial.discard)
         whole = None if derives else Schema([c for c in schema if c in derived or c in kept.columns])
         file = kind(partial.made, kept, written_schema(kept, whole))
+        stack.callback(file.discard)
         for count, trajectory in enumerate(trajectories, 1):
             name = f"trajectory {count - 1}"
             _check_derived(name, trajectory, derived, schema)
