@@ -51,7 +51,7 @@ class RowReads:
 
 
 class RowLayout(NamedTuple):
-    """The row reads as arguments of the ops, defined in `ops/reference/encode_rows.py`."""
+    """The row reads as arguments of `encode_rows_` and `decode_rows_`."""
 
     names: tuple[str, ...]  # columns, those of steps first. [C]
     windows: torch.Tensor
