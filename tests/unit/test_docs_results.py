@@ -125,3 +125,119 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
     )
     for name in ("docs/how-to/transfer.md", "docs/design/0009-devices.md"):
         assert rates_of_pages in read(checkout, name), name
+
+
+# ---- figures of this project and of others --------------------------------------------------------------
+
+
+def one_of(rows: list[Row], **wanted: Any) -> Row:
+    """Return the row with these values."""
+    (found,) = (row for row in rows if all(row.get(key) == value for key, value in wanted.items()))
+    return found
+
+
+def test_the_figures_of_this_project_are_those_of_the_results(checkout: Path) -> None:
+    gather, select = results(checkout, "gather")["rows"], results(checkout, "select")["rows"]
+    packing, ingest = results(checkout, "packing")["rows"], results(checkout, "ingest")["rows"]
+    lean, exchange = results(checkout, "lean")["rows"], results(checkout, "exchange")["rows"]
+
+    def ms(window: str, what: str, form: str) -> str:
+        return format(one_of(gather, workload="W1", window=window, what=what, B=512)["ms"], form) + " ms"
+
+    def batch(system: str, sampler: str, size: int, form: str) -> str:
+        row = one_of(select, what="batch", system=system, sampler=sampler, B=size)
+        return format(row["ms"], form) + " ms"
+
+    def plan(planner: str, count: int, form: str, imbalance: str) -> str:
+        row = one_of(packing, what="plan", workload="log-normal", planner=planner, n=count)
+        return f"{planner.split()[0]} {row['ms']:{form}} ms, {row['imbalance']:{imbalance}}"
+
+    def added(size: int) -> str:
+        return f"| {one_of(ingest, what='add', bytes=size)['ratio']:.2f} of `memcpy`'s rate"
+
+    steps = [
+        one_of(lean, algorithm=name, system="gear", flags="")["steps_per_cpu_s"]
+        for name in ("dqn", "c51", "td3", "sac", "ppo")
+    ]
+    exchanged = one_of(exchange, what="prioritized", system="one owner, RPC")["batches_per_s"]
+    cells = [
+        f"61 bytes) | {ms('whole', 'op', '.2f')}",
+        f"`index_select` {ms('whole', 'index_select', '.2f')}",
+        f"of the same | {ms('whole', 'sample', '.2f')}",
+        f"windows of 20 steps | {ms('20', 'op', '.3f')}",
+        f"`index_select` {ms('20', 'index_select', '.3f')}",
+        f"of the same | {ms('20', 'sample', '.3f')}",
+        f"with its update | {batch('gear', 'prioritized', 256, '.3f')}",
+        f"cpprb {batch('cpprb', 'prioritized', 256, '.3f')}",
+        f"prioritized batch of 4,096 | {batch('gear', 'prioritized', 4096, '.2f')}",
+        f"cpprb {batch('cpprb', 'prioritized', 4096, '.2f')}",
+        f"uniform batch of 256 | {batch('gear', 'uniform', 256, '.3f')}",
+        plan("AReaL 1.0.4", 1024, ".1f", ".1%"),
+        plan("verl 0.9.1", 1024, ".0f", ".1%"),
+        plan("AReaL 1.0.4", 4096, ".0f", ".1%"),
+        plan("verl 0.9.1", 4096, ".0f", ".1%"),
+        f"trajectory of 1.2 MB {added(1_220_000)}",
+        f"trajectory of 61 KB {added(61_000)}",
+        "a CPU second | " + ", ".join(f"{rate:,.0f}" for rate in (*steps[:-1], round(steps[-1], -1))),
+        f"one owner with RPC {exchanged:.0f}",
+    ]
+    text = read(checkout, "docs/performance.md")
+    assert [cell for cell in cells if cell not in text] == []
+
+
+def test_the_packing_plans_of_the_readme_are_those_of_the_results(checkout: Path) -> None:
+    rows = results(checkout, "packing")["rows"]
+    plans = {
+        name: one_of(rows, what="plan", workload="log-normal", planner=planner, n=4096)
+        for name, planner in (("gear", "gear"), ("AReaL", "AReaL 1.0.4"), ("verl", "verl 0.9.1"))
+    }
+    gear = plans.pop("gear")
+    wanted = [f"takes {gear['ms']:.1f} ms ({gear['k'][0]} micro batches, {gear['imbalance']:.2%} imbalance)"]
+    for name, row in plans.items():
+        wanted.append(f"{name}'s {row['ms']:.0f} ms ({row['k'][0]}, {row['imbalance']:.1%})")
+    text = read(checkout, "README.md")
+    assert [words for words in wanted if words not in text] == []
+
+
+def test_prose_beside_the_comparison_repeats_its_numbers(checkout: Path) -> None:
+    us = one_of(results(checkout, "peers")["rows"], work="goals by hindsight, B = 256", system="gear")["us"]
+    assert f"Of the {us:.0f} us above" in read(checkout, "docs/comparison.md")
+    counted = "nine other systems and with NumPy arrays"  # beside this project and the C loop
+    assert len(results(checkout, "peers")["systems"]) == 9 + 3
+    assert counted in read(checkout, "CHANGELOG.md")
+
+
+# ---- returns of the tutorials -------------------------------------------------------------------------
+
+
+def table(checkout: Path, name: str, header: str) -> list[list[str]]:
+    """Return the cells of the table of a page whose header begins so."""
+    _, _, below = (checkout / name).read_text(encoding="utf-8").partition(f"\n| {header}")
+    assert below, header
+    lines = below.split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_the_readme_has_the_returns_of_the_tutorials(checkout: Path) -> None:
+    text = read(checkout, "README.md")
+    hopper = table(checkout, "docs/tutorials/decision-transformer.md", "seed | before training |")
+    before = hopper[0][1]
+    last = [f"{int(row[-1]):,}" for row in hopper]
+    assert f"from a return of {before} to {last[0]} (seeds 1 and 2: {last[1]} and {last[2]})" in text
+    iql = table(checkout, "docs/tutorials/offline-rl.md", "draws | options | seed |")
+    by_return = [row for row in iql if row[:2] == ["by return", ""]]
+    assert len(by_return) == 3
+    ends = [f"{int(row[6]):,}" for row in by_return]
+    best, seconds = sorted(int(row[4]) for row in by_return), sorted(int(row[7]) for row in by_return)
+    assert f"ends at {ends[0]}, {ends[1]} and {ends[2]} on" in text
+    assert f"{seconds[0]} to {seconds[-1]} s each; best evaluations {best[0]:,} to {best[-1]:,}" in text
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/language-models.md"])
+def test_pages_have_the_accuracies_of_the_recorded_runs(checkout: Path, page: str) -> None:
+    runs = json.loads((checkout / "docs" / "figures" / "grpo.json").read_text())
+    before = sorted(run["accuracy_before"] for run in runs)
+    after = sorted(run["accuracy_after"] for run in runs)
+    text = read(checkout, page)
+    assert re.search(f"from {100 * before[0]:.0f} to {before[-1]:.0%} right answers", text)
+    assert f"to {100 * after[0]:.0f} to {after[-1]:.0%}" in text
