@@ -429,6 +429,36 @@ class GroupWarning:
             LOG.warning("gear: table %s: %s", self._table, text)
 
 
+class LossWarning:
+    """Logs that train steps have no loss tokens, at most once in `PAUSE_S` seconds. `column` is that of the
+    loss mask (None: there is none); `predicts`: whether losses are of predicted tokens.
+    """
+
+    def __init__(self, column: str | None, predicts: bool) -> None:
+        self._column, self._predicts = column, predicts
+        self._steps = self._without = 0  # train steps, and those without loss tokens
+        self._next = 0.0
+
+    def count(self, step: Any) -> None:
+        """Count a train step (TrainStep), and log a warning if one is due."""
+        self._steps += 1
+        if step.loss_tokens:
+            return
+        self._without += 1
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PAUSE_S
+        mask = "there is no loss mask" if self._column is None else f"the loss mask is column {self._column}"
+        first = ", and the first token of a trajectory is not predicted" if self._predicts else ""
+        LOG.warning(
+            f"gear: {step.name}: none of the {step.num_tokens} steps of its {step.num_trajectories} "
+            f"trajectories counts in the loss ({mask}{first}), as in {self._without} of {self._steps} train "
+            "steps so far. Its loss and gradients are 0, but momentum and weight decay still move the "
+            "weights. Mark the tokens that were sampled where trajectories are written; a loop that skips a "
+            "step whose step.loss_tokens is 0 leaves the weights alone"
+        )
+
+
 def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarning]:
     """Return the warnings of streams that have priorities, and of those whose tables have groups."""
     found: list[ClampWarning | GroupWarning] = []
