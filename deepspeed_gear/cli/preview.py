@@ -47,8 +47,9 @@ def run(args: argparse.Namespace) -> int:
 
     section, sizes = ds_config.read(args.config)
     config = parse(section)
-    if config.recipe is not None and not args.json:
-        print(f"With the recipe {config.recipe} the section is\n{json.dumps(expand(section), indent=1)}\n")
+    if section.get("recipe") is not None and not args.json:
+        written = json.dumps(expand(section), indent=1)
+        print(f"With the recipe {section['recipe']} the section is\n{written}\n")
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
     if args.lengths is not None:
         packs = pack_preview(config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"])

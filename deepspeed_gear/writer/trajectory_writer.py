@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config import ds_config
+from deepspeed_gear.config import ds_config, expand
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
@@ -169,7 +169,8 @@ class TrajectoryWriter(WriterBase):
 
         Args:
             config: The run's ds_config or `gear` section, a file or a mapping. Stores of another schema,
-                capacity, removal, rate or seed are not candidates.
+                capacity, removal, rate or seed are not candidates. None: any of a named run, else of the
+                default prefix.
             table: Name of the table; None: the only one that admits writers.
             name: Of the store's file in /dev/shm, instead of a search. It must exist, and match `config`.
             wait_s: How long to wait for the store, in seconds.
@@ -277,16 +278,16 @@ def _attached(
 
     Candidates are stores with a living rank whose run has the table, the writers' options of `config` and the
     name or id `run`. This waits until there is one, also where a store is removed while it is opened. Without
-    a config it has the default prefix, and any schema. Returns the table, and what its writers need:
-    "max_length"; "weight", the column of weights, which must be finite and >= 0; "timeout_s", the longest
-    wait for the ranks.
+    a config it has any schema, and the default prefix unless a run is named. Returns the table, and what its
+    writers need: "max_length"; "weight", the column of weights, which must be finite and >= 0; "timeout_s",
+    the longest wait for the ranks.
     """
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    section = None if config is None else _object("gear", ds_config.read(config)[0])
+    section = None if config is None else expand(_object("gear", ds_config.read(config)[0]))
     memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
-    prefix = memory.get("prefix", DEFAULT_PREFIX)
+    prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
     if not isinstance(prefix, str):
         raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
     if section is not None:
@@ -298,6 +299,8 @@ def _attached(
             rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
             raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
     runs = run_names(memory.get("run"), run)  # names and ids that the run must have
+    if section is None and runs:
+        prefix = None  # a named run is found whatever its prefix
     if name is not None:
         if run is not None:
             raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
@@ -342,7 +345,7 @@ def _attached(
         remedy = "start the ranks; set gear.tables.<name>.writers"
         if others:
             remedy = f"{_OWN_CONFIG}, or start its ranks"
-        what = f"{SHM}/{prefix}-*-{table or '*'}"
+        what = f"{SHM}/{prefix or '*'}-*-{table or '*'}"
         raise StoreError(what, rule, "; ".join(others) or None, remedy)
     return attached
 

@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 from gear_support import run_command
 from group_support import trained
-from ledger_support import check_books, ledger_section, responses, write_prompts
+from ledger_support import (
+    check_books,
+    ledger_section,
+    recipe_responses,
+    recipe_section,
+    responses,
+    write_prompts,
+)
 from process_support import exit_status, in_child
 
 from deepspeed_gear import (
@@ -391,3 +398,31 @@ def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> 
         with table.lock:
             ledger.recover(table.extents.retire)
         assert (len(replay), check_books(replay)["leased"]) == (0, 1)
+
+
+def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
+    """With the section, a ds_config or its file; and without a config to a named run, whatever its prefix."""
+    section, path = recipe_section(data), tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "gear": section}))
+    with Replay(section) as replay:
+        given: list[tuple[Any, dict[str, Any]]] = [(section, {}), ({"gear": section}, {}), (path, {})]
+        given += [(None, {"run": replay.run})]
+        for config, options in given:
+            for door in (TrajectoryWriter.attach, RolloutWorker.attach):
+                door(config, wait_s=5.0, **options).close()
+            FillWorker.attach(config, "reward", wait_s=5.0, **options).close()
+        other = {**section, "rollout": {"groups": 2}}  # from which the capacity follows
+        with pytest.raises(StoreError, match=r"gear.tables.main.capacity_steps: 768 here, 384 there"):
+            RolloutWorker.attach(other, wait_s=0.0)
+        for wrong, text in (
+            ({**section, "recipe": "grop"}, "gear.recipe must be \"grpo\" or null, got 'grop'; did you mean"),
+            ({**section, "tables": {"main": {}}}, "max_length must be given with a recipe"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                TrajectoryWriter.attach(wrong, wait_s=0.0)
+        with RolloutWorker.attach(path) as worker, FillWorker.attach(path, "reward") as filler:
+            (lease,) = worker.lease()
+            lease.commit(recipe_responses(lease, reward=False))
+            for one in filler.lease(2):
+                one.fill(1.0)
+        assert replay.rollout().num_items == 1
