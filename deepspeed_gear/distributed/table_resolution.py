@@ -80,7 +80,7 @@ def streams_of(
     a placement every replica samples a table of its own. ConfigError: the table has groups and a split.
     """
     options, table = config.sampler_of(name), config.resolved_tables[name]
-    group, rate, split = table.group, table.rate_limiter, admitted.split
+    group, split = table.group, admitted.split
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
     sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
@@ -107,7 +107,7 @@ def streams_of(
         count_draws=config.count_draws,
         together=is_spread or (is_replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
-        rate_timeout_s=config.timeout_s if rate is None else rate.timeout_s,
+        rate_timeout_s=config.items_timeout_s(name),
         most_trajectories=1 if group is None else group.max_trajectories or group.size,
     )
     specs = {TRAIN: train}
@@ -539,7 +539,7 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
     return {
         "max_length": table.max_length,
         "weight": config.sampler_of(spec.name).columns.get("weight"),
-        "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
+        "timeout_s": config.items_timeout_s(spec.name),
         "options": options_of(config.seed, spec.name, given),
         "defaults": {"seed": defaults_of(GearConfig)["seed"], **DEFAULTS},
     }

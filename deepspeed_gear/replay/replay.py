@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -132,7 +133,8 @@ class Replay(ReplayBase):
         name = target.spec.name
         if name not in self._inserters:
             max_length = self.config.resolved_tables[name].max_length
-            context, streams = self._parts.context, self._streams(target)
+            context = replace(self._parts.context, timeout_s=self.config.items_timeout_s(name))
+            streams = self._streams(target)
             self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
         self._inserters[table] = self._inserters[name]
         return self._inserters[name]

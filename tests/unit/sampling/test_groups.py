@@ -589,7 +589,7 @@ def test_late_columns_that_are_absent_are_not_read_as_zeros() -> None:
 
 
 def test_drawn_groups_keep_their_rows_until_they_are_released() -> None:
-    config = section(GROUP, batch={"groups": 2}, remove="fifo", timeout_s=1.0)
+    config = section(GROUP, batch={"groups": 2}, remove="fifo", rate_limiter={"timeout_s": 1.0})
     config["tables"]["main"].update(capacity_trajectories=9, capacity_steps=27, max_length=3)
     with Replay(config) as replay:
         groups = add_groups(replay, range(3))

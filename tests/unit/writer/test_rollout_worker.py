@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -426,3 +427,39 @@ def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_pat
             for one in filler.lease(2):
                 one.fill(1.0)
         assert replay.rollout().num_items == 1
+
+
+def test_a_slow_first_generation_does_not_end_the_run(data: Path) -> None:
+    """Without a rate limiter the wait for groups, and for room, is longer than that for another rank."""
+    config = recipe_section(data, timeout_s=0.5)
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+
+        def generate() -> None:
+            time.sleep(1.5)
+            (lease,) = worker.lease()
+            lease.commit(recipe_responses(lease))
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        assert replay.rollout().num_items == 1
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "table", "limit"),
+    [
+        ({}, {}, 600.0),
+        ({"timeout_s": 700.0}, {}, 700.0),
+        ({}, {"rate_limiter": {"timeout_s": 5.0}}, 5.0),
+    ],
+    ids=str,
+)
+def test_the_longest_wait_for_items_is_one_of_all_sides(
+    data: Path, options: dict[str, Any], table: dict[str, Any], limit: float
+) -> None:
+    config = recipe_section(data, **options)
+    config["tables"]["main"].update(table)
+    with Replay(config) as replay, TrajectoryWriter.attach(config) as writer:
+        assert replay._inserter(None).timeout_s == writer.parts[1].timeout_s == limit
+        (stream,) = replay._parts.train
+        assert stream.spec.rate_timeout_s == limit
