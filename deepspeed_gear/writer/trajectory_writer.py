@@ -6,7 +6,7 @@ import contextlib
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -307,9 +307,9 @@ def _attached(
         store = named_store(name)
         options = [] if section is None else store.differences(section)
         if options:
-            raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
+            raise _no_match(options, f"{_OWN_CONFIG}; {store}: {', '.join(options)}")
         return _open(store)
-    others: list[str] = []  # stores that do not match, and why
+    others: list[tuple[str, list[str]]] = []  # stores that do not match, and why
 
     def look() -> tuple[Table, Mapping[str, Any]] | None:
         """Attach to the one store that matches; None: there is none now."""
@@ -325,10 +325,10 @@ def _attached(
             else:
                 reasons = [] if section is None else store.differences(section)
             if reasons:
-                others.append(f"{store}: {', '.join(reasons)}")
+                others.append((str(store), reasons))
             else:
                 fitting.append(store)
-        others.extend(foreign)
+        others.extend(("", [reason]) for reason in foreign)
         if len(fitting) > 1:
             remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
             several = "; ".join(map(str, fitting))
@@ -338,16 +338,26 @@ def _attached(
         return None
 
     attached = wait_until(look, wait_s, _POLL_S)
-    if attached is None:
-        of = [] if section is None else ["of this config"]
-        of += [f"of run {name}" for name in runs]
-        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
-        remedy = "start the ranks; set gear.tables.<name>.writers"
-        if others:
-            remedy = f"{_OWN_CONFIG}, or start its ranks"
-        what = f"{SHM}/{prefix or '*'}-*-{table or '*'}"
-        raise StoreError(what, rule, "; ".join(others) or None, remedy)
-    return attached
+    if attached is not None:
+        return attached
+    if others:
+        found = "; ".join(
+            f"{store}: {', '.join(reasons)}" if store else reasons[0] for store, reasons in others
+        )
+        remedy = f"{_OWN_CONFIG}, or start its ranks; found within {wait_s:g} s: {found}"
+        raise _no_match(min((reasons for _, reasons in others), key=len), remedy)
+    of = [] if section is None else ["of this config"]
+    of += [f"of run {name}" for name in runs]
+    rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
+    what = f"{SHM}/{prefix or '*'}-*-{table or '*'}"
+    raise StoreError(what, rule, None, "start the ranks; set gear.tables.<name>.writers")
+
+
+def _no_match(reasons: Sequence[str], remedy: str) -> StoreError:
+    """Return the error that no store matches: the shortest list of reasons of a store, then the remedy."""
+    more = f", and {len(reasons) - 1} more differences" if len(reasons) > 1 else ""
+    rule = "must match the config, run and table of this process"
+    return StoreError("the run's store", rule, f"{reasons[0]}{more}", remedy)
 
 
 def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:

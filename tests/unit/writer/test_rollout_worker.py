@@ -32,6 +32,7 @@ from deepspeed_gear import (
     ConfigError,
     DataError,
     FillWorker,
+    Lease,
     LeaseExpiredError,
     NotReadyError,
     Replay,
@@ -463,3 +464,89 @@ def test_the_longest_wait_for_items_is_one_of_all_sides(
         assert replay._inserter(None).timeout_s == writer.parts[1].timeout_s == limit
         (stream,) = replay._parts.train
         assert stream.spec.rate_timeout_s == limit
+
+
+def _expire(scene: Any) -> None:
+    scene.clock.now += 11.0
+    scene.replay.statistics()
+
+
+def _expire_last(scene: Any) -> None:
+    scene.lease = _again(scene)
+    _expire(scene)
+
+
+def _again(scene: Any) -> Lease:
+    scene.clock.now += 11.0
+    return next(one for one in scene.worker.lease(9, timeout_s=0) if one.number == scene.lease.number)
+
+
+def _commit_again(scene: Any) -> None:
+    again = _again(scene)
+    again.commit(responses(again))
+
+
+def _commit_elsewhere(scene: Any) -> None:
+    """By another object of the same lease, as after an answer that was lost."""
+    Lease(scene.worker, scene.lease._lease, scene.lease.prompt).commit(responses(scene.lease))
+
+
+def _load(scene: Any) -> None:
+    scene.replay.save(scene.folder)
+    scene.replay.load(scene.folder)
+
+
+def _load_of_before(scene: Any) -> None:
+    _load(scene)
+    scene.lease = scene.worker.lease(9)[-1]
+    scene.replay.load(scene.folder)
+
+
+def _train_others(scene: Any) -> None:
+    for _ in range(2):
+        (one,) = scene.worker.lease(1)
+        one.commit(responses(one))
+        trained(scene.replay)
+    scene.replay.can_sample()
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda it: it.lease.commit(responses(it.lease)), "it was committed; end a lease once"),
+        (lambda it: it.lease.fail("bad"), "it was failed as 'bad'; end a lease once"),
+        (lambda it: it.lease.fail("bad", retry=False), "it was failed as 'bad'; end a lease once"),
+        (_commit_elsewhere, "it was committed; commit a group once"),
+        (_expire, r"prompts.lease_s = 10 s passed without a heartbeat, .* waits .*; call heartbeat\(\)"),
+        (_again, r"it came back, and attempt 2 has its prompt; call heartbeat\(\)"),
+        (_commit_again, "attempt 2 was committed"),
+        (_expire_last, "its prompt was trained or dropped, as the last of 2 attempts"),
+        (lambda it: it.worker.release([it.lease._lease]), "it was given back, .* the end of its worker"),
+        (_load, r"it was given back, by fail\(\), .* or a load, .*; lease again"),
+        (_load_of_before, "a checkpoint was loaded in which its prompt had not been leased; lease again"),
+        (
+            _train_others,
+            "too old: 2 batches are selected, its version is 0 and prompts.max_lag 1; raise max_lag",
+        ),
+    ],
+)
+def test_an_error_of_a_lease_names_how_it_ended(
+    end: Any, text: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1.0)
+    clock.monotonic_ns = lambda: int(clock.now * 1e9)
+    monkeypatch.setattr(prompt_ledger, "time", clock)
+    prompts = {"max_lag": 1, "lease_s": 10.0, "attempts": 2, "order": "completion", "late": "drop"}
+    config = ledger_section(data, prompts, groups=1)
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        (lease,) = worker.lease(1)
+        scene = SimpleNamespace(
+            replay=replay, worker=worker, lease=lease, clock=clock, folder=tmp_path / "saved"
+        )
+        end(scene)
+        held, lease = len(replay), scene.lease
+        for change in (lease.heartbeat, lambda: lease.commit(responses(lease)), lease.keep, lease.fail):
+            with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: .*{text}"):
+                change()
+        assert len(replay) == held
+        check_books(replay)
