@@ -395,6 +395,7 @@ def test_rollouts_follow_each_other() -> None:
         assert metrics["train_steps"] == 4
         assert metrics["step_trajectories"] == 10
         assert 0.5 < metrics["step_fill"] <= 1
+        assert replay.take_metrics() == {**metrics, "train_steps": 0}, "no step was trained since"
         first = replay.rollout()
         replay.rollout()
         with pytest.raises(StoreError, match="or the next one was requested"):
