@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy
 
-from deepspeed_gear.data.ingest.array_pickles import PICKLED, Record, load_pickle
+from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
 from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError
@@ -70,7 +70,7 @@ class NpzReader(ArrayReader):
             num_bytes = entry.file_size - file.tell()
             if dtype.hasobject:
                 if self.options.get("allow_pickle"):
-                    return self._objects(where, load_pickle(where, file.read()))
+                    return self._unpickled(where, file.read())
                 if name.split("/")[0] in KINDS:
                     raise DataError(where, "must not be Python objects", str(dtype), PICKLED)
                 return np.empty(0, object)  # left out with a note
@@ -79,6 +79,10 @@ class NpzReader(ArrayReader):
                 raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
         with archive.open(entry) as file:
             return npy.read_array(file, allow_pickle=False)
+
+    def _unpickled(self, where: str, content: bytes) -> Any:
+        file_bytes = self.path.stat().st_size
+        return self._objects(where, load_pickle(where, content, self.expansion, file_bytes))
 
     def _objects(self, where: str, values: Any) -> Any:
         if not isinstance(values, np.ndarray) or values.ndim != 1:
@@ -130,18 +134,18 @@ class PickleReader(NpzReader):
     def _load(self) -> Any:
         if not self.options.get("allow_pickle"):
             raise DataError(str(self.path), "must not be a pickle", None, PICKLED)
-        found = load_pickle(str(self.path), self.path.read_bytes())
+        content = self.path.read_bytes()
+        found = load_pickle(str(self.path), content, self.expansion, len(content))
         if isinstance(found, (list, tuple)):
             return [self._flat(f"{self.path}: trajectory {i}", part) for i, part in enumerate(found)]
         return self._flat(str(self.path), found)
 
     def _flat(self, where: str, found: Any) -> dict[str, Any]:
         """Return the arrays of a trajectory; those of a dict in it have the key "dict/key"."""
-        values = vars(found) if isinstance(found, Record) else found
-        if not isinstance(values, dict):
+        if not isinstance(found, dict):
             raise DataError(where, "must be a dict of arrays", type(found).__name__)
         arrays = {}
-        for key, value in values.items():
+        for key, value in found.items():
             for part, rows in value.items() if isinstance(value, dict) else (("", value),):
                 name = f"{key}/{part}" if part else str(key)
                 arrays[name] = self._as_array(f"{where}: {name}", rows, self.path.stat().st_size)
