@@ -63,6 +63,8 @@ class RobomimicReader(ArrayReader):
     def open(self) -> None:
         """Choose the demonstrations. Cost: a pass over observations and next ones, if there are some."""
         file = self.files.enter_context(open_hdf5(self.path))
+        if not isinstance(file.get("data"), h5py.Group):
+            raise DataError(f"{self.path}: data", "must be a group of demonstrations", sorted(file))
         self._data = file["data"]
         numbers = (re.fullmatch(r"demo_(\d+)", name) for name in self._data)
         self._names = [f"demo_{n}" for n in sorted(int(match[1]) for match in numbers if match)]

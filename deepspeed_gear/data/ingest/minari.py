@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.dataset_files import read_json
-from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for
+from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for, read_source_json
 from deepspeed_gear.data.ingest.table_rows import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
@@ -90,7 +89,7 @@ class MinariReader(Reader):
         """Check the layout by the first episode, and the metadata by all."""
         path = self.path
         folder = path / "data" if _is_minari(path / "data") else path.parent if path.is_file() else path
-        metadata = read_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
+        metadata = read_source_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
         metadata = metadata if "data_format" in metadata else {}
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
@@ -192,7 +191,7 @@ def _is_minari(folder: Path) -> bool:
     if (folder / _MAIN_FILE).is_file():
         return True
     with suppress(DataError):
-        return "data_format" in read_json(folder / _METADATA_FILE)
+        return "data_format" in read_source_json(folder / _METADATA_FILE)
     return False
 
 
@@ -220,7 +219,7 @@ class TableStore:
 
     def facts(self, number: int) -> dict[str, Any]:
         path = self._folder / str(number) / _METADATA_FILE
-        return read_json(path) if path.is_file() else {}
+        return read_source_json(path) if path.is_file() else {}
 
     def keys(self, number: int) -> list[Key]:
         return list(self._leaves(number))
