@@ -7,6 +7,7 @@ package neither.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
@@ -104,6 +105,12 @@ def read_source_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise DataError(str(path), "must hold a JSON object", type(data).__name__, DAMAGED)
     return data
+
+
+def check_description(where: str, value: Any) -> None:
+    """Raise unless a value can be kept with the data set, as JSON."""
+    with DataError.on(where, "must be JSON of finite numbers", TypeError, ValueError, RecursionError):
+        json.dumps(value, allow_nan=False)
 
 
 def first_bytes(path: Path, count: int) -> bytes:

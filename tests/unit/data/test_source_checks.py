@@ -7,6 +7,7 @@ import bz2
 import contextlib
 import gzip
 import io
+import json
 import os
 import pickle
 import re
@@ -325,6 +326,48 @@ def test_rows_of_a_program_are_no_option(tmp_path: Path) -> None:
         open_source([{"action": [0]}])  # type: ignore[arg-type]
     with pytest.raises(DataError, match="rows must be rows of a program, got 'str'; open_source reads"):
         Dataset.from_iterable(str(tmp_path / "a.hdf5"), tmp_path / "out")
+
+
+@pytest.mark.usefixtures("_small")
+def test_rows_that_share_their_bytes_are_counted(tmp_path: Path, minari: Maker) -> None:
+    """In HDF5 each row of any length is a reference, and all may be to one place."""
+    minari(tmp_path / "a")
+    path, count = tmp_path / "a" / "main_data.hdf5", 2000
+    kind = h5py.vlen_dtype(np.uint8)
+    with h5py.File(path, "a") as file:
+        rows = file.require_group("episode_0/infos").create_dataset("bad", (count,), kind)
+        rows[0] = np.zeros(100_000, np.uint8)
+        rows[1:] = [np.zeros(1, np.uint8)] * (count - 1)
+        begin, size = rows.id.get_offset(), rows.id.get_storage_size()
+        texts = file.require_group("episode_0/infos").create_dataset("text", (8,), h5py.string_dtype())
+        texts[:] = ["x"] * 8
+    content = bytearray(path.read_bytes())
+    content[begin : begin + size] = bytes(content[begin : begin + size // count]) * count
+    path.write_bytes(content)
+    refuse(path, rf"infos/bad {TOO_LARGE}", tmp_path / "out", WAYS[:1])
+    with pytest.raises(DataError, match="infos/text must be numeric"):
+        open_source(path, columns=["infos.text"])
+
+
+def test_descriptions_of_sources_are_json(tmp_path: Path, minari: Maker) -> None:
+    minari(tmp_path / "a")
+    path = tmp_path / "a" / "metadata.json"
+    good = json.loads(path.read_text())
+    for changes in ({"author": float("nan")}, {"description": [float("inf")]}):
+        path.write_text(json.dumps({**good, **changes}))
+        refuse(
+            tmp_path / "a", r"metadata.json: .* must be JSON of finite numbers", tmp_path / "out", WAYS[:1]
+        )
+    path.write_text(json.dumps(good))
+    with h5py.File(tmp_path / "a" / "main_data.hdf5", "a") as file:
+        file["episode_0"].attrs["total_steps"] = "many"
+    refuse(tmp_path / "a", "total_steps must be a whole number in every episode", tmp_path / "out", WAYS[:1])
+    with h5py.File(tmp_path / "b.hdf5", "w") as file:
+        file.create_group("data/demo_0").attrs["x"] = 1
+        file["data/demo_0/actions"], file["data/demo_0/obs"] = np.zeros(2), np.zeros((2, 1))
+        file["data/demo_0/dones"], file["data/demo_0/rewards"] = np.arange(2), np.zeros(2)
+        file["data"].attrs["env_args"] = '{"a": NaN}'
+    refuse(tmp_path / "b.hdf5", "env_args must be JSON of finite numbers", tmp_path / "out", WAYS[:1])
 
 
 def test_other_doors_check_their_files(tmp_path: Path) -> None:
