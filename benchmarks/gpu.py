@@ -25,6 +25,8 @@ import torch
 from support.report import Report, Row, print_rows
 from gpu_clock import Clock
 
+from deepspeed_gear.ops.native_op import CudaOp
+
 BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 FIGURES = ("gather", "selection", "kernels", "steps", "online", "host")
@@ -112,7 +114,7 @@ def main() -> None:
             sys.exit(2)
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-        # As a Replay's: the copy engine takes many pieces at once on streams other than the default one.
+        # As a Replay's: on a CUDA stream other than the default one.
         torch.cuda.set_stream(torch.cuda.Stream(device))
     rows = list[Row]()
     clock = Clock(device, 2 if is_smoke else BLOCKS, 0.0 if is_smoke else BLOCK_S)
@@ -120,7 +122,8 @@ def main() -> None:
     for name in dict.fromkeys(report.options.figures):
         for row in measured(name, known[name]):
             rows.append(row)  # rows so far stay if a later one fails
-            report.write(rows, device=card(device), smoke=is_smoke)
+            sources = CudaOp().source_digest()
+            report.write(rows, kernel_sources=sources, device=card(device), smoke=is_smoke)
     show(rows)
     sys.exit(1 if any("error" in row for row in rows) else 0)
 

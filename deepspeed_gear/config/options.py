@@ -278,20 +278,16 @@ class TransferConfig(t.GearModel):
     """How batches get from shared memory to a GPU. Every choice gives the same batches.
 
     A field whose column CUDA cannot read in place (a mapped file, memory that is not registered, a goal of
-    hindsight) is staged; a field that the copy engine does not serve (padding by the edge, a window that
-    follows `n_step`, a column of one row per trajectory) is read in place.
+    hindsight) is staged in any case.
     """
 
-    way: Literal["auto", "direct", "copies", "staged"] = "auto"
-    """"direct": kernels read shared memory in place; "copies": the copy engine fetches each window, kernels
-    convert and pad it; "staged": threads of the CPU gather into pinned memory, one copy takes it over;
-    "auto": the fastest as measured at the start, on the CPU none of them, with the copy engine for windows of
-    16 KiB and more only. Named for the CPU, a way runs there, which is for tests."""
+    way: Literal["auto", "direct", "staged"] = "auto"
+    """"direct": kernels read shared memory in place; "staged": threads of the CPU gather into pinned memory,
+    and one copy moves it to the GPU; "auto": direct where the memory can be registered with CUDA, else
+    staged. On the CPU "auto" gathers in place, and a named way runs its code there, for tests."""
     register_bytes: Annotated[t.Int, Ge(0), Lt(2**62)] | None = None
     """Most bytes of shared memory that a rank registers with CUDA, whole columns in the order of the fields;
     about 0.1 s and 6 MB of kernel memory a GB. null: all that is sampled from."""
-    calibrate: t.Flag = True
-    """With "auto": measure. Else the first possible of direct, copies and staged is taken."""
 
 
 class GearOptions(t.GearModel):
@@ -358,7 +354,8 @@ class GearOptions(t.GearModel):
     timeout_s: t.Timeout = 60.0
     """Seconds after which a wait for another rank is an error; at most 7 days. Where ranks may generate (with
     `pack`, and in `can_sample()` and `missing_groups()`) the largest `rate_limiter.timeout_s` counts if it is
-    larger, without a rate limiter 600."""
+    larger, without a rate limiter 600. Without a rate limiter it is also the longest wait for items and for
+    room in a table, with `pack` at least 600."""
     threads: Annotated[t.Int, Ge(1), Le(1024)] = 1
     """Threads that copy one batch. Ranks on busy cores are fastest with one."""
     metrics: t.Flag = True
@@ -375,6 +372,13 @@ class GearOptions(t.GearModel):
         rates = [self.resolved_tables[name].rate_limiter for name in self.sampled_tables]
         limits = [DEFAULT_TIMEOUT_S if rate is None else rate.timeout_s for rate in rates]
         return max(self.timeout_s, *limits)
+
+    def items_timeout_s(self, table: str) -> float:
+        """Longest wait for items of a table, or of a writer for room in it: of its rate limiter, if any."""
+        rate = self.resolved_tables[table].rate_limiter
+        if rate is not None:
+            return rate.timeout_s
+        return self.timeout_s if self.pack is None else max(self.timeout_s, DEFAULT_TIMEOUT_S)
 
     @property
     def rollout_size(self) -> RolloutConfig | None:

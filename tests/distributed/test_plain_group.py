@@ -20,10 +20,10 @@ from deepspeed_gear.errors import CheckpointError, DataError, PeerError
 
 @pytest.fixture(scope="module")
 def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Arrays]], Arrays]:
-    """Run four ranks, by copies to a device; return what they see, and what one process sees."""
+    """Run four ranks, staged to a device; return what they see, and what one process sees."""
     section = config_of(dataset, batch_size=12, prefetch=1, sampler={"unit": "step"}, seed=9)
-    copying = {**section, "transfer": {"way": "copies"}}
-    found = call_on_ranks(4, in_a_group, copying, tmp_path_factory.mktemp("plain"))
+    staged = {**section, "transfer": {"way": "staged"}}
+    found = call_on_ranks(4, in_a_group, staged, tmp_path_factory.mktemp("plain"))
     assert shared_files(section["shared_memory"]["prefix"]) == []
     return found, alone(section, 6, transform=with_keys)
 

@@ -16,7 +16,7 @@ from deepspeed_gear.batching.gather import Gatherer
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.records import Slot
 
-WAYS = ("host", "direct", "copies", "staged", "device")
+WAYS = ("host", "direct", "staged", "device")
 FLAGS = [Column(name, "bool", (), name) for name in ("terminated", "truncated")]
 OFF_POLICY = {"log_prob": "new", "behaviour_log_prob": "logp", "rho_bar": 1.5, "c_bar": 0.75}
 

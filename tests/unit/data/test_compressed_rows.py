@@ -98,11 +98,10 @@ WINDOWS = {
         {"n_step": N_STEP, "fields": WINDOWS, "load": "memory", "sampler": {"kind": "prioritized"}},
         {"n_step": N_STEP, "fields": WINDOWS, "transfer": {"way": "staged"}},
         {"n_step": N_STEP, "fields": WINDOWS, "transfer": {"way": "direct"}, "prefetch": 1},
-        {"transfer": {"way": "copies"}, "fields": {"stack": WINDOWS["stack"], "reward": {"length": 3}}},
         {"fields": {"depth": {}}, "sampler": {"kind": "epoch"}},
         {"sampler": {"unit": "step", "anchors": "fits"}, "fields": {"image": {"length": 2}, "pose": {}}},
     ],
-    ids=["mapped", "memory", "staged", "direct", "copies", "one", "every"],
+    ids=["mapped", "memory", "staged", "direct", "one", "every"],
 )
 def test_batches_are_those_of_the_plain_data_set(
     options: dict[str, Any], sets: tuple[Dataset, Dataset]

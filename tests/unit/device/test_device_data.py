@@ -42,7 +42,7 @@ def test_the_hopper_job_has_the_same_batches_wherever_its_table_lies_and_by_ever
     expected = digests("hopper.json", "cpu", hopper, 60)
     assert len(set(expected)) == 60
     assert not set(expected) & set(digests("hopper.json", "cpu", hopper, 60, seed=1))
-    for way in ("direct", "copies", "staged"):
+    for way in ("direct", "staged"):
         assert digests("hopper.json", "cpu", hopper, 60, transfer={"way": way}) == expected, way
     assert digests("hopper_device.json", "cpu", hopper, 60) == expected
 

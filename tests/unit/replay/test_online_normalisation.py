@@ -241,7 +241,7 @@ def test_every_way_to_a_device_has_the_same_batches() -> None:
     goal = {"column": "observation", "normalize": "mean_std", "hindsight": "achieved"}
     schema, options = Schema([*SCHEMA, Column("achieved", "float32", (3,), rows="T+1")]), {"hindsight": {}}
     found = []
-    for transfer in ({}, *({"transfer": {"way": way}} for way in ("direct", "copies", "staged"))):
+    for transfer in ({}, *({"transfer": {"way": way}} for way in ("direct", "staged"))):
         given = section(fields={**FIELDS, "goal": goal}, **options, **transfer)
         with Replay(given, schemas={"main": schema}) as replay:
             batches = []
