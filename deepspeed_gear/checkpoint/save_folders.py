@@ -172,9 +172,14 @@ def write_position(folder: Path, state: State) -> None:
 
 def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
     """Write a mapping under a name, with its checksum and the version of its format; atomic."""
-    partial = path.with_name(path.name + ".partial")
     written = {"format": version, "sha256": writer_options.digest(content), name: content}
-    partial.write_text(json.dumps(written, indent=1))
+    write_atomically(path, json.dumps(written, indent=1))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that has its earlier content or all of the new one at any time, on the disk too."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)

@@ -209,6 +209,28 @@ def test_a_damaged_file_is_written_anew(
         assert_loads(folder, again, held)
 
 
+def test_the_error_of_a_damaged_save_names_a_whole_one(tmp_path: Path) -> None:
+    """The newest save, that before it by its state, or none."""
+    with make() as replay, make() as other:
+        for code in range(4):
+            replay.add(trajectory(code, 5))
+        before = replay.save(tmp_path)
+        last = max((tmp_path / "main").glob("rows-*.code.npy")).name
+        replay.fill(3, advantage=np.ones(5, np.float32))
+        newest = replay.save(tmp_path)["save"]["id"]
+        flip(tmp_path / "main.old" / last)  # the newest save has another file for this segment
+        with pytest.raises(CheckpointError, match=f"take another checkpoint: the newest save .*{newest}"):
+            other.load(tmp_path, before)
+        flip(tmp_path / "main.old" / last)
+        flip(tmp_path / "main" / last)
+        whole = before["save"]["id"]
+        with pytest.raises(CheckpointError, match=f"newest whole save in {tmp_path} is {whole}: load with"):
+            other.load(tmp_path)
+        flip(min((tmp_path / "main").glob("rows-*.code.npy")))
+        with pytest.raises(CheckpointError, match=f"no save in {tmp_path} is whole"):
+            other.load(tmp_path)
+
+
 def test_a_file_of_another_time_and_the_same_bytes_is_linked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
