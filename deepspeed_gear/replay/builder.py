@@ -69,7 +69,8 @@ class ReplayParts:
                 self.barrier = _barrier(plan, first, turns, self.detector)
             #: Its check raises if a rank of any node is lost.
             self.context = self._context(self.detector)
-            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector))
+            note_broken = None if self.detector is None else self.detector.note_broken
+            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
             goals = config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
             relabelling = agree("the fields", lambda: HindsightRelabelling(*goals))
             selectors = self.exchange.selectors(states, relabelling.draw, self.detector)

@@ -70,6 +70,7 @@ class ReplayCheckpoint:
             for name, table in tables.items():
                 streams = list(parts.streams.get(name, {}).values())
                 if plan.leads_first_shard or (plan.leads_shard and name in spread):
+                    save_folders.check_shared(folder, save_id)
                     part, before = save_folders.partial_of(folder, name), None
                     if self._latest is not None:
                         at, latest = self._latest
