@@ -108,6 +108,7 @@ def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
             folder = given / name.read_text().strip()
     files = deepspeed_compat.model_states(folder)
     if not files:
+        remedy += f"; {whole_tags.others_in(folder.parent)}"
         raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)
     other = "take another checkpoint"
     with CheckpointError.on(str(files[0]), "must be readable", Exception, remedy=other):

@@ -168,6 +168,9 @@ def _synced(folder: Path) -> Sizes:
     sizes = _sizes(folder)
     for path in sizes:
         sync(folder / path)
-    for at in sorted({(folder / path).parent for path in sizes} | {folder, folder.parent}):
+    folders = {
+        folder / parent for path in sizes for parent in Path(path).parents
+    }  # the last is the tag's own
+    for at in sorted(folders | {folder.parent}):
         sync(at)
     return sizes
