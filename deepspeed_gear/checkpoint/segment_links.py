@@ -19,7 +19,7 @@ from pathlib import Path
 from deepspeed_gear.context import LOG
 
 # Of the bytes of a table's segments, a save reads this part again, or so many bytes if they are more.
-_PARTS, _LEAST_CHECKED_BYTES = 64, 16 << 20
+_PARTS, _LEAST_CHECKED_BYTES = 64, 4 << 20
 _BLOCK_BYTES, _READERS = 1 << 20, 4
 
 
