@@ -107,6 +107,8 @@ def function(name: str, value: object) -> Callable[..., Any]:
 def folder(name: str, value: object) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigError(name, "must be a path", type(value).__name__)
+    if not os.fspath(value):
+        raise ConfigError(name, "must not be empty", None, "the current folder is '.'")
     if "\0" in os.fsdecode(value):
         raise ConfigError(name, "must be a path without NUL characters", str(value)[:80])
     return Path(value)

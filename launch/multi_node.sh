@@ -60,6 +60,9 @@ read_hostfile() {
       die "$hostfile, line $number must be 'HOST slots=NUMBER', got '$line'"
     [[ " ${hosts[*]} " != *" ${BASH_REMATCH[1]} "* ]] ||
       die "$hostfile, line $number must name a host once, got ${BASH_REMATCH[1]} again; add up its slots"
+    # DeepSpeed would start no rank there, and wait for that host where it is the first one.
+    [ "$((10#${BASH_REMATCH[2]}))" -gt 0 ] ||
+      die "$hostfile, line $number must have at least one slot, got '$line'; remove the line"
     hosts+=("${BASH_REMATCH[1]}")
   done <"$hostfile"
   [ "${#hosts[@]}" -gt 0 ] || die "$hostfile must name a host; add a line 'HOST slots=NUMBER'"

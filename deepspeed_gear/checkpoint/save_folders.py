@@ -47,6 +47,8 @@ _EDITED = "it is damaged or was edited: " + ANOTHER
 _MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
 _POSITION_FORMAT = 1
 _NAMES = ("", ".old", ".partial", ".older")
+_TOKEN = ".save-"  # of a file that is there while a save of this id is written
+_SHARED = "save to a file system that all nodes share, such as NFS or Lustre"
 _MOST_RENAMES = 5  # of a table's folders while one is looked up
 T = TypeVar("T")
 State = Mapping[str, Any]
@@ -172,9 +174,14 @@ def write_position(folder: Path, state: State) -> None:
 
 def write_checked(path: Path, version: int, name: str, content: Mapping[str, Any]) -> None:
     """Write a mapping under a name, with its checksum and the version of its format; atomic."""
-    partial = path.with_name(path.name + ".partial")
     written = {"format": version, "sha256": writer_options.digest(content), name: content}
-    partial.write_text(json.dumps(written, indent=1))
+    write_atomically(path, json.dumps(written, indent=1))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that has its earlier content or all of the new one at any time, on the disk too."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text)
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
@@ -200,16 +207,41 @@ def write_save(
     def agree(action: Callable[[], T]) -> T:
         return exchange.agree("saving the tables", writing(folder)(action))
 
+    def begin_save() -> None:
+        if is_first:
+            begin(folder, tables, kept)
+            for token in folder.glob(f"{_TOKEN}*"):  # of a save that was interrupted
+                token.unlink(missing_ok=True)
+            _token_of(folder, save_id).touch()
+
+    def publish_save() -> None:
+        publish(folder, tables)
+        _token_of(folder, save_id).unlink(missing_ok=True)
+
     save_id: str = exchange.broadcast(secrets.token_hex(16))
-    agree(lambda: begin(folder, tables, kept) if is_first else None)
+    agree(begin_save)
     manifests: dict[str, dict[str, str]] = {name: {} for name in tables}
     for written in exchange.gather(agree(lambda: write(save_id))):
         for name, files in written.items():
             manifests[name].update(files)
-    agree(lambda: publish(folder, tables) if is_first else None)
+    agree(lambda: publish_save() if is_first else None)
     state = state_of({"id": save_id, "tables": manifests})
     agree(lambda: write_position(folder, state) if is_first else None)
     return state
+
+
+def check_shared(folder: Path, save_id: str) -> None:
+    """Raise CheckpointError unless this is the folder in which rank 0 has begun a save: each rank that writes
+    into the save calls it before it does.
+    """
+    if not _token_of(folder, save_id).exists():
+        rule = "must be one folder that all nodes share: rank 0 has begun a save in it, which is not there on"
+        remedy = f"{_SHARED}; the save before this one stays loadable"
+        raise CheckpointError(str(folder), f"{rule} host {socket.gethostname()}", None, remedy)
+
+
+def _token_of(folder: Path, save_id: str) -> Path:
+    return folder / f"{_TOKEN}{save_id}"
 
 
 def make(folder: Path) -> None:
@@ -259,6 +291,10 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     if files is None:
         rule, remedy = f"must name a save of table {table}", "use the tables of the run that saved it"
         raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
+    if not folder.is_dir():
+        rule = f"must be a folder that every rank can read; there is none on host {socket.gethostname()}"
+        remedy = f"look at the path; over several nodes {_SHARED}, or copy the folder to each"
+        raise CheckpointError(str(folder), rule, None, remedy)
     problems: list[CheckpointError] = []
     found = {}
     for path in _versions(folder, table):

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from deepspeed_gear.checkpoint import media_files, reshard, save_folders
+from deepspeed_gear.checkpoint.segment_links import SegmentLinks
 from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.sharded_selection import ShardedSelector
@@ -57,19 +58,17 @@ _BLOCK_BYTES, _WRITERS = 1 << 18, 4
 
 
 def save_table(
-    table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str, before: Path | None
+    table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str, links: SegmentLinks
 ) -> dict[str, str]:
     """Write the content of a store, a table or its shard, and of its streams; requires the lock.
 
-    Unchanged segments are linked from `before`, its folder in an earlier save. `batches` are the used global
+    Unchanged segments are linked by `links`, which records those of this save. `batches` are the used global
     batches of the training stream. Returns the SHA-256 of the manifest, by its path in `part`.
     """
-    spec, shard, to, name = table.spec, table.spec.shard, part, save_folders.MANIFEST
+    spec, shard, to = table.spec, table.spec.shard, folder_of(table, part)
+    name = str((to / save_folders.MANIFEST).relative_to(part))
     if shard is not None:
-        to = part / f"shard-{shard.index}"
-        name = f"{to.name}/{name}"
         to.mkdir()
-        before = None if before is None else before / to.name
     is_saved = np.isin(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     if isinstance(table.ledger, KeptLedger):  # it has retired groups that no process reads
         retired = table.ledger.retired()
@@ -81,7 +80,7 @@ def save_table(
     digests: dict[str, str] = {}
     with nullcontext() if table.groups is None else table.groups.kept():
         if spec.dataset is None:
-            rows, digests = _save_rows(table, slots, to, before)
+            rows, digests = _save_rows(table, slots, to, links)
             if shard is not None:  # priority updates and selections refer to slots of the store
                 np.save(to / "numbers.npy", slots)
         for stream in streams:
@@ -100,11 +99,19 @@ def save_table(
             "lineage": table.lineage,
             **rows,
         }
-        return {name: save_folders.complete(to, manifest, digests)}
+        manifests = {name: save_folders.complete(to, manifest, digests)}
+    rewritten = {file_of(column.name) for column in spec.schema.trajectory_columns}
+    links.record(to, {name: digest for name, digest in digests.items() if name not in rewritten})
+    return manifests
+
+
+def folder_of(table: Table, part: Path) -> Path:
+    """Return the folder of a store in a table's folder: its own where the table is spread over nodes."""
+    return part if table.spec.shard is None else part / f"shard-{table.spec.shard.index}"
 
 
 def _save_rows(
-    table: Table, slots: np.ndarray, folder: Path, before: Path | None
+    table: Table, slots: np.ndarray, folder: Path, links: SegmentLinks
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Write slots, groups, rows and media; return their part of the manifest, and the SHA-256 of files."""
     records, retention = table.slots[slots], table.views["retention"][slots]
@@ -123,7 +130,7 @@ def _save_rows(
         np.save(folder / "consumed_groups.npy", table.groups.consumed)
     for name, array in ({} if table.ledger is None else table.ledger.export()).items():
         np.save(folder / f"{name}.npy", array)
-    schema, known = table.spec.schema, _linkable(table, before)
+    schema, known = table.spec.schema, _linkable(table, links.before)
     segments, digests, files = dict[str, Any](), dict[str, str](), list[tuple[Any, ...]]()
     for column in schema.trajectory_columns:
         files.append((file_of(column.name), column, [table.columns[column.name][slots]]))
@@ -140,8 +147,8 @@ def _save_rows(
         key = hashlib.sha256(words[first:end].astype("<i8").tobytes()).hexdigest()
         segments[segment] = {"rows": int(own[:, 1].sum()), "trajectories": key}
         names = [file_of(column.name, segment) for column in schema.step_columns]
-        if before is not None and known.get("segments", {}).get(segment) == segments[segment]:
-            digests.update(_link(before, folder, names, known["files"]))
+        if known.get("segments", {}).get(segment) == segments[segment]:
+            digests.update(links.link(folder, names))
         runs = _runs(own)
         for column, name in zip(schema.step_columns, names, strict=True):
             if name not in digests:
@@ -154,8 +161,8 @@ def _save_rows(
         old = known.get(media_files.KIND, {})
         for segment, key in media["segments"].items():
             name = media_files.file_of(segment)
-            if before is not None and old.get("segments", {}).get(segment) == key:
-                digests.update(_link(before, folder, [name], known["files"]))
+            if old.get("segments", {}).get(segment) == key:
+                digests.update(links.link(folder, [name]))
             if name not in digests:
                 files.append((name, page, parts(segment)))
         described[media_files.KIND] = media
@@ -181,16 +188,6 @@ def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
         if manifest.get("lineage") == table.lineage:  # else an id may be that of another trajectory
             return manifest
     return {}
-
-
-def _link(before: Path, to: Path, names: Sequence[str], files: Mapping[str, str]) -> dict[str, str]:
-    """Link files of an earlier save, until the file system refuses; return their checksums."""
-    linked = {}
-    with contextlib.suppress(OSError):  # no links, or too many
-        for name in names:
-            os.link(before / name, to / name)
-            linked[name] = files[name]
-    return linked
 
 
 def _runs(extents: np.ndarray) -> list[list[int]]:

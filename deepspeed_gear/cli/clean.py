@@ -12,8 +12,11 @@ import argparse
 import contextlib
 import os
 import stat
+import sys
+from functools import partial
 from pathlib import Path
 
+from deepspeed_gear.cli import ssh_hosts
 from deepspeed_gear.errors import show_bytes
 from deepspeed_gear.file_system import is_open
 from deepspeed_gear.store.shared_memory import SHM, is_held, is_kept, opened, remove_garbage, stores
@@ -24,11 +27,15 @@ OPTIONS = {
         {"default": "gear"},
     ),
     "--kept": "also remove stores that jobs have left to the next one (gear.shared_memory.keep)",
+    "--hostfile F": "on each host of this file, over ssh (default: on this machine)",
 }
+_TIMEOUT_S = 120.0  # of a host
 
 
 def run(args: argparse.Namespace) -> int:
     """Remove stores and buffers that no process is attached to; never those of a running process."""
+    if args.hostfile is not None:
+        return _run_on_hosts(args)
     removed = remove_garbage(args.prefix, args.kept)
     left = remove_unused_buffers()
     for path in [*removed, *left]:
@@ -40,6 +47,21 @@ def run(args: argparse.Namespace) -> int:
     if left or buffers():
         print(f"DeepSpeed's buffers: {len(left)} removed, {len(buffers())} in use")
     return 0
+
+
+def _run_on_hosts(args: argparse.Namespace) -> int:
+    """Run this command on each host; show the output of each, and the hosts where it has failed."""
+    hosts = ssh_hosts.read_hostfile(args.hostfile)
+    command = ["-m", "deepspeed_gear.cli.main", "clean", "--prefix", args.prefix, *["--kept"] * args.kept]
+    outputs, problems = ssh_hosts.on_each(
+        hosts, partial(ssh_hosts.run_on, arguments=command, timeout_s=_TIMEOUT_S)
+    )
+    for host, output in outputs.items():
+        for line in output.splitlines():
+            print(f"{host}: {line}")
+    for problem in problems:
+        print(f"gear: error: {problem}", file=sys.stderr)
+    return 2 if problems else 0
 
 
 def buffers() -> list[Path]:

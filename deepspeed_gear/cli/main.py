@@ -55,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command is not None and command not in COMMANDS:
             raise ConfigError(f"gear {command}", "is not a command", None, known_names(command, COMMANDS))
+        for number, argument in enumerate(arguments):
+            if not argument or (argument.startswith("--") and argument.endswith("=")):
+                name = f"{argument[:-1] or f'argument {number}'} of gear {command}"
+                remedy = "a variable of the shell may be unset; the current folder is '.'"
+                raise ConfigError(name, "must not be empty", None, remedy)
         options, others = build_parser(command).parse_known_args(arguments)
         if others:
             remedy = near_name(others[0], options.known) or f"gear {command} --help lists them"

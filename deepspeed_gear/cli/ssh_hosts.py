@@ -54,6 +54,8 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
             raise ConfigError(where, "must be 'HOST slots=NUMBER'", line, "correct it")
         if match[1] in hosts:
             raise ConfigError(where, "must name a host once", match[1], "add up its slots in one line")
+        if int(match[2]) == 0:  # DeepSpeed starts no rank there, and may wait for that host as the first one
+            raise ConfigError(where, "must have at least one slot", line, "remove the line")
         hosts[match[1]] = int(match[2])
     if not hosts:
         raise ConfigError(str(path), "must name a host", None, "add a line 'HOST slots=NUMBER'")

@@ -76,6 +76,7 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
     def write(save_id: str) -> dict[str, dict[str, str]]:
         written = {}
         for name, table in tables.items() if _leads(plan) else ():
+            save_folders.check_shared(folder, save_id)
             part = save_folders.partial_of(folder, name) / f"shard-{plan.topology.place.data_rank}"
             part.mkdir()
             torch.save(table.copied(saved_names(plan, name, table)), part / CONTENT)

@@ -25,7 +25,8 @@ SETUP_TIMEOUT_S = 900.0  # building the op, loading a data set
 EXIT_PAUSE_S = 0.1
 _LISTEN_S = 0.1  # between two looks for lost ranks
 # A rank may send its part of a collective and end: if the collective is not over after so long, it never is.
-LOST_S = 5.0  # and longest time until it is known which loss has broken a connection
+LOST_S = 5.0
+VERDICT_S = 12.0  # longest time until it is known which loss has broken a connection
 
 
 class ControlPlane:
@@ -39,6 +40,7 @@ class ControlPlane:
         self._group: Any = None
         self._ranks: tuple[int, ...] = ()
         self._lost: Callable[[], GearError | None] | None = None
+        self._note_broken: Callable[[], None] | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
@@ -53,9 +55,13 @@ class ControlPlane:
         if self.world_size > 1:
             self._group = lane(self._ranks, "control", max(timeout_s, SETUP_TIMEOUT_S))
 
-    def watch(self, lost: Callable[[], GearError | None]) -> None:
-        """Look for lost ranks while this one waits for others, until `close`; `lost` returns their error."""
-        self._lost = lost
+    def watch(
+        self, lost: Callable[[], GearError | None], note_broken: Callable[[], None] | None = None
+    ) -> None:
+        """Look for lost ranks while this one waits for others, until `close`: `lost` returns their error, and
+        `note_broken` is called where a connection has broken.
+        """
+        self._lost, self._note_broken = lost, note_broken
 
     def run(self, start: Callable[[], Any]) -> None:
         """Run the gloo collective that `start` begins; raise PeerError, with its name, if a rank is lost."""
@@ -80,7 +86,9 @@ class ControlPlane:
 
     def _failure(self, error: RuntimeError) -> GearError:
         """Return the error of a collective that has failed: that of a lost rank, if it is known in time."""
-        if self._lost is not None and (found := wait_until(self._lost, LOST_S, _LISTEN_S / 2)) is not None:
+        if self._note_broken is not None:
+            self._note_broken()
+        if self._lost is not None and (found := wait_until(self._lost, VERDICT_S, _LISTEN_S / 2)) is not None:
             return found
         text, remedy = str(error).splitlines()[0], "look for the first error in the other ranks' logs"
         return PeerError("a rank", "must answer", text, remedy)
@@ -149,7 +157,7 @@ class ControlPlane:
 
     def close(self) -> None:
         """Drop the process group; the next ControlPlane over the same ranks uses it again."""
-        self._group = self._lost = None
+        self._group = self._lost = self._note_broken = None
 
 
 # A group that is made again over the same ranks can find the addresses of the one before it in the

@@ -147,6 +147,35 @@ def is_under_way(engine: Any) -> bool:
     return engine.global_steps > 0 or engine.loaded_checkpoint_mp_world_size is not None
 
 
+COMMITTING = "_commit_decoupled_checkpoint"  # of an engine: waits for the files of its latest checkpoint
+
+
+def writes_in_background(engine: Any) -> bool:
+    """Return whether the files of a checkpoint are complete after `COMMITTING`, not after the save."""
+    writer = getattr(engine, "checkpoint_engine", None)
+    return hasattr(type(engine), COMMITTING) and writer is not None and bool(writer.is_decoupled())
+
+
+def own_files(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> list[Path]:
+    """Return the files of a checkpoint that this rank reads, if it is of as many replicas as the engine; []
+    where it is not, or where that is not known.
+    """
+    files = model_states(load_dir / tag)
+    if not files:
+        return []
+    try:
+        # Weights stay in the file; it is trusted, as by DeepSpeed.
+        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)["dp_world_size"]
+    except Exception:  # of a torn file, which DeepSpeed raises when it reads it
+        return []
+    if saved != engine.seq_dp_world_size:
+        return []
+    found = [engine._get_ckpt_name(str(load_dir), tag)]
+    if engine.zero_optimization() and not only_weights and not engine.zero_nvme_offload_optimizer():
+        found.append(engine._get_zero_ckpt_name(str(load_dir), tag))
+    return [Path(path) for path in found]
+
+
 def model_states(folder: Path) -> list[Path]:
     """List the files in the folder of a checkpoint's tag that hold client states."""
     patterns = "mp_rank_*_model_states.pt", "zero_pp_rank_*_mp_rank_*_model_states.pt"

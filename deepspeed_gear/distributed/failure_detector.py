@@ -29,6 +29,7 @@ from deepspeed_gear.timeouts import wait_until
 MOST_BEAT_S = 1.0
 SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
 SOME_NODE = "another node"  # name in the error of a failure whose node is not known
+BROKEN_S = 5.0  # longest silence of a node where a connection has broken, which must have a cause
 STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
 EXIT_STATUS = 114
 _FIRST = 0  # the node of rank 0, which has the rendezvous store
@@ -41,6 +42,7 @@ class RankWord:
     HEARTBEAT: Final = 0
     ENDED: Final = 1
     BATCHES: Final = 2  # batch barriers that it has passed, plus 1
+    BROKEN: Final = 3  # whether one of its connections to another rank has broken
     NUM_WORDS: Final = 8
     NUM_TEXT_BYTES: Final = 2048
 
@@ -124,6 +126,12 @@ class FailureDetector:
         )
         self.check()
 
+    def note_broken(self) -> None:
+        """Record that a connection of this rank broke: a node that is silent for `BROKEN_S` is lost then.
+        It may have lost the rank that sends its heartbeats.
+        """
+        self._words[self._peer, RankWord.BROKEN] = 1
+
     def part(self) -> None:
         """Do not end this rank any more, however long its end takes: its waits have a limit."""
         self._ends_itself = True
@@ -153,7 +161,10 @@ class FailureDetector:
         """Log the lost rank after an error that ends this one; if none is lost, report this error."""
         if self._stop.is_set() or self._ends_itself:
             return
-        patience = self._timeout_s + SPREAD_BEATS * self._beat_s if _is_of_transport(error) else 0.0
+        patience = 0.0
+        if _is_of_transport(error):
+            self.note_broken()
+            patience = self._timeout_s + SPREAD_BEATS * self._beat_s
         wait_until(self._has_failure, patience, self._beat_s / 4)
         self._ends_itself = True
         if self._has_failure():
@@ -166,11 +177,13 @@ class FailureDetector:
     def note(self, failure: LostNodeError) -> bool:
         """Record an exchange's failure unless a more exact one comes first; False: none, a node has ended."""
         is_some = failure.name == SOME_NODE
+        self.note_broken()
         patience = SPREAD_BEATS * self._beat_s + (self._timeout_s if is_some else 0)
         wait_until(lambda: self._has_failure() or self._stop.is_set(), patience, self._beat_s / 8)
         if self._has_failure():
             return True
         if any(is_some or failure.name == self._topology.describe(node) for node in list(self._ended)):
+            self._words[self._peer, RankWord.BROKEN] = 0
             return False
         self._report(f"{failure.name}, which does not answer,")
         self._failure = failure
@@ -270,15 +283,19 @@ class FailureDetector:
                 return f"{self._describe(rank, node)}, {_ended_early(passed, num_barriers)}"
         if self._is_disconnected and _FIRST in self._ended:
             return ""
+        is_broken = bool(self._words[:, RankWord.BROKEN].any())
+        longest = min(self._timeout_s, BROKEN_S) if is_broken else self._timeout_s
         silent = now - self._answered
-        if silent > self._timeout_s:
+        if silent > longest:
             first, here = (self._topology.describe(node) for node in (_FIRST, self._topology.node))
             what = "the rendezvous store, which"
             if self._topology.node != _FIRST:
                 what = f"{first}, whose rendezvous store"
             return f"{what} {here} cannot reach for {silent:.0f} s,"
-        for node, (_, since) in list(self._beats.items()):
-            if node not in self._ended and now - since > self._timeout_s:
+        beats = [(since, node) for node, (_, since) in list(self._beats.items()) if node not in self._ended]
+        if beats:
+            since, node = min(beats)  # others may have ended because of it
+            if now - since > longest:
                 return f"{self._topology.describe(node)}, whose last heartbeat is {now - since:.0f} s old,"
         return ""
 

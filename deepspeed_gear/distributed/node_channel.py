@@ -230,7 +230,8 @@ class NodeChannel:
         text = str(error).splitlines()[0]
         node = 1 - self.index if node is None and self.count == 2 else node
         name = SOME_NODE if node is None else self.name(node)
-        rule = f"must answer within {self.timeout_s} s"
+        is_late = any(word in text.lower() for word in ("timed out", "timeout"))
+        rule = f"must answer within {self.timeout_s:g} s" if is_late else "must stay connected"
         remedy = "look for the first error in the logs of its ranks, and at the network"
         self._broken = LostNodeError(name, rule, text, remedy)
         self._broken.__cause__ = error

@@ -17,13 +17,14 @@ import deepspeed
 import torch.distributed as dist
 from deepspeed.utils import logger
 
+from deepspeed_gear.arguments import folder as folder_argument
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.engine import engine_checkpoint, packed_steps
+from deepspeed_gear.engine import engine_checkpoint, packed_steps, whole_tags
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError, undo_on_error
 from deepspeed_gear.ops import stale_locks
@@ -118,9 +119,9 @@ def attach(
         attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
     if isinstance(replay, Replay) and replay.config.pack is not None:
         packed_steps.attach_packed(engine, replay, owns)
+    _carry_state(engine, replay, owns)
     if owns:
         _log_sizes(engine, replay)
-        _carry_state(engine, replay)
         _report_steps(engine, replay)
 
         def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -289,30 +290,54 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
             LOG.info("gear: %s", note)
 
 
-def _carry_state(engine: Any, replay: ReplayBase) -> None:
+def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
+    """Make an engine's checkpoints hold the replay that it `owns`, and `latest` name whole ones only."""
+    saves, loads = inspect.signature(engine.save_checkpoint), inspect.signature(engine.load_checkpoint)
+    late = list[tuple[Path, str, bool]]()  # the checkpoint that an engine still writes in the background
 
-    def save_checkpoint(
-        original: Callable[..., Any],
-        save_dir: Any,
-        tag: Any = None,
-        client_state: Any = None,
-        *rest: Any,
-        **options: Any,
-    ) -> Any:
-        tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-        # Complete on every rank before DeepSpeed moves `latest`.
-        kept = engine_checkpoint.save(replay, Path(save_dir) / tag)
-        state = {**(client_state or {}), engine_checkpoint.CLIENT_STATE: kept}
-        return original(save_dir, tag, state, *rest, **options)
+    def finish(save_dir: Path, tag: str, save_latest: bool) -> None:
+        whole_tags.finish(replay.exchange, save_dir, tag, replay.is_node_leader, save_latest)
 
-    signature = inspect.signature(engine.load_checkpoint)
+    def save_checkpoint(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        call = saves.bind(*arguments, **options)
+        call.apply_defaults()
+        given = call.arguments
+        save_dir = folder_argument("save_dir", given["save_dir"])
+        tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
+        whole_tags.begin(replay.exchange, save_dir / tag)
+        if owns:
+            kept = engine_checkpoint.save(replay, save_dir / tag)
+            given["client_state"] = {**(given["client_state"] or {}), engine_checkpoint.CLIENT_STATE: kept}
+        save_latest, given["save_latest"], given["tag"] = bool(given["save_latest"]), False, tag
+        result = original(*call.args, **call.kwargs)
+        if deepspeed_compat.writes_in_background(engine):
+            late[:] = [(save_dir, tag, save_latest)]
+        else:
+            finish(save_dir, tag, save_latest)
+        return result
+
+    def commit(original: Callable[..., Any]) -> None:
+        original()
+        while late:
+            finish(*late.pop())
 
     def load_checkpoint(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        call = loads.bind(*arguments, **options)
+        call.apply_defaults()
+        given = call.arguments
+        load_dir, only_module = folder_argument("load_dir", given["load_dir"]), given["load_module_only"]
+        if not engine.load_universal_checkpoint():
+            # ZeRO 3 takes the weights from the files of the optimizer, where it loads no states of it.
+            only_weights = engine.zero_optimization_stage() < 3 and (
+                only_module or not given["load_optimizer_states"]
+            )
+            tag = None if given["tag"] is None else str(given["tag"])
+            whole_tags.check(replay.exchange, load_dir, tag, replay.is_node_leader, only_weights, engine)
         path, client_state = original(*arguments, **options)
-        if path is None:
+        if path is None or not owns:
             return path, client_state
         state = client_state.pop(engine_checkpoint.CLIENT_STATE, None)
-        if signature.bind(*arguments, **options).arguments.get("load_module_only"):
+        if only_module:
             return path, client_state
         if not engine_checkpoint.load(replay, Path(path).parent, state):
             logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
@@ -320,6 +345,8 @@ def _carry_state(engine: Any, replay: ReplayBase) -> None:
 
     deepspeed_compat.wrap(engine, "save_checkpoint", save_checkpoint)
     deepspeed_compat.wrap(engine, "load_checkpoint", load_checkpoint)
+    if deepspeed_compat.writes_in_background(engine):
+        deepspeed_compat.wrap(engine, deepspeed_compat.COMMITTING, commit)
 
 
 def _report_steps(engine: Any, replay: ReplayBase) -> None:

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from deepspeed_gear.checkpoint import whole_saves
 from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.engine import whole_tags
+from deepspeed_gear.engine.whole_tags import TABLES
 from deepspeed_gear.errors import CheckpointError, ConfigError
 from deepspeed_gear.replay.replay_base import ReplayBase
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
-TABLES = "gear"  # our folder in a tag's folder
 _POSITION, _FOLDER, _HAS_TABLES = "position", "folder", "has_tables"
 
 Checkpoint = str | Path | Literal[False] | None
@@ -37,28 +40,29 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     """Load the state that `save` has returned, and its tables; return whether there were any. Collective.
     `folder` is the tag's, also one that `ds_to_universal` has made; `saved` of the client state.
     """
-    with closing(ControlPlane()) as exchange:
-        holds = exchange.gather(saved is not None)
-        if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
-            rule = "must hold the part of a replay on all ranks or on none"
-            lacking = [rank for rank, has in enumerate(holds) if not has]
-            remedy = "take another checkpoint"
-            raise CheckpointError(f"client state of {folder}", rule, f"none on ranks {lacking}", remedy)
-        if saved is None:
-            return False
-        if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
-            rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
-            raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
-        # In the tag; beside it in the tag that it was converted from; where they were saved.
-        saved_in = Path(saved[_FOLDER])
-        places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
-        tables = next((place for place in places if place.is_dir()), None)
-        tables = exchange.broadcast(tables)  # of one rank, so that all load the same folder
+    exchange = replay.exchange
+    holds = exchange.gather(saved is not None)
+    if len(set(holds)) > 1:  # a save was ended between the model files of the ranks
+        rule = "must hold the part of a replay on all ranks or on none"
+        lacking = [rank for rank, has in enumerate(holds) if not has]
+        remedy = "take another checkpoint"
+        raise CheckpointError(f"client state of {folder}", rule, f"none on ranks {lacking}", remedy)
+    if saved is None:
+        return False
+    if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
+        rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
+        raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
+    # In the tag; beside it in the tag that it was converted from; where they were saved.
+    saved_in = Path(saved[_FOLDER])
+    places = [folder / TABLES, folder.parent / saved_in.name / TABLES, saved_in / TABLES]
+    tables = next((place for place in places if place.is_dir()), None)
+    tables = exchange.broadcast(tables)  # of one rank, so that all load the same folder
     if tables is None and saved[_HAS_TABLES]:
         rule = f"must hold the replay's tables, which were saved in {places[2]} and are not there any more"
         remedy = f"copy them from where that tag lies now: cp -r .../{saved_in.name}/{TABLES} {places[0]}"
         raise CheckpointError(str(places[0]), rule, None, remedy)
-    replay.load(tables or places[0], saved[_POSITION])
+    read = partial(replay.load_folder, tables or places[0], saved[_POSITION])
+    whole_saves.name_others(exchange, read, partial(whole_tags.others_in, folder.parent))
     return True
 
 
@@ -104,6 +108,7 @@ def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
             folder = given / name.read_text().strip()
     files = deepspeed_compat.model_states(folder)
     if not files:
+        remedy += f"; {whole_tags.others_in(folder.parent)}"
         raise CheckpointError(str(folder), "must hold *_model_states.pt of DeepSpeed", None, remedy)
     other = "take another checkpoint"
     with CheckpointError.on(str(files[0]), "must be readable", Exception, remedy=other):

@@ -32,7 +32,7 @@ from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
 from deepspeed_gear.store.memory_limits import read_file, tightest
 from deepspeed_gear.store.records import Peer
-from deepspeed_gear.store.shared_memory import is_held, is_kept, opened, remove_garbage
+from deepspeed_gear.store.shared_memory import clean_command, is_held, is_kept, opened, remove_garbage
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
@@ -69,7 +69,8 @@ class ReplayParts:
                 self.barrier = _barrier(plan, first, turns, self.detector)
             #: Its check raises if a rank of any node is lost.
             self.context = self._context(self.detector)
-            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector))
+            note_broken = None if self.detector is None else self.detector.note_broken
+            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
             goals = config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
             relabelling = agree("the fields", lambda: HindsightRelabelling(*goals))
             selectors = self.exchange.selectors(states, relabelling.draw, self.detector)
@@ -164,7 +165,8 @@ def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, 
     of_ranks = plan.exchange.collect("the kept store", lambda: _kept(plan, named))
     kept, known = of_ranks[plan.exchange.rank], sorted({run.id for run in of_ranks if run is not None})
     if len(known) > 1:
-        rule, remedy = "must be of one run on all nodes", "use `gear clean --kept` on each"
+        rule = "must be of one run on all nodes"
+        remedy = f"use {clean_command(memory.prefix)} on each, or once with --hostfile"
         raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
     run_id, new, named = plan.exchange.broadcast(((known or [new])[0], new, named))
     if topology.leads_node:

@@ -15,10 +15,11 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.checkpoint import save_folders
+from deepspeed_gear.checkpoint import save_folders, whole_saves
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.device.device_loader import DeviceEvaluation
+from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
 from deepspeed_gear.public_names import PublicNames
@@ -40,7 +41,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     process uses a replay.
     """
 
-    _internal = frozenset({"close_with", "metrics", "observe_steps"})
+    _internal = frozenset({"close_with", "exchange", "load_folder", "metrics", "observe_steps"})
 
     def __init__(self, plan: Resolved, device: torch.device, engine_dtype: torch.dtype) -> None:
         self.config, self.batch_info, self.device = plan.config, plan.info, device
@@ -75,6 +76,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         if not isinstance(name, str) or name not in known:
             raise ConfigError("table", f"must be one of {', '.join(known)}", name)
         return name
+
+    @property
+    def exchange(self) -> ControlPlane:
+        """The control plane of all ranks, whose waits end when one is lost; once closed, a plain one."""
+        return ControlPlane() if self._closed else self._plan.exchange
 
     @property
     def num_replicas(self) -> int:
@@ -252,12 +258,17 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             StoreFullError: A table is too small; nothing has changed.
         """
         self._check_open()
-        at = os.path.realpath(arguments.folder("folder", folder))
+        at = Path(os.path.realpath(arguments.folder("folder", folder)))
         if state is not None:
             arguments.mapping("state", state, "pass a state from save")
-        loaded = self._load_newest(Path(at)) if state is None else self._load(state, Path(at))
+        load = partial(self.load_folder, at, state)
+        whole_saves.name_others(self._plan.exchange, load, partial(whole_saves.others_in, at))
+
+    def load_folder(self, folder: Path, state: Mapping[str, Any] | None) -> None:
+        """Load a folder's save, as `load`, whose error does not name what can be loaded instead."""
+        loaded = self._load_newest(folder) if state is None else self._load(state, folder)
         if loaded is not None:
-            self._last_saves[at] = loaded
+            self._last_saves[str(folder)] = loaded
 
     def _load_newest(self, folder: Path) -> Mapping[str, Any] | None:
         """Load the newest save, and the next one where it was replaced before it was read. Collective."""

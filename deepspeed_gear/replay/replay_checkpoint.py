@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_gear.checkpoint import position, save_folders, table_files
 from deepspeed_gear.checkpoint.save_folders import State
+from deepspeed_gear.checkpoint.segment_links import SegmentLinks, Written
 from deepspeed_gear.checkpoint.table_files import TableLoader
 from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
 from deepspeed_gear.errors import CheckpointError
@@ -29,6 +30,7 @@ class ReplayCheckpoint:
     def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader, passes: Evaluation) -> None:
         self._parts, self._loader, self._passes = parts, loader, passes
         self._latest: tuple[Path, State] | None = None  # the save made last, in any folder
+        self._written: dict[str, Written] = {}  # that save's segments of this process's tables
 
     def state(self, save: State | None = None, columns: dict[str, str] | None = None) -> dict[str, Any]:
         """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and manifests,
@@ -58,6 +60,7 @@ class ReplayCheckpoint:
         if spread:
             self._pause()
         tables, columns = self._changing(), None
+        recorded: dict[str, Written] = {}
 
         def write(save_id: str) -> dict[str, dict[str, str]]:
             nonlocal columns
@@ -67,13 +70,19 @@ class ReplayCheckpoint:
             for name, table in tables.items():
                 streams = list(parts.streams.get(name, {}).values())
                 if plan.leads_first_shard or (plan.leads_shard and name in spread):
+                    save_folders.check_shared(folder, save_id)
                     part, before = save_folders.partial_of(folder, name), None
                     if self._latest is not None:
                         at, latest = self._latest
                         with contextlib.suppress(CheckpointError):  # it was removed
                             before = save_folders.find(at, name, latest["save"])
+                    if before is not None:
+                        before = table_files.folder_of(table, before)
+                    links = SegmentLinks(before, self._written.get(name, {}))
+                    links.check()
                     with table.lock:
-                        written[name] = table_files.save_table(table, streams, part, used, save_id, before)
+                        written[name] = table_files.save_table(table, streams, part, used, save_id, links)
+                    recorded[name] = links.written
             return written
 
         def state(save: State) -> dict[str, Any]:
@@ -81,7 +90,7 @@ class ReplayCheckpoint:
 
         names, is_first = list(tables), plan.leads_first_shard
         made = save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
-        self._latest = folder, made
+        self._latest, self._written = (folder, made), recorded
         return made
 
     def load(self, state: State, folder: Path | None) -> None:

@@ -137,7 +137,7 @@ def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
         raise StoreError(path, f"must have {total} bytes", num_bytes, "it is truncated")
     text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
     if hashlib.sha256(text).hexdigest().encode() != bytes(header["layout_digest"]):
-        raise StoreError(path, "must have an undamaged layout", None, "remove it with `gear clean`")
+        raise StoreError(path, "must have an undamaged layout", None, f"remove it: rm {path}")
     layout = Layout.parse(text.decode())
     if layout.total_bytes != num_bytes:
         raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)

@@ -17,6 +17,7 @@ import glob
 import mmap
 import os
 import re
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from deepspeed_gear.store.reaper import FLOCK, WHOLE, Start, unlink_same
 from deepspeed_gear.timeouts import wait_until
 
 SHM = Path("/dev/shm")
+DEFAULT_PREFIX = "gear"  # of the names there
 MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error instead of a SIGBUS
 _NO_PEER = 1 << 40  # byte of no process: its holder has locked the whole file, to remove it
 _REMOVAL_S = 1.0  # longest wait for another process to end a removal, which takes it two calls
@@ -65,6 +67,12 @@ def file_path(name: str) -> Path:
 
 class PeerTakenError(StoreError):
     """Another process has this index."""
+
+
+def clean_command(prefix: str, kept: bool = True) -> str:
+    """Return the command that removes the stores of a prefix, for the remedy of an error."""
+    named = [] if prefix == DEFAULT_PREFIX else ["--prefix", shlex.quote(prefix)]
+    return f"`{' '.join(['gear clean', *['--kept'] * kept, *named])}`"
 
 
 class SharedMemory:
@@ -154,9 +162,10 @@ class SharedMemory:
                     _refuse_no_descriptor(path, error)
                     LOG.warning(
                         "%s: no reaper can be started (%s). If all processes of the run are killed, this "
-                        "memory stays until the next run of its user begins here; `gear clean` removes it",
+                        "memory stays until the next run of its user begins here; %s removes it",
                         path,
                         error,
+                        clean_command(re.split(r"-(?:board\.)?[0-9a-f]{32}", name)[0], kept=False),
                     )
             # With a descriptor, ignored for absolute paths, Python calls linkat, which follows the link.
             os.link(f"/proc/self/fd/{self.fd}", path, src_dir_fd=self.fd, follow_symlinks=True)

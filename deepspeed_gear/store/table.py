@@ -29,7 +29,7 @@ from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt
 from deepspeed_gear.store.retention import RateLimiter
 from deepspeed_gear.store.row_allocator import RowAllocator, committed_at, look_up
-from deepspeed_gear.store.shared_memory import SharedMemory, is_held
+from deepspeed_gear.store.shared_memory import SharedMemory, clean_command, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
 from deepspeed_gear.store.table_spec import RETURN_TO_GO, TableSpec, table_layout
 
@@ -169,7 +169,8 @@ class Table:
                 raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
             if layout.digest != expected.digest:
                 differing = differences(expected.meaning, layout.meaning, "store") or [layout.description]
-                rule, remedy = "must have the layout that this process expects", "use `gear clean --kept`"
+                rule = "must have the layout that this process expects"
+                remedy = f"use {clean_command(name.removesuffix(f'-{run_id}-{spec.name}'))}"
                 raise ConfigError(str(memory.path), rule, "; ".join(differing), remedy)
             table = cls(spec, memory, layout, ops, timeout_s)
             table.claim_peer(peer)

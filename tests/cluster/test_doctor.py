@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 from cluster_support import Cluster
-from gear_support import lengths_of, write_dataset
+from gear_support import lengths_of, prefix, write_dataset
+
+from deepspeed_gear.store.memory_layout import MAGIC
 
 GEAR = (sys.executable, "-m", "deepspeed_gear.cli.main", "doctor")
 
@@ -24,6 +26,18 @@ def test_two_nodes_and_their_network(cluster: Cluster, tmp_path: Path) -> None:
     assert [facts["address"] for facts in found["hosts"].values()] == ["10.77.0.1", "10.77.0.2"]
     assert [facts["data"]["num_trajectories"] for facts in found["hosts"].values()] == [12, 12]
     assert found["problems"] == []
+
+
+def test_clean_removes_stores_of_all_nodes(cluster: Cluster) -> None:
+    left = [cluster.shm(node) / f"{prefix()}-left" for node in range(2)]
+    for path in left:
+        path.write_bytes(MAGIC + bytes(4096))
+    command = (*GEAR[:-1], "clean", "--prefix", prefix(), "--hostfile", str(cluster.hostfile(2)))
+    done = cluster.call(0, *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for node in range(2):
+        assert f"node{node}: removed /dev/shm/{prefix()}-left" in done.stdout
+    assert not any(path.exists() for path in left)
 
 
 def test_what_is_wrong_on_one_node_is_named(cluster: Cluster, tmp_path: Path) -> None:

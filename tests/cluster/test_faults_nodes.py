@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +15,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster_support import Cluster, NodeRanks
-from gear_support import config_of, lengths_of, prefix, shared_files, wait_until, write_dataset
+from gear_support import (
+    SCHEMA,
+    config_of,
+    lengths_of,
+    prefix,
+    shared_files,
+    trajectory,
+    wait_until,
+    write_dataset,
+)
 from process_support import CALL, write_call
 from simulator_support import hold_names
 
 from deepspeed_gear import GearError, Replay
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.checkpoint import table_files
 from deepspeed_gear.replay import BatchInfo
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
@@ -248,6 +259,21 @@ def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tm
     launch.kill()
 
 
+@pytest.mark.parametrize("where", ["save", "load"])
+def test_a_rank_that_is_killed_in_a_save_or_a_load_is_named(
+    where: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """It is the one that sends the heartbeats of its node; by the timeout that is found after 10 minutes."""
+    ranks = NodeRanks(
+        cluster, CALL, write_call(tmp_path, checkpointed, tmp_path, where), nodes=NODES, ranks=RANKS
+    )
+    results = ranks.wait(240.0)
+    for rank in (0, 1, 3):
+        text = (tmp_path / f"error-{rank}").read_text()
+        assert re.search(r"rank 2 \(|node 1 \(node1\)", text), (text, results[rank])
+        assert "must answer" not in text
+
+
 # ---- on each rank, without DeepSpeed -----------------------------------------------------------------
 
 
@@ -259,6 +285,33 @@ def refused(attempts: list[list[dict[str, Any]]]) -> list[str]:
             Replay(sections[dist.get_rank()], info=info)
         found.append(str(error.value))
     return found
+
+
+def checkpointed(folder: Path, where: str) -> None:
+    """Save on each node's own disk, which is refused, and where all share it; rank 2 dies in that or in the
+    load. The others write their error into FOLDER/error-RANK.
+    """
+    rank = dist.get_rank()
+    table = {"capacity_steps": 500, "remove": "fifo"}
+    section = {"tables": {"main": table}, "fields": {"code": {}}, "shared_memory": {"prefix": prefix()}}
+    replay = Replay(section, schemas={"main": SCHEMA}, info=BatchInfo(4, 1, dist.get_world_size()))
+    replay.add(trajectory(rank, 5))
+    with pytest.raises(GearError, match="must be one folder that all nodes share"):
+        replay.save(f"/dev/shm/{prefix()}-save")
+    shutil.rmtree(f"/dev/shm/{prefix()}-save", ignore_errors=True)
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if where == "load":
+        replay.save(folder / "save")
+    if rank == 2:
+        setattr(table_files, {"save": "save_table", "load": "read_table"}[where], die)
+    try:
+        replay.save(folder / "save") if where == "save" else replay.load(folder / "save")
+    except GearError as error:
+        (folder / f"error-{rank}").write_text(str(error))
+    os._exit(0)
 
 
 def observations(replay: Replay, packs: bool) -> Iterator[torch.Tensor]:

@@ -38,6 +38,10 @@ def ranks_left(cluster: Cluster) -> list[int]:
     [
         ("node0 slots=2\nnode1\n", "line 2 must be 'HOST slots=NUMBER', got 'node1'"),
         ("# nobody\n\n", "must name a host"),
+        (
+            "node1 slots=08\nnode0 slots=0\n",
+            "line 2 must have at least one slot, got 'node0 slots=0'; remove",
+        ),
         ("node0 slots=1\nnode0 slots=1\n", "line 2 must name a host once, got node0 again"),
     ],
 )

@@ -226,12 +226,13 @@ def ingest(
     """
     for name in options.keys() - Options.__annotations__.keys():
         raise TypeError(f"ingest() got an unexpected keyword argument '{name}'")
-    if not sources:
+    dest = arguments.folder("dest", dest)
+    if not sources and not isinstance(sources, str):
         raise DataError("sources", "must name at least one file or folder")
     sources = [sources] if isinstance(sources, (str, os.PathLike, Reader)) else sources
     if (columns is not None or format != "auto") and any(isinstance(one, Reader) for one in sources):
         raise ConfigError("columns and format", "must be given to open_source, which has opened a source")
-    check_destination(Path(dest), overwrite or append)
+    check_destination(dest, overwrite or append)
     known = Dataset.open(dest) if append else None
     with ExitStack() as stack:
         opened = (s if isinstance(s, Reader) else open_source(s, format, columns) for s in sources)

@@ -1,10 +1,12 @@
 """Kills processes that save over one checkpoint, load it, and go on: what a state names must always load.
 
-    python tests/crash/programs/save_kills.py replay --folder DIR --kills 400
+    python tests/crash/programs/save_kills.py replay --folder DIR --kills 400 [--flips]
     python tests/crash/programs/save_kills.py engine --folder DIR --kills 200 [--world 2 --ranks 0,1]
 
 `replay`: one process, `Replay.save`. The state that each save returns is kept in a file of its own; both that
-and the folder's own position must load after each kill. `engine`: ranks that train and call
+and the folder's own position must load after each kill. With `--flips` a bit of a random file of the saves on
+the disk changes before most saves, and not its time: a save that was published later must load; one that has
+the damage is refused, and loads once the bit is as it was. `engine`: ranks that train and call
 `engine.save_checkpoint` over one tag; the next ranks load it. Where DeepSpeed's own file of the tag is torn
 nothing can be loaded, and they begin anew. Over nodes this runs once on each of them, with its ranks; the one
 with rank 0 decides when to kill. All forks share the imports of this process. Prints a line of JSON; exits
@@ -33,7 +35,8 @@ from gear_support import SCHEMA, SHM, prefix, trajectory, wait_until
 from process_support import end_with, exit_status, free_port, in_child, kill
 
 import deepspeed_gear
-from deepspeed_gear import Replay
+from deepspeed_gear import CheckpointError, Replay
+from deepspeed_gear.checkpoint import save_folders, table_files
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
 
@@ -71,13 +74,13 @@ def write(path: Path, content: Any) -> None:
 class Moments:
     """Moments for kills: in the load or in one of the saves behind it, however fast the machine is."""
 
-    def __init__(self, seed: int) -> None:
-        self._chance, self._pace_s = random.Random(seed), 0.1
+    def __init__(self, seed: int, most_saves: int = 2) -> None:
+        self._chance, self._pace_s, self._most_saves = random.Random(seed), 0.1, most_saves
 
     def wait(self, ready: Path, ended: Callable[[], Any]) -> None:
         """Wait for the next moment or the end; `ready` is made before the load and grows with each save."""
         wait_until(lambda: ready.exists() or ended(), "a launch", 300.0)
-        start, saves = time.monotonic(), self._chance.choice((0, 1, 2))
+        start, saves = time.monotonic(), self._chance.randint(0, self._most_saves)
         wait_until(lambda: ended() or ready.stat().st_size >= saves, "saves", 300.0)
         if saves:
             self._pace_s = (time.monotonic() - start) / saves
@@ -111,7 +114,51 @@ def made() -> Replay:
     return Replay(config, schemas={"main": SCHEMA})
 
 
-def save_for_ever(folder: Path, ready: Path) -> None:
+class Flips:
+    """Bits of the files of rows that change on the disk, each recorded before it does, and changed back."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._record = folder, folder.with_name("flip.json")
+
+    def make(self, random_: np.random.Generator) -> None:
+        """Change a bit of a random file of the folder's saves, or of none; the earlier one stays."""
+        files = sorted(self._folder.glob("main*/rows-*.npy"))
+        if not files or random_.random() < 0.3:
+            return
+        path = files[int(random_.integers(len(files)))]
+        content = path.read_bytes()
+        at = int(random_.integers(len(content)))
+        newest = save_folders.read_position(self._folder)["save"]["id"]
+        digest = hashlib.sha256(content).hexdigest()
+        flip = {"name": path.name, "digest": digest, "at": at, "byte": content[at], "newest": newest}
+        write(self._record, [*self.known(), flip])
+        self._put(path, at, content[at] ^ (1 << int(random_.integers(8))))
+        grow(self._folder.with_name("flips"))
+
+    def known(self) -> list[dict[str, Any]]:
+        """Return the bits that were changed and not changed back."""
+        return json.loads(self._record.read_text()) if self._record.exists() else []
+
+    def heal(self) -> None:
+        """Change all bits back, where their files still exist."""
+        for flip in reversed(self.known()):
+            for path in self._folder.glob(f"main*/{flip['name']}"):
+                content = bytearray(path.read_bytes())
+                content[flip["at"] : flip["at"] + 1] = [flip["byte"]]
+                if hashlib.sha256(content).hexdigest() == flip["digest"]:  # else it is a file of another save
+                    self._put(path, flip["at"], flip["byte"])
+        self._record.unlink(missing_ok=True)
+
+    @staticmethod
+    def _put(path: Path, at: int, byte: int) -> None:
+        status = path.stat()
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([byte]))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def save_for_ever(folder: Path, ready: Path, flips: Flips | None) -> None:
     """Continue from the state that was kept, then save again and again."""
     random_ = np.random.default_rng(os.getpid())
     with made() as replay:
@@ -120,9 +167,11 @@ def save_for_ever(folder: Path, ready: Path) -> None:
         if kept.exists():
             replay.load(folder, json.loads(kept.read_text())["state"])
         else:
-            for _ in range(6):
+            for _ in range(6 if flips is None else 100):
                 add(replay, random_)
         while True:
+            if flips is not None:
+                flips.make(random_)
             replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.trajectory_id)) + 0.1)
             for _ in range(2):
                 add(replay, random_)
@@ -132,11 +181,27 @@ def save_for_ever(folder: Path, ready: Path) -> None:
             grow(ready)
 
 
-def check_both(folder: Path) -> None:
+def check_flipped(folder: Path, flips: Flips) -> None:
+    """Load the newest save: it is refused only where a bit has changed since; then change all bits back."""
+    newest = save_folders.read_position(folder)["save"]["id"]
+    with made() as replay:
+        try:
+            replay.load(folder)
+        except CheckpointError as error:
+            is_later = newest not in [flip["newest"] for flip in flips.known()]
+            if is_later or "must be as it was saved" not in str(error):
+                raise
+            grow(folder.with_name("refused"))
+    flips.heal()
+
+
+def check_both(folder: Path, flips: Flips | None) -> None:
     """Load by the kept state, and without one."""
     kept, following = folder.with_name("kept.json"), folder.with_name("next.json")
     if not kept.exists():
         return
+    if flips is not None:
+        check_flipped(folder, flips)
     known = json.loads(kept.read_text())
     with made() as replay:
         replay.load(folder, known["state"])
@@ -149,18 +214,24 @@ def check_both(folder: Path) -> None:
 
 def kill_replays(options: argparse.Namespace) -> dict[str, int]:
     """Kill processes that save; count what cannot be loaded."""
-    folder, moments, lost = options.folder / "saved", Moments(options.seed), 0
+    folder, lost = options.folder / "saved", 0
+    moments = Moments(options.seed, most_saves=6 if options.flips else 2)
+    flips = Flips(folder) if options.flips else None
+    if flips is not None:
+        table_files._LEAST_SEGMENT_BYTES = 0  # many segments, so that a save links most of them
+    counted = [options.folder / name for name in ("flips", "refused")]
     import_all()
     for number in range(options.kills):
         ready = options.folder / f"ready-{number}"
-        child = in_child(lambda ready=ready: save_for_ever(folder, ready))
+        child = in_child(lambda ready=ready: save_for_ever(folder, ready, flips))
         moments.wait(
             ready, lambda child=child: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         )
         kill(child)
-        lost += exit_status(in_child(lambda: check_both(folder))) != 0
+        lost += exit_status(in_child(lambda: check_both(folder, flips))) != 0
     names = sorted(path.name for path in folder.iterdir())
-    return {"kills": options.kills, "lost": lost, "names": len(names)}
+    counts = {path.name: path.stat().st_size for path in counted if path.exists()}
+    return {"kills": options.kills, "lost": lost, "names": len(names), **counts}
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -282,6 +353,7 @@ def main() -> None:
     parser.add_argument("what", choices=["replay", "engine"])
     parser.add_argument("--folder", type=Path, required=True, help="empty; common to all nodes")
     parser.add_argument("--kills", type=int, default=400)
+    parser.add_argument("--flips", action="store_true", help="change bits of saves on the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--ranks", type=lambda text: [int(rank) for rank in text.split(",")], default=[0, 1])

@@ -5,6 +5,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from gear_support import prefix
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Replay, Schema
+from deepspeed_gear.data.export import export
+from deepspeed_gear.data.ingest import ingest, open_source
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, GearError
 from deepspeed_gear.replay.normalizer import Normalizer
 from deepspeed_gear.store import writer_options
@@ -131,8 +134,16 @@ def test_data_sets(tmp_path: Path) -> None:
         Dataset.open(folder)
 
 
-def test_paths_with_nul() -> None:
+@pytest.mark.parametrize(("path", "rule"), [("a\0b", "without NUL"), ("", "must not be empty")])
+def test_paths_that_name_nothing(
+    path: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     with Replay({**SECTION, "shared_memory": {"prefix": prefix()}}) as replay:
-        for action in (replay.save, replay.load, Dataset.open, Normalizer.load):
-            with pytest.raises(ConfigError, match="must be a path without NUL characters"):
-                action("a\0b")
+        writer = partial(DatasetWriter, schema=replay.tables["main"].spec.schema)
+        saved = replay.save, replay.load, replay.normalizer.save, Normalizer.load
+        made = partial(export, [], writer.keywords["schema"], format="npz"), partial(ingest, "source")
+        for action in (*saved, *made, writer, Dataset.open, open_source):
+            with pytest.raises(ConfigError, match=rule):
+                action(path)
+    assert not list(tmp_path.iterdir())

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from thread_ranks import ThreadPlane, on_ranks
 
 from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.errors import CheckpointError, PeerError
 
 PARTS = {"one": [""], "two": ["shard-0", "shard-1"]}
 CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir"}
@@ -231,6 +232,34 @@ def test_a_position_is_checked(folder: Path) -> None:
         path.write_text(json.dumps(written))
         with pytest.raises(CheckpointError, match=rf"position\.json {rule}"):
             save_folders.read_position(folder)
+
+
+def test_a_folder_that_nodes_do_not_share_is_named(folder: Path) -> None:
+    """Rank 1, on another node, sees a folder of the same name, which may hold a save of its own."""
+    own = folder.with_name("own") / folder.name
+    shutil.copytree(folder.parent, own.parent)
+    save(own, None)
+
+    def write_on(plane: ThreadPlane) -> None:
+        here = (folder, own)[plane.rank]
+
+        def write(save_id: str) -> dict[str, dict[str, str]]:
+            save_folders.check_shared(here, save_id)
+            return {}
+
+        save_folders.write_save(
+            plane, here, ["one"], None, plane.rank == 0, write, lambda save: {"save": save}
+        )
+
+    first, second = on_ranks(2, write_on)
+    assert isinstance(first, PeerError)
+    assert isinstance(second, CheckpointError)
+    for error in (first, second):
+        assert "must be one folder that all nodes share" in str(error)
+        assert "save to a file system that all nodes share" in str(error)
+        assert "free space" not in str(error)
+    with pytest.raises(CheckpointError, match=r"must be a folder that every rank can read; .* on host "):
+        save_folders.find(folder / "none", "one", {"id": "0", "tables": {"one": {}}})
 
 
 def test_a_folder_that_cannot_be_written_is_named(folder: Path) -> None:

@@ -2,6 +2,9 @@
 
 import errno
 import json
+import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -10,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.checkpoint import table_files
+from deepspeed_gear import CheckpointError, Column, Replay, Schema
+from deepspeed_gear.checkpoint import segment_links, table_files
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import SlotRetention
 
@@ -154,3 +157,107 @@ def test_every_change_is_saved(seed: int, tmp_path: Path) -> None:
                 assert_loads(tmp_path, state, stored(replay))
         growing.discard()
     assert linked > 50
+
+
+def flip(path: Path) -> None:
+    """Change the last bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+
+
+def flip_silently(path: Path) -> None:
+    """Change a bit as a disk does that fails: the time of modification stays."""
+    status = path.stat()
+    flip(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "flipped": flip,
+    "flipped silently": flip_silently,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "removed": Path.unlink,
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "other_folder"), [("flipped silently", True), *[(damage, False) for damage in DAMAGE]]
+)
+def test_a_damaged_file_is_written_anew(
+    damage: str, other_folder: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make() as replay:
+        for code in range(4):
+            replay.add(trajectory(code, 5))
+        before = replay.save(tmp_path)
+        path = min((tmp_path / "main").glob("rows-*.observation.npy"))
+        DAMAGE[damage](path)
+        with make() as other, pytest.raises(CheckpointError, match=path.name):
+            other.load(tmp_path, before)
+        folder = tmp_path / "other" if other_folder else tmp_path
+        with caplog.at_level(logging.WARNING):
+            after, held = replay.save(folder), stored(replay)
+        assert str(path) in caplog.text
+        assert num_linked(folder) == len(rows_in(folder / "main")) - 1, "only what is damaged is written anew"
+        assert_loads(folder, after, held)
+        caplog.clear()
+        again = replay.save(folder)
+        assert not caplog.records, "the file that was written anew is whole"
+        assert_loads(folder, again, held)
+
+
+def test_the_error_of_a_damaged_save_names_a_whole_one(tmp_path: Path) -> None:
+    """The newest save, that before it by its state, or none."""
+    with make() as replay, make() as other:
+        for code in range(4):
+            replay.add(trajectory(code, 5))
+        before = replay.save(tmp_path)
+        last = max((tmp_path / "main").glob("rows-*.code.npy")).name
+        replay.fill(3, advantage=np.ones(5, np.float32))
+        newest = replay.save(tmp_path)["save"]["id"]
+        flip(tmp_path / "main.old" / last)  # the newest save has another file for this segment
+        with pytest.raises(CheckpointError, match=f"take another checkpoint: the newest save .*{newest}"):
+            other.load(tmp_path, before)
+        flip(tmp_path / "main.old" / last)
+        flip(tmp_path / "main" / last)
+        whole = before["save"]["id"]
+        with pytest.raises(CheckpointError, match=f"newest whole save in {tmp_path} is {whole}: load with"):
+            other.load(tmp_path)
+        flip(min((tmp_path / "main").glob("rows-*.code.npy")))
+        with pytest.raises(CheckpointError, match=f"no save in {tmp_path} is whole"):
+            other.load(tmp_path)
+
+
+def test_a_file_of_another_time_and_the_same_bytes_is_linked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with make() as replay:
+        replay.add(trajectory(0, 5))
+        replay.save(tmp_path)
+        for path in (tmp_path / "main").iterdir():
+            os.utime(path, ns=(0, 0))  # as a backup that is restored
+        replay.save(tmp_path)
+        assert num_linked(tmp_path) == len(rows_in(tmp_path / "main"))
+    assert not caplog.records
+
+
+def test_every_linked_file_has_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits that change silently are found within as many saves as there are parts, wherever they are."""
+    monkeypatch.setattr(segment_links, "_LEAST_CHECKED_BYTES", 0)
+    monkeypatch.setattr(segment_links, "_PARTS", 4)
+    read: list[str] = []
+    digest = segment_links._digest_on_disk
+    monkeypatch.setattr(segment_links, "_digest_on_disk", lambda path: read.append(path.name) or digest(path))
+    with make() as replay:
+        for code in range(4):
+            replay.add(trajectory(code, 5))
+        replay.save(tmp_path)
+        files, counts = set(rows_in(tmp_path / "main")), []
+        for _ in range(4):
+            replay.save(tmp_path)
+            counts.append(len(read))
+        assert set(read) == files
+        assert max(np.diff([0, *counts])) < len(files), "a save reads a part of the files"

@@ -3,13 +3,16 @@
 import mmap
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from gear_support import SCHEMA, SHM, config_of, prefix, shared_files, wait_until
 from process_support import in_child, kill
 
 from deepspeed_gear import Replay
+from deepspeed_gear.cli import ssh_hosts
 from deepspeed_gear.cli.main import main
+from deepspeed_gear.errors import PeerError
 from deepspeed_gear.store.memory_layout import MAGIC
 from deepspeed_gear.store.shared_memory import SharedMemory
 
@@ -39,6 +42,29 @@ def test_clean_removes_garbage_only(capsys: pytest.CaptureFixture[str]) -> None:
         kill(living)
     with Replay(config_of(batch_size=2), schemas={"main": SCHEMA}):
         assert shared_files(ours) == []
+
+
+def test_clean_on_the_hosts_of_a_hostfile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them, each with the same options; one that fails is named. `tests/cluster` uses ssh."""
+    asked = dict[str, list[str]]()
+
+    def run_on(host: str, arguments: list[str], timeout_s: float) -> str:
+        asked[host] = arguments
+        if host == "node1":
+            raise PeerError(f"host {host}", "must run this interpreter over ssh, without a password")
+        return "removed /dev/shm/mine-1\n1 removed, 0 in use\n"
+
+    monkeypatch.setattr(ssh_hosts, "run_on", run_on)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
+    assert main(["clean", "--kept", "--prefix", "mine", "--hostfile", str(hosts)]) == 2
+    found = capsys.readouterr()
+    lines = [f"{host}: {line}" for host in ("node0", "node2") for line in run_on(host, [], 0.0).splitlines()]
+    assert found.out.splitlines() == lines
+    assert "error: host node1 must run this interpreter" in found.err
+    assert asked["node1"][2:] == ["clean", "--prefix", "mine", "--kept"]
 
 
 def test_buffers_that_deepspeed_leaves(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.launcher.runner import fetch_hostfile
+from deepspeed.launcher.runner import fetch_hostfile, parse_inclusion_exclusion
 from gear_support import lengths_of, wait_until, write_dataset
 
 from deepspeed_gear.cli import doctor, ssh_hosts
@@ -193,6 +193,15 @@ def test_a_wrong_hostfile_is_refused(tmp_path: Path, text: str, message: str) ->
         read_hostfile(path)
     with pytest.raises(ValueError, match="Hostfile"):
         fetch_hostfile(str(path))
+
+
+def test_a_host_without_slots_is_refused(tmp_path: Path) -> None:
+    """DeepSpeed takes it: it starts no rank there, and makes it the master where it is the first host."""
+    path = tmp_path / "hosts"
+    path.write_text("node0 slots=0\nnode1 slots=2\n")
+    assert list(parse_inclusion_exclusion(fetch_hostfile(str(path)), "", "")["node0"]) == []
+    with pytest.raises(ConfigError, match=r"line 1 must have at least one slot, got 'node0 slots=0'; remove"):
+        read_hostfile(path)
 
 
 def test_a_missing_file_wrong_options_and_stale_locks_are_named(

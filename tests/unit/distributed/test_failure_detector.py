@@ -23,9 +23,8 @@ def server() -> list[TCPStore]:
     return [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
 
 
-@pytest.fixture
-def watches(server: list[TCPStore]) -> Iterator[list[FailureDetector]]:
-    """Two nodes of one rank each."""
+def made_of(server: list[TCPStore], timeout_s: float = TIMEOUT_S) -> list[FailureDetector]:
+    """Return the detectors of two nodes of one rank each."""
     at = server[0].port
     stores = [TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=5)) for _ in range(2)]
     made = []
@@ -35,7 +34,14 @@ def watches(server: list[TCPStore]) -> Iterator[list[FailureDetector]]:
         topology: Any = SimpleNamespace(
             node=node, rank=node, num_nodes=2, peers=[node], describe=lambda node: f"node {node}"
         )
-        made.append(FailureDetector(memory, views, topology, store, "test", TIMEOUT_S))
+        made.append(FailureDetector(memory, views, topology, store, "test", timeout_s))
+    return made
+
+
+@pytest.fixture
+def watches(server: list[TCPStore]) -> Iterator[list[FailureDetector]]:
+    """Two nodes of one rank each."""
+    made = made_of(server)
     for watch in made:
         watch.start()
     yield made
@@ -67,6 +73,21 @@ def test_a_node_that_does_not_answer_is_lost_on_all(watches: list[FailureDetecto
     assert watches[0].note(lost(1))
     for watch in watches:
         loses(watch, "node 1")
+
+
+def test_a_broken_connection_names_a_silent_node_before_its_timeout(
+    server: list[TCPStore],
+) -> None:
+    """As where the rank is killed that sends the heartbeats of its node: no rank there can report it."""
+    here, _ = made_of(server, timeout_s=600.0)  # the other one sends one heartbeat
+    here.start()
+    try:
+        wait_until(lambda: here._beats, "a heartbeat", 60.0)
+        here.check()
+        here.note_broken()
+        loses(here, "node 1, whose last heartbeat is")
+    finally:
+        here.end()
 
 
 def test_a_node_may_go_on_when_the_store_has_ended(

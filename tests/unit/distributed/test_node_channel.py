@@ -111,6 +111,26 @@ def test_a_node_that_has_ended_is_called_so() -> None:
         made[0].gather(np.array([1]))
 
 
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        (True, "must stay connected, got 'Connection closed by peer'"),
+        (False, "must answer within 1 s, got 'Timed out waiting'"),
+    ],
+)
+def test_an_error_says_what_has_happened(ends: bool, text: str) -> None:
+    """A connection that broke after a moment has not been silent for the timeout."""
+    made, wires = links(2)
+    if ends:
+        node = made[0]._others[0]
+        for wire in wires.values():
+            wire.ended.add(made[0]._members[node])
+        buffer, _ = made[0]._buffers[node]
+        made[0]._buffers[node] = buffer, made[0]._begin_receive(node, buffer)
+    with pytest.raises(LostNodeError, match=text):
+        made[0].gather(np.array([1]))
+
+
 def test_a_link_that_parts_tells_nobody_of_a_loss() -> None:
     made, _ = links(2)
     told: Any = lambda *error: pytest.fail("told")  # noqa: E731

@@ -200,7 +200,10 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
         with pytest.raises(StoreError, match=r"no living rank.*a shared_memory\.run of its own"):
             Replay(kept(data))
     wrong = [
-        (kept(data, capacity_trajectories=100), r"num_slots: 100 here, 200 there.*clean --kept"),
+        (
+            kept(data, capacity_trajectories=100),
+            rf"num_slots: 100 here, 200 there.*`gear clean --kept --prefix {prefix()}`",
+        ),
         (kept(other), r"store\.sizes\.prompts\.fingerprint: "),
         (kept(data, max_lag=2), r"store\.sizes\.prompts\.max_lag: 2 here, 1 there"),
         (kept(data, seed=3), r"store\.seed: 3 here, 0 there"),
@@ -225,7 +228,7 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
     config: Any = SimpleNamespace(shared_memory=SimpleNamespace(prefix="g", run=None), timeout_s=1.0)
     plan: Any = SimpleNamespace(config=config, exchange=exchange, topology=None, ops=None)
     with pytest.raises(
-        StoreError, match=r"kept stores of g must be of one run on all nodes, got \['a', 'b'\]"
+        StoreError, match=r"kept stores of g must be of one run on all .*\['a', 'b'\].* --kept --prefix g`"
     ):
         builder._open_stores(plan)
 

@@ -1,0 +1,98 @@
+"""Whole saves: which saves can be loaded in place of one that has missing or damaged files."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from deepspeed_gear.checkpoint import save_folders, table_files
+from deepspeed_gear.checkpoint.save_folders import ANOTHER
+from deepspeed_gear.distributed.control_plane import ControlPlane
+from deepspeed_gear.errors import CheckpointError, GearError, LostNodeError
+
+T = TypeVar("T")
+
+
+def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[[], str]) -> T:
+    """Load; where that fails because a file is missing or damaged, each rank's error names other saves.
+
+    Collective, as `load` is. `others` describes what can be loaded instead; it is called on rank 0.
+    """
+    try:
+        return load()
+    except LostNodeError:
+        raise
+    except Exception as error:  # of any type: all ranks have come to the same exchange
+        is_damaged = any(exchange.gather(ANOTHER in str(error)))
+        named = ""
+        if is_damaged and exchange.rank == 0:
+            with contextlib.suppress(OSError):  # the folder has vanished meanwhile
+                named = others()
+        named = exchange.broadcast(named)
+        if not named or not isinstance(error, GearError):
+            raise
+        kind, parts = error.__reduce__()
+        longer = f"{ANOTHER}: {named}"
+        texts = [one.replace(ANOTHER, longer) if isinstance(one, str) else one for one in parts]
+        raise kind(*texts) from error
+
+
+def others_in(folder: Path) -> str:
+    """Describe the whole saves of a folder."""
+    newest, whole = newest_in(folder), whole_in(folder)
+    if not whole:
+        return f"no save in {folder} is whole"
+    if newest in whole:
+        return f"the newest save in {folder}, {newest}, is whole: load without a state"
+    return f"the newest whole save in {folder} is {whole[0]}: load with the state that it returned"
+
+
+def newest_in(folder: Path) -> str | None:
+    """Return the id of the save that a folder's position names, if it names one."""
+    with contextlib.suppress(CheckpointError):
+        return str(save_folders.save_of(save_folders.read_position(folder))["id"])
+    return None
+
+
+def whole_in(folder: Path) -> list[str]:
+    """Return the ids of the saves in a folder of which each table is whole, the newest first.
+
+    Cost: reads all of their files.
+    """
+    versions = [path for path in folder.glob("*") if save_folders.manifests_in(path)]
+    names = {save_folders.table_in(path) for path in versions}
+    found: dict[str, set[str]] = {}
+    for path in sorted(versions, key=lambda path: -path.stat().st_mtime_ns):
+        for save_id in _whole_ids(path):
+            found.setdefault(save_id, set()).add(save_folders.table_in(path))
+    return [save_id for save_id, tables in found.items() if tables == names]
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether all files of a folder's newest save are as they were saved. Cost: reads all of them."""
+    with contextlib.suppress(CheckpointError):
+        state = save_folders.read_position(folder)
+        save = save_folders.save_of(state)
+        of_save = [save_folders.find(folder, table, save) for table in save["tables"]]
+        table_files.read_rollout(folder, state)
+        return all(save["id"] in _whole_ids(path) for path in of_save)
+    return False
+
+
+def _whole_ids(folder: Path) -> set[str]:
+    """Return the id of the save whose table a folder holds, if each file of it is as it was saved."""
+    ids, counts, manifests = set[str](), set[int](), save_folders.manifests_in(folder)
+    with contextlib.suppress(CheckpointError):
+        for path in manifests:
+            manifest = save_folders.read_json(path)
+            files = save_folders.entry(manifest, "files", dict, str(path))
+            for name, digest in files.items():
+                save_folders.open_checked(path.parent / name, digest).close()
+            ids.add(save_folders.entry(manifest, "save", str, str(path)))
+            shard, at = manifest.get("shard", {"count": manifest.get("replicas", 1)}), f"{path}: shard"
+            counts.add(save_folders.entry(shard, "count", int, at))
+        if len(ids) == 1 and counts == {len(manifests)}:
+            return ids
+    return set()
