@@ -4,10 +4,10 @@
 
 One replay has a table with `remove: fifo` and one with `remove: uniform`. Each writer adds trajectories of 1
 to 5,000 steps to both and attaches anew from time to time; the rank samples both with priorities and checks
-every row. The parent reads /proc of the three processes whenever EVERY more trajectories were added, until the
-run has taken --seconds and has LEAST readings, however long a slow machine takes for them. The first quarter is
-left out as the warm-up; of the others the median of the last third is compared with that of the first. Prints a
-line of JSON.
+every row. The parent reads /proc of the three processes whenever EVERY more trajectories were added, until
+the run has taken --seconds and has LEAST readings, however long a slow machine takes for them. The first
+quarter is left out as the warm-up; of the others the median of the last third is compared with that of the
+first. Prints a line of JSON.
 """
 
 import gc

@@ -177,7 +177,7 @@ def test_an_actor_that_waits_for_learners_stops() -> None:
             wait_until(lambda: len(replay) >= 60, "collecting")
             time.sleep(1.0)
             assert len(replay) <= 66
-        assert actors.results[0]["waited_s"] > 0.1
+        assert actors.results[0]["waited_s"] > 0
 
 
 PARENT = """
