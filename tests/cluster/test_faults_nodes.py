@@ -31,14 +31,16 @@ class TrainingRanks(NodeRanks):
     """Ranks that train until something happens: RANKS on each of NODES."""
 
     def __init__(self, cluster: Cluster, folder: Path, section: dict[str, Any], **plan: Any) -> None:
+        self.folder = folder
         super().__init__(
             cluster, CALL, write_call(folder, trained, folder, section, plan), nodes=NODES, ranks=RANKS
         )
 
     def pid(self, rank: int) -> int:
-        """Return the process of a rank as this machine numbers it."""
-        for pid in self.cluster.pids(rank // RANKS, CALL.name):
-            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+        """Return the process of a rank as this machine numbers it; the rank has written its own number."""
+        own = (self.folder / f"step-{rank}").read_text()
+        for pid in self.cluster.pids(rank // RANKS, "warm_python"):
+            if f"\t{own}\n" in Path(f"/proc/{pid}/status").read_text().partition("NSpid:")[2]:
                 return pid
         raise AssertionError(f"rank {rank} does not run")
 
@@ -79,7 +81,7 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
 def check_clean(cluster: Cluster) -> None:
     """Check that nothing of the run is left on any node, and that `gear clean` finds nothing."""
     for node in range(NODES):
-        assert cluster.pids(node, CALL.name) == []
+        assert cluster.pids(node, "warm_python") == []
         assert shared_files(prefix(), cluster.shm(node)) == []
         found = cluster.exec(node, sys.executable, "-m", "deepspeed_gear.cli.main", "clean")
         assert "removed" not in found.lower() or "0" in found or "nothing" in found.lower(), found
@@ -294,7 +296,9 @@ def trained(folder: Path, section: dict[str, Any], plan: dict[str, Any]) -> None
                 time.sleep(0.2)  # so that batches wait
             step += 1
             if step == 3:
-                (folder / f"step-{rank}").touch()
+                started = folder / f"started-{rank}"
+                started.write_text(str(os.getpid()))
+                started.rename(folder / f"step-{rank}")
             if step == 6 and rank == plan.get("fails"):
                 try:
                     raise ValueError("of this test")
