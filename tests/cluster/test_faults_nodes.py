@@ -69,7 +69,7 @@ def train(cluster: Cluster, tmp_path: Path, data: Path) -> Iterator[Callable[...
         def begun() -> bool:
             return all(step.exists() for step in steps)
 
-        wait_until(lambda: begun() or ranks.ended(), "the first steps", 180.0)
+        wait_until(lambda: begun() or ranks.ended(), "the first steps")
         assert begun(), "\n".join(output for _, output in ranks.wait(5.0))
         return ranks
 
@@ -235,7 +235,7 @@ def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tm
     section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": prefix()}}
     launch = cluster.start(CALL, write_call(tmp_path, hold_names, tmp_path, section))
     for rank in range(2):
-        wait_until((tmp_path / f"ready-{rank}").exists, f"the start of rank {rank}", 180.0)
+        wait_until((tmp_path / f"ready-{rank}").exists, f"the start of rank {rank}")
     for node in range(2):
         assert len(shared_files(prefix(), cluster.shm(node))) == len(cluster.pids(node, "reaper.py")) == 3
         for pid in launch.pids(node):

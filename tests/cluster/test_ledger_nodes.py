@@ -289,7 +289,7 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
 
     (tmp_path / "call").mkdir()
     ranks = NodeRanks(cluster, CALL, write_call(tmp_path / "call", go_on, config, tmp_path, False, 99))
-    wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches", 60.0)
+    wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches")
     ranks.kill()
     before, commits, fills = lines()
     assert cluster.call_ranks(go_on, config, tmp_path, True, 4) == ["", ""]

@@ -91,7 +91,7 @@ def test_a_rank_that_dies_or_stands_still(
     call = write_call(tmp_path, dying, mode, section(dataset, timeout_s=timeout_s), kind, victim)
     run = Ranks(CALL, ranks, call)
     try:
-        wait_until(lambda: all(Path(f"{call}.{rank}").exists() for rank in others), "the errors", 120)
+        wait_until(lambda: all(Path(f"{call}.{rank}").exists() for rank in others), "the errors")
         for found in (result_of(call, rank) for rank in others):
             assert found["errors"] == [None, None]
             error, message = found["end"]

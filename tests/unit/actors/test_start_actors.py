@@ -165,7 +165,7 @@ def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) ->
         actors = start_actors(policies.counting, policy, num_actors=2, num_envs=1, replay=replay)
         pids, failed = actors.pids, actors._processes[1]
         with pytest.raises(PeerError, match=text), actors:
-            wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure", 120)
+            wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure")
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 

@@ -374,7 +374,7 @@ def device() -> Iterator[Device]:
     device.finish()
     for timer in device.timers:
         timer.join()
-    wait_until(lambda: not device.num_taken, "the memory of all values is given back", 10.0)
+    wait_until(lambda: not device.num_taken, "the memory of all values is given back")
 
 
 def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, device: Device) -> None:
