@@ -24,7 +24,12 @@ slowest=(--durations=25 --durations-min=5)  # what to shorten first
 # longest first, so that all end at about the same time. Tests that are in no group that is named are a group, too.
 if [ "$quick" = 1 ]; then
   lanes=2
-  groups=("$(echo tests/unit/{batching,config,data,distributed,engine,replay,sampling,writer})" "tests/unit tests/equivalence")
+  folders=(batching config data engine replay sampling store writer)
+  groups=("$(printf 'tests/unit/%s ' "${folders[@]:0:4}") tests/unit/test_"{docs,layering,public_names,structure}.py)
+  groups=(
+    "tests/unit/replay tests/unit/writer $(echo tests/unit/test_{arguments,docs,layering,public_names,structure}.py)"
+    "$(echo tests/unit/{batching,config,data,engine,sampling,store})"
+  )
 else
   lanes=4
   groups=(

@@ -1,7 +1,6 @@
 """An actor on a node without a store streams to the gateway of another, over a cable that is pulled out."""
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from cluster_support import Cluster
 from gear_support import ROOT
 from process_support import environment
 from remote_support import openssl_certificate, write_token
+from warm_python import PIPE, WarmProcess
 
 LEARNS = """
 import sys, threading
@@ -45,8 +45,8 @@ with RemoteWriter.connect("grpc+tls://10.77.0.1:4711", token=token, ca=chain, **
 
 
 def start(cluster: Cluster, node: int, program: str, *arguments: object) -> subprocess.Popen[str]:
-    command = cluster.command(node, sys.executable, "-c", program, *map(str, arguments))
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    inside = cluster.inits[node]
+    return WarmProcess(["-c", program, *arguments], environment(), PIPE, cwd=ROOT, inside=inside)
 
 
 def wait_for(process: subprocess.Popen[str], line: str) -> None:

@@ -109,6 +109,7 @@ Child = tuple[multiprocessing.process.BaseProcess, Connection]
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
     """Run a function in a forked child, with a pipe to this process as its first argument."""
+
     def run_in_child(*given: Any) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive this process
         function(*given)
