@@ -2,7 +2,7 @@
 # Everything that must hold before a change is merged: lint, types, and all tests.
 #
 #   launch/test.sh           all of it
-#   launch/test.sh --quick   lint, types, and the tests of single processes that take little: about three minutes on two cores
+#   launch/test.sh --quick   lint, types, and the cheap tests of single processes: about three minutes on two cores
 #   launch/test.sh ARGS...   pytest with these arguments
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -17,15 +17,10 @@ elif [ "$#" -gt 0 ]; then
   exec python -m pytest "$@"
 fi
 
-reports="$(mktemp -d)"
-trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$reports"' EXIT
-slowest=(--durations=25 --durations-min=5)  # what to shorten first
-# Lanes share two cores, as a good part of some groups is waiting for ranks and nodes: a lane that is free takes the next group, the
-# longest first, so that all end at about the same time. Tests that are in no group that is named are a group, too.
+# Lanes share two cores: a good part of the first groups is waiting for ranks and nodes. A lane that is free takes the next group, the
+# longest first, so that all end at about the same time. Of a group, the words are pytest's.
 if [ "$quick" = 1 ]; then
   lanes=2
-  folders=(batching config data engine replay sampling store writer)
-  groups=("$(printf 'tests/unit/%s ' "${folders[@]:0:4}") tests/unit/test_"{docs,layering,public_names,structure}.py)
   groups=(
     "tests/unit/replay tests/unit/writer $(echo tests/unit/test_{arguments,docs,layering,public_names,structure}.py)"
     "$(echo tests/unit/{batching,config,data,engine,sampling,store})"
@@ -36,14 +31,19 @@ else
     tests/cluster
     tests/distributed
     "tests/crash tests/examples"
+    others
     tests/equivalence
     tests/unit/ops
     tests/property
     "$(echo tests/unit/{actors,batching,checkpoint,cli,config,data,device,distributed})"
   )
-  read -ra named <<<"${groups[*]}"
-  groups=("${groups[@]:0:3}" "tests ${named[*]/#/--ignore=}" "${groups[@]:3}")
+  read -ra named <<<"${groups[*]/others/}"
+  groups=("${groups[@]/#others/tests ${named[*]/#/--ignore=}}")  # tests that are in no other group, too
 fi
+
+reports="$(mktemp -d)"
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$reports"' EXIT
+slowest=(--durations=25 --durations-min=5)  # what to shorten first
 
 take_groups() {
   local number words
@@ -56,14 +56,15 @@ take_groups() {
   done
 }
 
-# One process imports torch and DeepSpeed for all that are started by the tests: tests/support/warm_python.py.
+# One process imports torch and DeepSpeed for all that the tests start: tests/support/warm_python.py.
 export GEAR_WARM_SERVER="$reports/warm"
-python -u tests/support/warm_python.py "$GEAR_WARM_SERVER" </dev/null >/dev/null 2>"$reports/warm.log" &
+python -u tests/support/warm_python.py "$GEAR_WARM_SERVER" </dev/null >"$reports/warm.log" 2>&1 &
 server=$!
 until [ -e "$GEAR_WARM_SERVER" ]; do
-  kill -0 "$server" || { cat "$reports/warm.log"; exit 1; }
+  kill -0 "$server" 2>/dev/null || { cat "$reports/warm.log"; exit 1; }
   sleep 0.1
 done
+
 { ruff check . && mypy && touch "$reports/lint.passed"; } >"$reports/lint" 2>&1 </dev/null &
 running=("$!")
 for ((lane = 2; lane <= lanes; lane++)); do
@@ -71,7 +72,9 @@ for ((lane = 2; lane <= lanes; lane++)); do
   running+=("$!")
 done
 take_groups
-for process in "${running[@]}"; do wait "$process" || true; done  # what has not passed has failed, however it ended
+for process in "${running[@]}"; do
+  wait "$process" || true  # only what has left its mark has passed, however a lane has ended
+done
 
 cat "$reports/lint" "$reports"/lane*
 failed=()
@@ -81,11 +84,15 @@ for number in "${!groups[@]}"; do
 done
 
 printf '\n'
-if [ "$quick" = 1 ]; then printf 'test.sh: --quick left out: %s\n' "${left_out[*]}"; fi
 for number in "${!groups[@]}"; do
   grep -hE '^(FAILED|ERROR) ' "$reports/$number/report" 2>/dev/null || true
 done
-printf 'test.sh: failed: %s\n' "${failed[@]:-nothing}"
+if [ "$quick" = 1 ]; then
+  read -ra taken <<<"${groups[*]}"
+  printf 'test.sh: --quick has run lint, types and %s; it leaves out all other tests, among them those of ranks, nodes,\n' "${taken[*]}"
+  printf 'crashes, examples, the command line, gateways, devices and the ops: launch/test.sh runs them\n'
+fi
+if [ "${#failed[@]}" -gt 0 ]; then printf 'test.sh: failed: %s\n' "${failed[@]}"; fi
 for number in "${!groups[@]}"; do  # pytest's own last lines; a group without one has not come to its end
   grep -hE '^=+ .* in [0-9.]+s.* =+$' "$reports/$number/report" 2>/dev/null | tail -n 1 || true
 done

@@ -76,7 +76,11 @@ class WarmProcess(subprocess.Popen):
     def _execute_child(self, *given: Any) -> None:
         """Send the server what Popen has prepared; -1 is a stream of this process."""
         if HAS_GPU:
-            super()._execute_child([sys.executable, "-u", *given[0]], *given[1:])
+            command = [sys.executable, "-u", *given[0]]
+            if self._inside is not None:
+                where = f"--wd={given[5] or os.getcwd()}"
+                command = [*f"nsenter -t {self._inside} -n -u -i -m -p".split(), where, "--", *command]
+            super()._execute_child(command, *given[1:])
             return
         arguments, cwd, env, is_session = given[0], given[5], given[6], given[21]
         pipes = given[10:16]  # stdin, stdout, stderr: the end to read from, the end to write to
