@@ -190,7 +190,7 @@ def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.Monk
             assert set(told["seconds"]) == (set(WAYS) if fields is large else {"direct", "staged"})
             assert told["way"] == min(told["seconds"], key=lambda way: told["seconds"][way]["busy_s"])
             assert told["measured"]["samples"] == 8
-            assert all(0 < figures["idle_s"] < 10 for figures in told["seconds"].values())
+            assert all(figures["idle_s"] > 0 for figures in told["seconds"].values())
             assert told["not_registered"] == {}
             assert ("at least 16 KiB" in told["refused"].get("copies", "")) == (fields is FIELDS)
 

@@ -166,7 +166,7 @@ def test_statistics_and_the_progress_since_the_last_call(data: Path) -> None:
         take(replay, 5)
         known = replay.statistics()
         assert (known["trajectories"], known["steps"], known["batches"]) == (40, sum(LENGTHS), 5)
-        assert 0 < known["sample_ms"] <= known["wait_ms"] < 1000
+        assert 0 < known["sample_ms"] <= known["wait_ms"]
         assert 0 < known["padding"] < 0.5
         assert known["store_bytes"] >= 40 * 64
         assert set(known) >= {"huge_bytes", "payload_bytes", "bytes", "epoch"}
