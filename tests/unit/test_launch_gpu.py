@@ -92,7 +92,7 @@ def test_the_python_that_runs_the_stages(
     if "other/bin/python" in programs:
         env["VIRTUAL_ENV"] = str(tmp_path / "other")
     command = [str(tmp_path / "bin" / "bash"), str(tmp_path / "launch" / "test_gpu.sh"), *arguments.split()]
-    found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(command, env=env, capture_output=True, text=True)
     if wanted is None:
         assert (found.returncode, found.stdout) == (1, "")
         assert "error: no CUDA device" in found.stderr
