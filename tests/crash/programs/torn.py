@@ -7,9 +7,9 @@ Two ranks sample, four processes write, every second one step by step; all exten
 each row carries its step, the length and a checksum of its trajectory. With --kill the writers are killed
 with SIGKILL: most after up to 60 calls, every fourth up to 0.2 s after its start. With --stop so many times a
 writer is stopped with SIGSTOP for up to 3 s and continued; all writers then still run at the end. It goes on
-until it has taken --seconds, --least-added trajectories were added, --least-sampled samples were checked and
-all stops were made, however long a slow machine takes. At the end everything must be free, and no process may
-hold the lock. Prints a line of JSON.
+until it has taken --seconds, --least-added trajectories were added, --least-sampled samples were checked,
+--least-killed writers were killed and all stops were made, however long a slow machine takes. At the end
+everything must be free, and no process may hold the lock. Prints a line of JSON.
 """
 
 import argparse
@@ -42,6 +42,7 @@ SCHEMA = Schema(
 COLUMNS = {c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows} for c in SCHEMA}
 WINDOW, BATCH, WRITERS, MOST_STEPS, ENVIRONMENTS = 8, 256, 4, 60, 3
 MOST_CALLS, MOST_STOP_S = 60, 3.0
+LEAST = ("least_added", "least_sampled", "least_killed")  # options
 PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
 FIELDS = {
     "mark": {"offset": 1 - WINDOW, "length": WINDOW},
@@ -65,9 +66,9 @@ SECTION: dict[str, Any] = {
     "shared_memory": {"prefix": PREFIX},
     "timeout_s": 30.0,
 }
-# What the processes of a run count, in memory that all share: calls of each writer's life, and stops.
+# What the processes of a run count, in memory that all share: calls of each writer's life, stops and kills.
 COUNTS = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
-STOPS = WRITERS
+STOPS, KILLS = WRITERS, WRITERS + 1
 
 
 def mix(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -142,6 +143,7 @@ def read(pipe: Connection, rank: int, wanted: argparse.Namespace) -> None:
                 or table.control[Control.INSERTED] < wanted.least_added
                 or 2 * found["samples"] < wanted.least_sampled
                 or COUNTS[STOPS] < wanted.stop
+                or COUNTS[KILLS] < wanted.least_killed
             ]
             dist.broadcast_object_list(going, 0)
         found["added"] = int(table.control[Control.INSERTED])
@@ -248,6 +250,7 @@ def host(pipe: Connection, wanted: argparse.Namespace) -> None:
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 ended = child
+                COUNTS[KILLS] += 1
             if ended:
                 children[number] = 0
     for child in filter(None, children):
@@ -276,5 +279,5 @@ def run(options: argparse.Namespace) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    found = run(command_options(__doc__, "kill", seconds=60.0, least_added=0, least_sampled=0, stop=0))
+    found = run(command_options(__doc__, "kill", seconds=60.0, stop=0, **dict.fromkeys(LEAST, 0)))
     end_with(found, "wrong", "lost_rows", "used_slots")
