@@ -25,6 +25,8 @@ import torch
 from support.report import Report, Row, print_rows
 from gpu_clock import Clock
 
+from deepspeed_gear.ops.native_op import CudaOp
+
 BLOCKS, BLOCK_S = 9, 0.05
 Figure = Callable[[], Iterator[Row]]
 FIGURES = ("gather", "selection", "kernels", "steps", "online", "host")
@@ -120,7 +122,8 @@ def main() -> None:
     for name in dict.fromkeys(report.options.figures):
         for row in measured(name, known[name]):
             rows.append(row)  # rows so far stay if a later one fails
-            report.write(rows, device=card(device), smoke=is_smoke)
+            sources = CudaOp().source_digest()
+            report.write(rows, kernel_sources=sources, device=card(device), smoke=is_smoke)
     show(rows)
     sys.exit(1 if any("error" in row for row in rows) else 0)
 

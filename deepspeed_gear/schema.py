@@ -142,6 +142,20 @@ class Column:
         return self.dtype in FLOATING
 
     @property
+    def significant_bits(self) -> int:
+        """Bits of the significand of a floating column: 24 of float32; 53 of other columns."""
+        return 1 - round(math.log2(torch.finfo(self.torch_dtype).eps)) if self.is_floating else 53
+
+    def nearest(self, number: int | float) -> int | float:
+        """Return the nearest value that a floating column holds, so that a bound of 0.8 equals a stored 0.8;
+        the number itself where it is beyond them, or the column is not floating.
+        """
+        if not self.is_floating:
+            return number
+        held = torch.tensor(number, dtype=torch.float64).to(self.torch_dtype).item()
+        return held if math.isfinite(held) else number
+
+    @property
     def is_next_observation(self) -> bool:
         """Whether row t is the state after step t: it has the role, or a data set's name next_observation."""
         named = self.role == "observation" and self.name.split(".")[0] == "next_observation"

@@ -87,18 +87,20 @@ install_torch() {
 wanted_stamp() { cat "$root/pyproject.toml" "$root/setup.py" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1; }
 
 # True if everything can be imported and deepspeed_gear is this checkout's. From /, so that no folder shadows it.
+# PathFinder looks where type checkers look: at folders, and not at import hooks.
 all_there() {
   (cd / && "$python" - "$root" <<'PYTHON'
 import importlib.util
 import os
 import sys
+from importlib.machinery import PathFinder
 
 import torch
 
 names = "deepspeed numpy pydantic h5py tqdm pytest hypothesis"
 names += " gymnasium imageio mujoco matplotlib tensorboard minari grpc pyarrow scipy tensordict transformers accelerate ruff mypy"
 missing = [name for name in names.split() if importlib.util.find_spec(name) is None]
-ours = importlib.util.find_spec("deepspeed_gear")
+ours = PathFinder.find_spec("deepspeed_gear")
 here = ours is not None and os.path.realpath(ours.origin or "") == os.path.realpath(
     os.path.join(sys.argv[1], "deepspeed_gear", "__init__.py"))
 sys.exit(bool(missing) or not here)

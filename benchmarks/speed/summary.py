@@ -25,9 +25,11 @@ Row = dict[str, Any]
 
 def table(peers: Row, cases: list[Row]) -> str:
     """Return the table: times of this project, the C loop, and the fastest two of the others."""
-    rows, cpu, count = peers["rows"], peers["machine"]["cpu"], len(peers["systems"]) - 1  # less the C loop
+    rows, cpu = peers["rows"], peers["machine"]["cpu"]
+    count = len(peers["systems"].keys() - {"gear", "limit", "numpy_ring"})
     names = {peer.module: peer.name for peer in PEERS} | {"numpy_ring": "NumPy arrays"}
-    text = f"{count} systems do the same work in turns, on one core ({cpu}).\n\n"
+    text = f"This project, a C loop, NumPy arrays and {count} other systems take turns at the same work, "
+    text += f"each at what it offers, on one core ({cpu}).\n\n"
     text += (
         "| us of a batch or a step | gear | C loop | fastest of the others | next |\n|---|---|---|---|---|\n"
     )

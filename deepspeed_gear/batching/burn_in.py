@@ -13,7 +13,7 @@ import torch
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import first_step
 from deepspeed_gear.ops.records import Align, Resolution
-from deepspeed_gear.ops.reference.gather import bounds
+from deepspeed_gear.ops.windows import bounds
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistic
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, Source, lower
-from deepspeed_gear.ops.reference.convert import convert
-from deepspeed_gear.ops.reference.gather import is_no_sample, rows_of
+from deepspeed_gear.ops.windows import is_no_sample, rows_of
 from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO

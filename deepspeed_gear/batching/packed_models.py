@@ -8,6 +8,7 @@ its family is known to give the logits that each trajectory has alone.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -20,6 +21,11 @@ from deepspeed_gear.errors import ConfigError
 FLASH: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTIONS: Final = ("sdpa", "eager", "flex_attention", *FLASH)
 ONE_EACH: Final = 'train one trajectory per pack: "pack": {"max_trajectories": 1}'
+_NO_MASKS: Final = "its load balancing loss (config.output_router_logits) takes no masks of pairs of places"
+_OWN_BALANCING: Final = (
+    "set config.output_router_logits = False and compute the loss from router_logits over "
+    'micro.sequence >= 0, as docs/how-to/language-models.md shows in "Experts"'
+)
 _MODELS: Final = "transformers.models."
 _CHECKED: Final = (5, 24)  # of transformers: the table of families in docs/how-to/language-models.md
 _CONVOLUTION: Final = ("causal_conv1d",)
@@ -114,12 +120,16 @@ class PackedModel:
                 rule = "sequence ranks have a part of its places, from which no mask can be made"
                 own = "or one of your own that is given by name"
                 self.refuse(rule, f'use attn_implementation="flash_attention_2", {own}')
+            self._check_balancing(micro)
             return given | _flash_inputs(micro)
         self._check_positions(lengths, sequence.shape[1])
         if self.attention in FLASH:
             given |= _flash_inputs(micro)
         elif self.family in BY_MASKS:
+            if self._has_balancing_loss:
+                self.refuse(_NO_MASKS, f'use attn_implementation="flash_attention_2", and {_OWN_BALANCING}')
             given["attention_mask"] = self._masks(micro.position_ids)
+        self._check_balancing(micro)
         if self.family in BY_KERNELS:
             self._check_kernels(sequence.device)
             given["seq_idx"] = sequence.where(sequence >= 0, len(lengths)).int()
@@ -145,6 +155,24 @@ class PackedModel:
         if self.attention in FLASH and self.family in _NOT_BY_FLASH:
             self.refuse("its flash attention gets no sequences", 'load it with attn_implementation="sdpa"')
 
+    @property
+    def _has_balancing_loss(self) -> bool:
+        """Whether the model returns the load balancing loss of its experts, as its config asks for."""
+        if not getattr(self.config, "output_router_logits", False):
+            return False
+        modules = {base.__module__ for base in type(self._inner).__mro__}
+        families = [sys.modules[name] for name in modules if name.startswith(_MODELS)]
+        return any(hasattr(module, "load_balancing_loss_func") for module in families)
+
+    def _check_balancing(self, micro: Pack) -> None:
+        """Raise where the load balancing loss would count padding: it leaves out what an attention mask of
+        [1, N] leaves out, and with such a mask the model takes the pack for one sequence.
+        """
+        has_padding = len(micro.cu_seqlens) > len(micro.lengths) + 1
+        if has_padding and self._has_balancing_loss:
+            rule = "its load balancing loss (config.output_router_logits) would count the places of padding"
+            self.refuse(rule, f'{_OWN_BALANCING}; or leave no padding: "pad": {{"multiple": 1}} of gear.pack')
+
     def check_shared(self, lengths: torch.Tensor, rows: int) -> None:
         """Raise unless all that its layers need is a mask of places, where prefixes are shared."""
         self._check_family()
@@ -154,6 +182,8 @@ class PackedModel:
         if kinds or self.family in BY_KERNELS:
             rule = "a mask of shared prefixes would replace the rules of layers that are not full_attention"
             self.refuse(f"{rule} ({', '.join(sorted(kinds))})", 'leave "prefix" of gear.pack out')
+        if self._has_balancing_loss:
+            self.refuse(_NO_MASKS, f'leave "prefix" of gear.pack out, and {_OWN_BALANCING}')
 
     def _check_positions(self, lengths: torch.Tensor, rows: int) -> None:
         """Raise where something depends on the place in the pack, or on its longest sequence."""

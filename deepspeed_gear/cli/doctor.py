@@ -31,6 +31,7 @@ Facts = Mapping[str, Any]
 
 MIN_SHM_BYTES = 1 << 30
 MIN_OPEN_FILES = 1024
+_CAP_IPC_LOCK = 1 << 14  # linux/capability.h
 _PACKAGES = ("torch", "deepspeed", "numpy", "pydantic")
 _MARK = "GEAR-NODE "
 _HERE = "here"
@@ -129,6 +130,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         no_device = str(error).splitlines()[0]
+    if may_lock_any_amount(read_file("/proc/self/status") or "", read_file("/proc/self/uid_map") or ""):
+        locked = None
     memory = tightest(read_file)
     boot_id, infiniband = Path("/proc/sys/kernel/random/boot_id"), Path("/sys/class/infiniband")
     facts: dict[str, Any] = {
@@ -164,6 +167,17 @@ def driver_version(text: str) -> str:
     """Return the version of "... Kernel Module for x86_64  580.65.06  Release"; "" where there is none."""
     match = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)\s", text)
     return match[1] if match else ""
+
+
+def may_lock_any_amount(status: str, uid_map: str) -> bool:
+    """Return whether a process may lock memory beyond its limit, by two files of its folder in /proc.
+
+    It has CAP_IPC_LOCK, as by `capabilities: {add: [IPC_LOCK]}` of a pod that runs as root; inside a user
+    namespace the capability has no effect.
+    """
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    is_outermost = uid_map.split() == ["0", "0", "4294967295"]
+    return is_outermost and effective is not None and bool(int(effective[1], 16) & _CAP_IPC_LOCK)
 
 
 def summary(facts: Facts) -> dict[str, str]:
@@ -213,7 +227,8 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
         rule = f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})"
         locked = show_bytes(facts["memlock_bytes"])
-        remedy = "raise it: memlock in /etc/security/limits.conf, or docker run --ulimit memlock=-1"
+        remedy = "raise it: memlock in /etc/security/limits.conf, docker run --ulimit memlock=-1, or "
+        remedy += "the capability IPC_LOCK of a pod that runs as root"
         yield GearError(f"host {host}: the limit of locked memory", rule, locked, remedy)
     if has_peers and facts["address"].startswith("127.") and not facts["gloo_interface"]:
         rule = "must not resolve to a loopback address there, which gloo would send to the other hosts"

@@ -1,6 +1,7 @@
 """`gear preview`: show what the ranks of a run get: fields, shapes, bytes and padding; the rows that travel
 between nodes; and the digests of the first global batches, which a run with gear.verify_every writes to its
-log. Ranks and nodes that are equal share a line. One process, no GPU.
+log. Ranks and nodes that are equal share a line. Of packed batches: sizes of batches, packs and tables, and
+with lengths their packs. One process, no GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from deepspeed_gear.cli import Options, grid_of, grouped
-from deepspeed_gear.errors import ConfigError, show_bytes
+from deepspeed_gear.errors import show_bytes
 
 if TYPE_CHECKING:
     from deepspeed_gear.replay.preview import Preview
@@ -36,19 +37,27 @@ OPTIONS: Options = {
     **{f"--{option} N": (f"{axis} ranks", {"type": _count, "default": 1}) for option, axis in _AXES.items()},
     "--nodes N": ("nodes, with equally many ranks", {"type": _count, "default": 1}),
     "--batches N": ("global batches to draw", {"type": _count, "default": 3}),
-    "--lengths FILE": "plan the packs of trajectories of these lengths instead: one a line, or .npy",
+    "--lengths FILE": "with gear.pack: plan the packs of trajectories of these lengths: one a line, or .npy",
     "--json": "print JSON, of each rank and each two nodes",
 }
 
 
 def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.config import batch_sizes, ds_config, expand, parse
-    from deepspeed_gear.replay.preview import format_pack_preview, pack_preview, preview, read_lengths
+    from deepspeed_gear.replay.preview import (
+        format_pack_preview,
+        format_rollout_preview,
+        pack_preview,
+        preview,
+        read_lengths,
+        rollout_preview,
+    )
 
     section, sizes = ds_config.read(args.config)
     config = parse(section)
-    if config.recipe is not None and not args.json:
-        print(f"With the recipe {config.recipe} the section is\n{json.dumps(expand(section), indent=1)}\n")
+    if section.get("recipe") is not None and not args.json:
+        written = json.dumps(expand(section), indent=1)
+        print(f"With the recipe {section['recipe']} the section is\n{written}\n")
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
     if args.lengths is not None:
         packs = pack_preview(config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"])
@@ -56,14 +65,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(packs, indent=1) if args.json else "\n".join(lines))
         return 0
     if config.pack is not None:
-        remedy = "give --lengths FILE, with one length a line"
-        raise ConfigError("--lengths", "must be given where the config has gear.pack", None, remedy)
+        found = rollout_preview(config, worlds["data"], worlds["sequence"], worlds["pipe"])
+        print(json.dumps(found, indent=1) if args.json else "\n".join(format_rollout_preview(found)))
+        return 0
     micro, accumulation = batch_sizes(config, sizes, worlds["data"])
-    found = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
-    lines = [str(found.info), "", *_groups_of_ranks(found), *_groups_of_nodes(found)]
-    for number, digest in enumerate(found.digests):
+    drawn = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
+    lines = [str(drawn.info), "", *_groups_of_ranks(drawn), *_groups_of_nodes(drawn)]
+    for number, digest in enumerate(drawn.digests):
         lines.append(f"global batch {number}: digest {digest % (1 << 64):016x}")
-    print(json.dumps(as_json(found), indent=1) if args.json else "\n".join(lines))
+    print(json.dumps(as_json(drawn), indent=1) if args.json else "\n".join(lines))
     return 0
 
 

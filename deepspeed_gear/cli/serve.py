@@ -35,10 +35,13 @@ def run(args: argparse.Namespace) -> int:
     remedy = "pip install deepspeed_gear[remote]"
     with ConfigError.on("gear serve", "needs pyarrow and grpcio", ImportError, remedy=remedy):
         from deepspeed_gear.remote.gateway import Gateway, read_certificate
+        from deepspeed_gear.remote.gateway_limits import raise_descriptor_limit
     from deepspeed_gear.remote.connection import read_token
     from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
     logging.basicConfig(format="gear: %(message)s", level=logging.INFO)
+    # It logs a traceback for each token that is not text, at any rate.
+    logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
     if bool(args.tls_cert) != bool(args.tls_key):
         raise ConfigError("--tls-cert", "must be given together with --tls-key", None)
     certificate = read_certificate(args.tls_cert, args.tls_key) if args.tls_cert else None
@@ -46,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     max_bytes = args.max_message << 20
     Gateway.check(args.host, certificate, args.insecure, max_bytes)  # before the wait for the store
     writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
+    raise_descriptor_limit()
     with undo_on_error(writer.close):
         gateway = Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
     ended: list[int] = []  # after the wait for the store, which signals end

@@ -32,6 +32,6 @@ def parse(section: Mapping[str, Any] | GearConfig) -> GearConfig:
         remedy = 'write "gear": {"data": "path/of/the/data/set"}'
         raise ConfigError("gear", "must be a JSON object", section, remedy)
     try:
-        return GearConfig(**(expand(section) if section.get("recipe") == "grpo" else section))
+        return GearConfig(**expand(section))
     except ValidationError as error:
         raise translate(GearConfig, error) from None

@@ -358,7 +358,8 @@ class GearOptions(t.GearModel):
     timeout_s: t.Timeout = 60.0
     """Seconds after which a wait for another rank is an error; at most 7 days. Where ranks may generate (with
     `pack`, and in `can_sample()` and `missing_groups()`) the largest `rate_limiter.timeout_s` counts if it is
-    larger, without a rate limiter 600."""
+    larger, without a rate limiter 600. Without a rate limiter it is also the longest wait for items and for
+    room in a table, with `pack` at least 600."""
     threads: Annotated[t.Int, Ge(1), Le(1024)] = 1
     """Threads that copy one batch. Ranks on busy cores are fastest with one."""
     metrics: t.Flag = True
@@ -375,6 +376,13 @@ class GearOptions(t.GearModel):
         rates = [self.resolved_tables[name].rate_limiter for name in self.sampled_tables]
         limits = [DEFAULT_TIMEOUT_S if rate is None else rate.timeout_s for rate in rates]
         return max(self.timeout_s, *limits)
+
+    def items_timeout_s(self, table: str) -> float:
+        """Longest wait for items of a table, or of a writer for room in it: of its rate limiter, if any."""
+        rate = self.resolved_tables[table].rate_limiter
+        if rate is not None:
+            return rate.timeout_s
+        return self.timeout_s if self.pack is None else max(self.timeout_s, DEFAULT_TIMEOUT_S)
 
     @property
     def rollout_size(self) -> RolloutConfig | None:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.errors import ConfigError, known_names
 
 COLUMNS = {  # of language models; those that ingest makes of their rows, too
     "tokens": {"dtype": "int32", "role": "token"},
@@ -29,14 +29,24 @@ _SECTION = {
 }
 
 
-def expand(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a section with the options of its `recipe` where it gives none.
+RECIPES = ("grpo",)
+
+
+def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a section with the options of its `recipe` where it gives none, and without the recipe. Every
+    reader of a section calls this first; a section without a recipe is returned as it is.
 
     The table has room for the groups that may wait and those in training, of the longest responses.
     """
+    recipe = section.get("recipe")
+    if recipe is None:
+        return section
+    if recipe not in RECIPES:
+        raise ConfigError("gear.recipe", 'must be "grpo" or null', recipe, known_names(str(recipe), RECIPES))
+    section = {name: value for name, value in section.items() if name != "recipe"}
     tables = section.get("tables")
     if not isinstance(tables, Mapping) or [isinstance(one, Mapping) for one in tables.values()] != [True]:
-        rule = f"must be one table with the recipe {section['recipe']}"
+        rule = f"must be one table with the recipe {recipe}"
         raise ConfigError("gear.tables", rule, tables, 'give {"rollouts": {"max_length": ...}}')
     (name,) = tables
     table = _merged(_TABLE, tables[name])

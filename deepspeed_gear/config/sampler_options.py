@@ -29,7 +29,7 @@ class WhereConfig(t.RangeConfig):
     """Which values of a per-trajectory column are admitted; all given conditions must hold."""
 
     in_: Annotated[list[t.Scalar], MinLen(1)] | None = Field(default=None, alias="in")
-    """The admitted values, compared exactly."""
+    """The admitted values, compared in the dtype of the column."""
 
     @model_validator(mode="after")
     def _range_or_list(self) -> Any:

@@ -61,7 +61,8 @@ MOST_REMEMBERED = 4096  # groups that have left a table, by default
 class GroupConditionConfig(t.GearModel):
     """Conditions on a per-trajectory column over the members of a group; all given ones must hold.
 
-    Of a member of several trajectories, the last one's value counts.
+    Of a member of several trajectories, the last one's value counts. Statistic and bounds are compared as
+    precisely as the column stores numbers: a float32 mean of 0.8 is within `"max": 0.8`.
     """
 
     std: t.RangeConfig | None = None

@@ -32,6 +32,7 @@ from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.table_resolution import (
     ArrivalRoom,
+    admission,
     check_compressed,
     check_holds_batch,
     mixture_of,
@@ -164,7 +165,8 @@ def resolve_plan(
         if dataset is not None and dataset.part is not None:
             weights = sum(node[name] for node in of_nodes)
         placed = None if on_device else placement
-        return streams_of(options, name, dataset, num_items, fields, sizes, placed, weights)
+        admitted = admission(options, name, known[name], fields, dataset)
+        return streams_of(options, name, admitted, num_items, sizes, placed, weights)
 
     def on_host(name: str, table: ResolvedTable) -> ResolvedTable:
         streams, shard = list(table.streams.values()), placement.shards.get(name)

@@ -68,21 +68,19 @@ def split_of(config: GearConfig, table: str, dataset: Dataset | None) -> dict[st
 def streams_of(
     config: GearConfig,
     name: str,
-    dataset: Dataset | None,
+    admitted: MassRule,
     num_items: int,
-    fields: Sequence[ResolvedField],
     info: BatchInfo,
     placement: ShardPlacement | None,
     weight_total: float,
 ) -> dict[str, StreamSpec]:
     """Return the training stream and an evaluation stream per split of a sampled table, by name.
 
-    `num_items` and `weight_total` (0: not known yet) are of all nodes; without a placement every replica
-    samples a table of its own. ConfigError: the table has groups and a split.
+    `admitted` is its `admission`. `num_items` and `weight_total` (0: not known yet) are of all nodes; without
+    a placement every replica samples a table of its own. ConfigError: the table has groups and a split.
     """
     options, table = config.sampler_of(name), config.resolved_tables[name]
-    group, rate, split = table.group, table.rate_limiter, split_of(config, name, dataset)
-    admitted = _admitted(config, name, fields, split, group)
+    group, split = table.group, admitted.split
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
     sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
@@ -109,7 +107,7 @@ def streams_of(
         count_draws=config.count_draws,
         together=is_spread or (is_replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
-        rate_timeout_s=config.timeout_s if rate is None else rate.timeout_s,
+        rate_timeout_s=config.items_timeout_s(name),
         most_trajectories=1 if group is None else group.max_trajectories or group.size,
     )
     specs = {TRAIN: train}
@@ -128,25 +126,23 @@ def streams_of(
     return specs
 
 
-def _admitted(
-    config: GearConfig,
-    table: str,
-    fields: Sequence[ResolvedField],
-    split: Mapping[str, float],
-    group: GroupConfig | None = None,
+def admission(
+    config: GearConfig, table: str, schema: Schema, fields: Sequence[ResolvedField], dataset: Dataset | None
 ) -> MassRule:
-    """Return which trajectories and anchors the config admits, each with mass 1."""
+    """Return which trajectories and anchors of a table the config admits, each with mass 1."""
     options = config.sampler_of(table)
+    conditions = []
+    for name, bounds in options.where.items():
+        low, high = (None if end is None else schema[name].nearest(end) for end in (bounds.min, bounds.max))
+        among = None if bounds.in_ is None else tuple(map(schema[name].nearest, bounds.in_))
+        conditions.append(Condition(name, low, high, among))
     return MassRule(
         unit=options.unit,
         by_length=False,
         anchors=anchor_rule(config, fields),
-        where=tuple(
-            Condition(column, bounds.min, bounds.max, None if bounds.in_ is None else tuple(bounds.in_))
-            for column, bounds in options.where.items()
-        ),
-        split=dict(split),
-        late=read_columns(options, fields, group),
+        where=tuple(conditions),
+        split=split_of(config, table, dataset),
+        late=read_columns(options, fields, config.resolved_tables[table].group),
     )
 
 
@@ -167,7 +163,7 @@ def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str
     column = config.sampler_of(table).columns.get("weight")
     if column is None:
         return 0.0
-    admitted = _admitted(config, table, fields, split_of(config, table, dataset))
+    admitted = admission(config, table, dataset.schema, fields, dataset)
     weights = as_numbers(dataset.columns[column], dataset.schema[column])
     check_finite(f"table {dataset.path}: column {column}: weight", weights)
     anchors = admitted.anchors.num_anchors(dataset.lengths)
@@ -292,12 +288,12 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
 
     `num_slots` are those of the store; 0: it is a data set, which no group leaves.
     """
-    conditions = [
-        GroupCondition(column, statistic, bounds.min, bounds.max)
-        for column, condition in group.where.items()
-        for statistic in STATISTICS
-        if (bounds := getattr(condition, statistic)) is not None
-    ]
+    conditions = []
+    for column, condition in group.where.items():
+        for statistic in STATISTICS:
+            bounds = getattr(condition, statistic)
+            if bounds is not None:
+                conditions.append(GroupCondition.of(schema[column], statistic, bounds.min, bounds.max))
     needed, remember = set(read), group.remember
     if remember is None:
         remember = 0 if group.after_s is None else MOST_REMEMBERED
@@ -543,7 +539,7 @@ def writing_of(config: GearConfig, spec: TableSpec) -> dict[str, Any]:
     return {
         "max_length": table.max_length,
         "weight": config.sampler_of(spec.name).columns.get("weight"),
-        "timeout_s": config.timeout_s if table.rate_limiter is None else table.rate_limiter.timeout_s,
+        "timeout_s": config.items_timeout_s(spec.name),
         "options": options_of(config.seed, spec.name, given),
         "defaults": {"seed": defaults_of(GearConfig)["seed"], **DEFAULTS},
     }

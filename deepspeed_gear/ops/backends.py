@@ -32,8 +32,9 @@ _building: list[subprocess.Popen[bytes]] = []  # kept, so that they are reaped
 class Ops:
     """The ops of one backend: they write into tensors of the caller and return nothing.
 
-    `reference` defines them under the same names; ops/csrc/bindings/op_table.h has their schemas. Thread safe
-    as long as outputs differ. `native` is the loaded module, with store, writers and streams in C++.
+    `reference` defines those with several implementations under the same names;
+    ops/csrc/bindings/op_table.h has the schemas of all. Thread safe as long as outputs differ.
+    `native` is the loaded module, with store, writers and streams in C++.
     """
 
     name: str

@@ -36,6 +36,11 @@ _MACHINE_ROOTS = (
 )
 
 
+def longest_call_s(num_bytes: int) -> float:
+    """Return after how many seconds a call with a message of so many bytes is given up."""
+    return _ANSWER_S + num_bytes / _BYTES_A_S
+
+
 class ConnectionLost(Exception):
     """No answer: the connection was lost, or none can be made. The request may have arrived."""
 
@@ -72,7 +77,7 @@ class Connection:
         It takes at most `most_s`, for any size of the request. `batch` is of `encode`, or bytes.
         """
         message = gateway_messages.pack(header, batch).to_pybytes()
-        timeout_s = max(_LEAST_S, min(most_s, _ANSWER_S + len(message) / _BYTES_A_S))
+        timeout_s = max(_LEAST_S, min(most_s, longest_call_s(len(message))))
         try:
             if self._channel is None and self._credentials is None:
                 self._channel = grpc.insecure_channel(self._target, _OPTIONS)

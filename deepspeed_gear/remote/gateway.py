@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,17 @@ from deepspeed_gear.errors import (
     error_to_json,
 )
 from deepspeed_gear.remote import gateway_messages
-from deepspeed_gear.remote.connection import check_plain
+from deepspeed_gear.remote.connection import check_plain, longest_call_s
+from deepspeed_gear.remote.gateway_limits import (
+    MOST_CONNECTIONS,
+    MOST_WITHOUT_TOKEN,
+    CallLimits,
+    Connections,
+    CountedLog,
+    Peer,
+    most_connections,
+    server_options,
+)
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.prompt_ledger import LeasedPrompt
 from deepspeed_gear.timeouts import wait_until
@@ -49,6 +59,8 @@ _END_S = 3.0  # longest time for which it still answers, so that writers receive
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
 _MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
+_MOST_OF_SESSION = 4  # calls at once; a client makes one, and may have given up some
+_MOST_SESSIONS = 1 << 16
 _DECIDE = "what was not acknowledged may be stored or not; connect again, and decide"
 
 
@@ -72,6 +84,7 @@ class Session:
         self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
         self.task: Future[Any] | None = None  # adds the last batch, or a worker's group
         self.lock = threading.Lock()  # around what reads and replaces the task; a worker's call
+        self.calls = threading.Semaphore(_MOST_OF_SESSION)
         self.is_notified = False  # whether an answer contained the error of the end
         self.called_at = time.monotonic()
 
@@ -106,6 +119,9 @@ class Sessions:
     def open(self, client: str, grace_s: float = gateway_messages.SESSION_S) -> None:
         """Begin a session; an existing one continues."""
         self.check()
+        if len(self._sessions) >= _MOST_SESSIONS and client not in self._sessions:
+            rule, remedy = f"must have at most {_MOST_SESSIONS} sessions", "close writers that are not used"
+            raise StoreError("the gateway", rule, len(self._sessions), remedy)
         self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
@@ -136,6 +152,14 @@ class Sessions:
             rule = f"must have called within {gateway_messages.SESSION_S:g} s, and not have closed"
             raise StoreError("the session of this remote writer", rule, None, _DECIDE)
         session.called_at = time.monotonic()
+        if not session.calls.acquire(blocking=False):
+            return {"upto": session.upto, "busy": True, "refused": [], "wait_s": ANSWER_S}
+        try:
+            return self._put(session, known, trajectories)
+        finally:
+            session.calls.release()
+
+    def _put(self, session: Session, known: int, trajectories: Numbered) -> dict[str, Any]:
         with session.lock:
             # A writer that has not received its refusals sends again; so their number is that of one batch.
             waits = session.is_busy(0.0) or session.refused_after(known)
@@ -233,10 +257,19 @@ class LeaseSessions(Sessions):
         A call without one only keeps the session. `unknown` in the answer: there is no such session; `busy`:
         the commit of this number has not ended, so the worker asks again, without its `content`.
         """
-        session, number = self._sessions.get(client), int(call.get("number", -1))
+        session = self._sessions.get(client)
         if session is None:
             return {"unknown": True}
         session.called_at = time.monotonic()
+        if not session.calls.acquire(blocking=False):
+            return {"busy": session.number, "wait_s": ANSWER_S}
+        try:
+            return self._work(client, session, call, content)
+        finally:
+            session.calls.release()
+
+    def _work(self, client: str, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
+        number = int(call.get("number", -1))
         with session.lock:
             busy, wait_s = self._wait(session)  # for a commit that the worker has given up
             if not busy and number > session.number:
@@ -326,10 +359,15 @@ class Gateway:
         writer.waiting_checks.append(self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, "gear-serve")
+        self._calls = CallLimits(_NUM_WORKERS, longest_call_s(max_message_bytes))
+        connections = most_connections()
+        if connections < MOST_CONNECTIONS:
+            LOG.warning("gear serve: at most %d connections, as `ulimit -n` allows", connections)
         self._server = grpc.server(
             self._workers,
-            handlers=[_Calls(token, actions)],
+            handlers=[_Calls(token, actions, self)],
             options=[
+                *server_options(connections),
                 ("grpc.max_receive_message_length", max_message_bytes + gateway_messages.SLACK_BYTES),
                 ("grpc.per_message_decompression", 0),  # writers send none: a small message stays small
                 ("grpc.so_reuseport", 0),  # two gateways would share a port
@@ -345,6 +383,8 @@ class Gateway:
             else:
                 self.port = self._server.add_secure_port(at, certificate)
         self.url = f"{scheme}://{address}:{self.port}"
+        self._connections = Connections(self.port, min(MOST_WITHOUT_TOKEN, -(-connections // 4)))
+        self._wrong_tokens = CountedLog("gear serve: calls refused for a wrong token: %d, from %s")
         self._server.start()
 
     @staticmethod
@@ -370,6 +410,7 @@ class Gateway:
             try:
                 self._writer.check_goes_on(at_once=True)
                 self.sessions.expire()
+                self._enforce_limits()
             except GearError as error:
                 self.sessions.end(error)
             if is_over():
@@ -379,10 +420,21 @@ class Gateway:
         self._writer.close()
         return self.sessions.error
 
+    def _enforce_limits(self) -> None:
+        """Close connections that show no token, cancel calls that take too long, and log both."""
+        self._connections.look()
+        self._calls.cancel_late()
+        self._flush_logs()
+
+    def _flush_logs(self, at_once: bool = False) -> None:
+        for log in (self._wrong_tokens, self._connections.log, self._calls.log):
+            log.flush(at_once)
+
     def shutdown(self) -> None:
         """Accept no more calls, and end those that are not answered within 3 s; safe to call twice."""
         self._server.stop(_END_S).wait()
         self._workers.shutdown()
+        self._flush_logs(at_once=True)
         self.sessions.close()
 
     def _hello(self, header: Mapping[str, Any], _: pa.Buffer) -> dict[str, Any]:
@@ -437,8 +489,28 @@ class Gateway:
             raise StoreError("the gateway", rule, None, f"it was restarted: {_DECIDE}")
         return str(header.get("client"))
 
+    def refuse(self, _: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """End a call without the token, before its message is received."""
+        self._wrong_tokens.note(Peer.of_grpc(context.peer()).address)
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
+        raise AssertionError("abort raises")
 
-def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
+    def answer(self, action: Action, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+        """Receive a call's message and answer it, unless its peer has its share of calls."""
+        peer = Peer.of_grpc(context.peer())
+        self._connections.show_token(peer)
+        call = self._calls.begin(peer, context.cancel)
+        if isinstance(call, str):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, call)
+            raise AssertionError("abort raises")
+        try:
+            message = next(messages, None)
+            return b"" if message is None else _answer(action, message)  # None: the caller has ended the call
+        finally:
+            self._calls.end(call)
+
+
+def _answer(action: Action, message: bytes) -> bytes:
     """Answer a call; a GearError is part of the answer, as JSON."""
     try:
         answer = action(*gateway_messages.unpack(pa.py_buffer(message)))
@@ -454,19 +526,16 @@ def _answer(action: Action, message: bytes, _: grpc.ServicerContext) -> bytes:
 class _Calls(grpc.GenericRpcHandler):
     """Handlers of calls by their actions; a call without the token ends before its message is received."""
 
-    def __init__(self, token: str, actions: Mapping[str, Action]) -> None:
+    def __init__(self, token: str, actions: Mapping[str, Action], gateway: Gateway) -> None:
         self._wanted = f"Bearer {token}".encode()
-        handler = grpc.unary_unary_rpc_method_handler
-        self._handlers = {name: handler(partial(_answer, action)) for name, action in actions.items()}
-        # A handler of unary requests would receive the message first; this one reads none of its stream.
-        self._refuses = grpc.stream_unary_rpc_method_handler(
-            lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
-        )
+        # A handler of unary requests would receive the message first; these read it when they are ready.
+        handler = grpc.stream_unary_rpc_method_handler
+        self._handlers = {name: handler(partial(gateway.answer, action)) for name, action in actions.items()}
+        self._refuses = handler(gateway.refuse)
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call: the refusing one unless its metadata have the token."""
         given = dict(details.invocation_metadata).get("authorization", "")
         if hmac.compare_digest(given.encode(), self._wanted):  # its time does not depend on the difference
             return self._handlers.get(details.method.removeprefix(f"/{gateway_messages.SERVICE}/"))
-        LOG.warning("gear serve: refused a call with a wrong token")
         return self._refuses

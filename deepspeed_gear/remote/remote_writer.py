@@ -77,7 +77,7 @@ class RetryPolicy:
         self._until = now + self._timeout_s if self._until is None else self._until
         if now > self._until:
             rule = f"must answer within {self._timeout_s:g} s"
-            remedy = f"does it run, and is the url right? {error}"
+            remedy = f"does it run, is the url right, and does its log name a limit? {error}"
             raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
         stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not retry at once
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)

@@ -231,11 +231,15 @@ class Evaluation:
 
 
 def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
-    """Give up a selection that an error of the store has ended: new priorities can correct the old ones."""
+    """Give up a selection that an error of the store has ended: new priorities count for the next attempt,
+    and can correct the old ones.
+    """
     is_early = isinstance(error, NotReadyError) and not isinstance(error, EmptyTableError)
-    if isinstance(error, StoreError) and not is_early:
+    if isinstance(error, StoreError):
         for stream in streams:
-            if not stream.state.stop.is_set():
+            if is_early:
+                stream.withdraw()
+            elif not stream.state.stop.is_set():
                 stream.give_up()
 
 

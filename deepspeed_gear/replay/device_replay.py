@@ -407,6 +407,13 @@ class DeviceReplay(ReplayBase):
             warning.check()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position alone, without trajectories and priorities: see `export_table` and `save`.
+
+        Collective. Equal on all ranks; JSON-able. Waits for the device.
+
+        Raises:
+            StoreError: Some micro batches of a global batch were used, and not all.
+        """
         self._settle()
         return device_checkpoint.position_of(self._plan, self.tables)
 

@@ -47,6 +47,7 @@ class Metrics:
         names = ("batches", "wait_s", "made", "sample_s", "real", "rows", "bytes", "steps", "skipped")
         self.sums = dict.fromkeys((*names, *TRAINED), 0.0)
         self._taken = dict(self.sums)  # at the last `take`
+        self._means = dict[str, float]()  # as they were last returned
 
     def add(self, **sums: float) -> None:
         """Add to sums by name."""
@@ -69,10 +70,16 @@ class Metrics:
         self._taken = now
         return {name: value - before[name] for name, value in now.items()}
 
+    def _mean(self, name: str, total: float, count: float) -> float:
+        """Return a mean of the period since the last call; of an earlier one where nothing is counted."""
+        if count:
+            self._means[name] = total / count
+        return self._means.get(name, 0.0)
+
     def take_trained(self) -> dict[str, float]:
         """Return means per optimizer step of packed batches since the last call, and all skipped ones."""
         new = self._new()
-        means = {f"step_{name}": new[name] / max(new["steps"], 1) for name in TRAINED}
+        means = {f"step_{name}": self._mean(name, new[name], new["steps"]) for name in TRAINED}
         return {**means, "train_steps": new["steps"], "skipped_steps": self.sums["skipped"]}
 
     def take(self, counters: torch.Tensor) -> dict[str, float]:
@@ -80,10 +87,10 @@ class Metrics:
         self.sums |= zip(("real", "rows", "bytes"), counters.tolist(), strict=True)
         new = self._new()
         return {
-            "sample_ms": 1e3 * new["sample_s"] / max(new["made"], 1),
-            "wait_ms": 1e3 * new["wait_s"] / max(new["batches"], 1),
-            "bytes": new["bytes"] / max(new["made"], 1),
-            "padding": 1 - new["real"] / new["rows"] if new["rows"] else 0.0,  # fraction of rows
+            "sample_ms": self._mean("sample_ms", 1e3 * new["sample_s"], new["made"]),
+            "wait_ms": self._mean("wait_ms", 1e3 * new["wait_s"], new["batches"]),
+            "bytes": self._mean("bytes", new["bytes"], new["made"]),
+            "padding": self._mean("padding", new["rows"] - new["real"], new["rows"]),  # fraction of rows
             "epoch": float(self.epoch),
         }
 
@@ -427,6 +434,36 @@ class GroupWarning:
         if time.monotonic() >= self._next.get(kind, 0.0):
             self._next[kind] = time.monotonic() + pause_s
             LOG.warning("gear: table %s: %s", self._table, text)
+
+
+class LossWarning:
+    """Logs that train steps have no loss tokens, at most once in `PAUSE_S` seconds. `column` is that of the
+    loss mask (None: there is none); `predicts`: whether losses are of predicted tokens.
+    """
+
+    def __init__(self, column: str | None, predicts: bool) -> None:
+        self._column, self._predicts = column, predicts
+        self._steps = self._without = 0  # train steps, and those without loss tokens
+        self._next = 0.0
+
+    def count(self, step: Any) -> None:
+        """Count a train step (TrainStep), and log a warning if one is due."""
+        self._steps += 1
+        if step.loss_tokens:
+            return
+        self._without += 1
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + PAUSE_S
+        mask = "there is no loss mask" if self._column is None else f"the loss mask is column {self._column}"
+        first = ", and the first token of a trajectory is not predicted" if self._predicts else ""
+        LOG.warning(
+            f"gear: {step.name}: none of the {step.num_tokens} steps of its {step.num_trajectories} "
+            f"trajectories counts in the loss ({mask}{first}), as in {self._without} of {self._steps} train "
+            "steps so far. Its loss and gradients are 0, but momentum and weight decay still move the "
+            "weights. Mark the tokens that were sampled where trajectories are written; a loop that skips a "
+            "step whose step.loss_tokens is 0 leaves the weights alone"
+        )
 
 
 def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarning]:

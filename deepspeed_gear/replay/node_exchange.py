@@ -49,6 +49,7 @@ class NodeExchange:
         self._transports: dict[bool, DeviceTransport] = {}
         self._training: list[SelectionAgreement] = []  # selectors of the training streams
         self._taken: np.ndarray | float = 0.0  # sums at the last `take_metrics`
+        self._found = dict[str, float]()  # what it has returned
         #: Of the tables of packed batches that several nodes hold, by name.
         self.trajectories: dict[str, SpreadTrajectories] = {}
 
@@ -104,8 +105,8 @@ class NodeExchange:
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of training selections' exchanges since the last call; empty elsewhere.
-        `late_ms.<node>` is how long the first node to be ready waited for it.
+        """Return the mean of training selections' exchanges since the last call, or before if there was none;
+        empty elsewhere. `late_ms.<node>` is how long the first node to be ready waited for it.
         """
         if not self._training:
             return {}
@@ -114,11 +115,13 @@ class NodeExchange:
         selections = sum(selector.num_selections for selector in self._training)
         now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
         *waits, made, sent, received = (now - self._taken).tolist()
+        if self._found and not made:
+            return self._found
         self._taken, made = now, max(made, 1)
-        found = {"sent_bytes": sent / made, "received_bytes": received / made}
+        self._found = {"sent_bytes": sent / made, "received_bytes": received / made}
         for node, wait in zip(channel.nodes, waits, strict=True):
-            found[f"late_ms.{node}"] = 1e3 * wait / made
-        return found
+            self._found[f"late_ms.{node}"] = 1e3 * wait / made
+        return self._found
 
     def part(self) -> None:
         """Stop reporting lost nodes: this rank's thread may wait for one that samples no further batch."""

@@ -52,13 +52,17 @@ def check_packing(
 
 
 def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
-    """Return a pack of random tokens as long as a micro batch: halves, down to one token, and padding."""
+    """Return a pack of random tokens as long as a micro batch: halves, down to one token, and padding where
+    micro batches may have some.
+    """
     rows, pack = settings.pack.room, settings.pack
-    rest = rows - rows // 8
+    rest, most = rows - rows // 8, pack.max_trajectories or rows
     lengths: list[int] = []
-    while rest and len(lengths) < (pack.max_trajectories or rest):
+    while rest and len(lengths) < most:
         lengths.append(-(-rest // 2))
         rest -= lengths[-1]
+    if pack.pad.to == "multiple" and pack.pad.multiple == 1:
+        rows = sum(lengths)
     tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
     none, steps, prefixes = torch.zeros(0), np.array(lengths, np.int64), None
     if pack.prefix == "share":  # every second one goes on after half of the one before it

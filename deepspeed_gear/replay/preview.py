@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,10 +16,12 @@ from deepspeed_gear.batching.gather import N_STEP_DTYPES
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
+from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.distributed.row_exchange import exchange_plan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
+from deepspeed_gear.distributed.table_resolution import capacity_of
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.replay.rollout_data import PlannedPacks
@@ -201,6 +204,72 @@ def pack_preview(
         "fill": tokens / rows,  # part of the places that hold a trajectory's step
         "knows_prompts": int(pack.prefix == "own"),  # 0: each trajectory has one of its own
     }
+
+
+def rollout_preview(config: GearConfig, replicas: int, sequence: int, stages: int) -> dict[str, Any]:
+    """Describe packed batches as far as no lengths are needed; the document of `gear preview --json`."""
+    pack, size = config.pack, config.rollout_size
+    assert pack is not None
+    assert size is not None
+    check_ranks(config, replicas, sequence, stages)
+    tables = {name: config.resolved_tables[name] for name in config.sampled_tables}
+    members = [
+        1 if table.group is None else table.group.max_trajectories or table.group.size
+        for table in tables.values()
+    ]
+    return {
+        "unit": "groups" if size.groups else "trajectories",
+        "items": size.size,  # of a rollout batch, the most where it has a number of tokens
+        "trajectories": size.size * max(members),
+        "tokens": size.tokens,  # most of a rollout batch; null: of any number
+        "epochs": size.epochs,
+        "minibatches": size.minibatches,
+        "optimizer_steps": size.epochs * size.minibatches,  # of a rollout batch
+        "replicas": replicas,
+        "pack_tokens": pack.room,  # most steps of a micro batch
+        "rank_tokens": pack.room // sequence,  # of them each sequence rank has so many
+        "tables": {name: _table_preview(config, name, table) for name, table in tables.items()},
+    }
+
+
+def _table_preview(config: GearConfig, name: str, table: TableConfig) -> dict[str, Any]:
+    if table.data is not None:
+        return {"data": table.data.path}
+    found: dict[str, Any] = {"max_length": table.max_length}
+    if table.schema is not None:
+        steps, slots = capacity_of(name, table, table.schema, 1)
+        found |= {"steps": steps, "trajectories": slots, "bytes": steps * table.schema.row_bytes}
+    if table.prompts is not None and config.rollout_size is not None:
+        share = config.share_of(name) or 0
+        found["prompts"] = round((table.prompts.max_lag + 1) * config.rollout_size.size * share)
+    return found
+
+
+def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
+    """Return the lines that `gear preview` prints of packed batches without lengths."""
+    size = "{items:,} {unit}" + (", {trajectories:,} trajectories" if found["unit"] == "groups" else "")
+    if found["tokens"] is not None:
+        size = "at most " + size + " and {tokens:,} tokens"
+    each = "" if found["rank_tokens"] == found["pack_tokens"] else ", {rank_tokens:,} of each sequence rank"
+    lines = [
+        f"rollout batch: {size}",
+        "its optimizer steps: {optimizer_steps} (epochs {epochs}, minibatches {minibatches})",
+        f"micro batches of each of {{replicas}} replicas: packs of at most {{pack_tokens:,}} tokens{each}",
+    ]
+    lines = [line.format(**found) for line in lines]
+    for name, table in found["tables"].items():
+        parts = []
+        if "data" in table:
+            parts.append(f"the data set {table['data']}")
+        if "steps" in table:
+            holds = f"{table['trajectories']:,} trajectories and {table['steps']:,} steps"
+            parts.append(f"{holds} on all nodes, {show_bytes(table['bytes'])}")
+        if table.get("max_length") is not None:
+            parts.append(f"at most {table['max_length']:,} steps each")
+        if "prompts" in table:
+            parts.append(f"{table['prompts']:,} prompts leased or waiting at once")
+        lines.append(f"table {name}: {', '.join(parts) or 'its program gives the schema'}")
+    return [*lines, "micro batches, fill and balance depend on lengths: give --lengths FILE, a length a line"]
 
 
 def format_pack_preview(found: Mapping[str, int | float], replicas: int) -> Sequence[str]:

@@ -6,6 +6,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, get_args, overload
@@ -132,7 +133,8 @@ class Replay(ReplayBase):
         name = target.spec.name
         if name not in self._inserters:
             max_length = self.config.resolved_tables[name].max_length
-            context, streams = self._parts.context, self._streams(target)
+            context = replace(self._parts.context, timeout_s=self.config.items_timeout_s(name))
+            streams = self._streams(target)
             self._inserters[name] = table_access.inserter_of(target, streams, max_length, context)
         self._inserters[table] = self._inserters[name]
         return self._inserters[name]
@@ -647,11 +649,12 @@ class Replay(ReplayBase):
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics for DeepSpeed's monitor.
 
-        Means per micro batch since the last call (times, bytes, padding fraction), the epoch, and effective
-        samples, duplicates, age and policy lag of the newest global batch. Over nodes, on the rank that
-        exchanges for its node: bytes per global batch, and how late each node was. With a rate limiter: the
-        total seconds that this rank has waited for it. With groups: those held, and ever rejected, and the
-        trajectories that came too late.
+        Means per micro batch since the last call (times, bytes, padding fraction) or, of packed batches, per
+        optimizer step; where there was none, as after the monitor's call of the last step, those of the call
+        before, with `train_steps` 0. The epoch, and effective samples, duplicates, age and policy lag of the
+        newest global batch. Over nodes, on the rank that exchanges for its node: bytes per global batch, and
+        how late each node was. With a rate limiter: the total seconds that this rank has waited for it. With
+        groups: those held, and ever rejected, and the trajectories that came too late.
         """
         self._check_open()
         if self.config.pack is None:

@@ -28,7 +28,7 @@ from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.replay import rollout_data
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.replay.metrics import Metrics
+from deepspeed_gear.replay.metrics import LossWarning, Metrics
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_data import RolloutData
 from deepspeed_gear.replay.table_part import Records, RolloutSession, TablePart, item_numbers
@@ -113,6 +113,10 @@ class RolloutLoader:
         self._gatherers = [self._gatherer(gathered, stream.table) for stream in self._streams]
         self._of_forward: dict[str, PackGatherer] = {}  # by table
         self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
+        if plan.exchange.rank == 0:
+            mask = self.settings.schema.role("loss_mask")
+            warning = LossWarning(None if mask is None else mask.name, self.settings.predicts)
+            self.session.observers.append(warning.count)
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
         self.seek(LoaderPosition(position.start(self._tables)))

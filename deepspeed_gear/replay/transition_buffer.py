@@ -159,7 +159,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
         own: Autoreset = "next_step" if self._resets_itself else "disabled"
         self._writer = self.replay.vector_writer(self.num_envs, own)
         self._begins_anew = False  # after an error, which may have come before or after the step was taken
-        self._num_gaps = self._num_resets = 0
+        self._num_gaps = self._num_equal = self._num_resets = 0
+        #: Environments whose transition before this one may have an overwritten `obs`; None: none. [N], bool.
+        self._suspects: np.ndarray | None = None
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> None:
         """Add a transition of every environment.
@@ -172,45 +174,80 @@ class TransitionBuffer(ProcessBound, PublicNames):
             terminated: Which episodes have ended by themselves. [N], bool.
             truncated: Which episodes were cut off; their next observation still has a value. [N], bool.
         Raises:
-            DataError: An argument does not fit its space, or is not finite: nothing was added.
+            DataError: An argument does not fit its space, or is not finite; or `obs` is the memory of
+                `next_obs`, which the environment has overwritten. Nothing was added.
             StoreFullError, NotReadyError: As `VectorWriter.step`; the next transitions begin trajectories.
         """
         done_by = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
+        if self._suspects is not None and not self._suspects.any():
+            self._suspects = None
+        begins = None if self._suspects is None else self._writer.waits
         try:
             whole = {"observation": next_obs, **done_by}
             if not self._begins_anew and self._writer.take_after(obs, whole):
+                self._clear(begins)
                 return
             # They are not in the stored form, or trajectories begin.
             observation, *others = self._forms
             before, after = observation.read(obs), self._next_form.read(next_obs)
             given = {form.column.name: form.read(done_by[form.column.name]) for form in others}
             columns: dict[str, Any] = {"observation": after, **given}
-            if self._begins_anew or not self._writer.take_after(before, columns):
-                self._begin(before)
-                self._writer.step(publish=True, **columns)
+            if not self._begins_anew and self._writer.take_after(before, columns):
+                self._clear(begins)
+                return
+            address = _address(obs)
+            self._begin(before, after, address is not None and address == _address(next_obs))
+            self._writer.step(publish=True, **columns)
         except StoreError:
             self._begins_anew = True
             raise
 
-    def _begin(self, observations: np.ndarray) -> None:
-        """Begin trajectories where episodes have ended, or where observations do not follow the last ones."""
+    def _begin(self, observations: np.ndarray, following: np.ndarray, is_one_memory: bool) -> None:
+        """Begin trajectories where episodes have ended, or where observations do not follow the last ones.
+        `is_one_memory`: observations and those that follow them were given in the same memory.
+        """
         writer = self._writer
-        differs = (observations != writer.last_states("observation")).reshape(self.num_envs, -1).any(axis=1)
+        differs = self._differ(observations, writer.last_states("observation"))
         ended, fresh = writer.waits, ~writer.has_begun
         if self._begins_anew:
             begins = np.ones(self.num_envs, bool)
         else:
             begins = differs | fresh if self._resets_itself else differs | ended
             num_resets = int((differs & ended & ~fresh).sum()) if self._resets_itself else 0
-            self._note(int((differs & ~ended).sum()), num_resets)
+            gaps = differs & ~ended
+            self._check_overwritten(gaps & is_one_memory, ended)
+            num_equal = int((gaps & ~self._differ(observations, following)).sum()) if gaps.any() else 0
+            self._note(int(gaps.sum()), num_equal, num_resets)
         if begins.any():
             writer.reset(begins, observation=observations)
         self._begins_anew = False
 
-    def _note(self, num_gaps: int, num_resets: int) -> None:
+    def _differ(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        return np.asarray((one != other).reshape(self.num_envs, -1).any(axis=1))
+
+    def _clear(self, begins: np.ndarray | None) -> None:
+        """Clear the suspects that go on from their last observation; of `begins` nothing is known."""
+        if self._suspects is not None and begins is not None:
+            self._suspects &= begins
+
+    def _check_overwritten(self, suspects: np.ndarray, begins: np.ndarray) -> None:
+        """Raise where two transitions in a row begin at what was not the next observation before, each in
+        the memory of its own next observation. A program that resets may do so once. First transitions of
+        episodes, `begins`, are passed over: nothing is known of their observations.
+        """
+        before = np.zeros_like(suspects) if self._suspects is None else self._suspects
+        self._suspects = suspects | (before & begins)
+        if (before & suspects).any():
+            environment = int(np.argmax(before & suspects))
+            rule = "must be what the policy got, but it is the memory of next_obs, which step has overwritten"
+            remedy = "the environment returns one array again and again: keep obs = next_obs.copy()"
+            raise DataError(f"obs of environment {environment}", rule, None, remedy)
+
+    def _note(self, num_gaps: int, num_equal: int, num_resets: int) -> None:
         """Log, once, resets that do not begin at last states, and gaps: each stores an observation twice."""
         gaps, resets, added = self._num_gaps, self._num_resets, self._writer.num_steps
         self._num_gaps, self._num_resets = gaps + num_gaps, resets + num_resets
+        self._num_equal += num_equal
         are_most = self._num_resets > self._writer.num_trajectories / 2
         if resets < FIRST_RESETS <= self._num_resets and are_most:
             LOG.warning(
@@ -219,11 +256,17 @@ class TransitionBuffer(ProcessBound, PublicNames):
                 "episodes: give the environment as n_envs, or its own autoreset mode"
             )
         if gaps < FIRST_CHECK <= self._num_gaps and self._num_gaps > MOST_GAPS * added:
+            cause = ""
+            if self._num_equal > self._num_gaps / 2:
+                cause = (
+                    f". In {self._num_equal} of them obs equals next_obs: if the environment overwrites the "
+                    "array that it has returned, keep obs = next_obs.copy()"
+                )
             LOG.warning(
                 "gear: TransitionBuffer: obs should be the next_obs of the environment's transition before "
                 f"it, unless an episode begins, got {self._num_gaps} others in {added} transitions; each "
                 "begins a trajectory, and fewer transitions are held: add them in order, with obs as the "
-                "policy gets them"
+                f"policy gets them{cause}"
             )
 
     def sample(self, batch_size: int | None = None) -> TransitionSamples:
@@ -260,6 +303,15 @@ class TransitionBuffer(ProcessBound, PublicNames):
     def close(self) -> None:
         """Close the replay; safe to call twice."""
         self.replay.close()
+
+
+def _address(value: Any) -> int | None:
+    """Return where a value lies that a program can overwrite; None of numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    if isinstance(value, np.ndarray):
+        return int(value.ctypes.data)
+    return id(value) if isinstance(value, list) else None
 
 
 def _column(role: str, space: Any, rows: Any) -> Column:

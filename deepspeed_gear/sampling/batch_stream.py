@@ -217,6 +217,13 @@ class BatchStream:
         self.state.ask(key)
         self._requested = key
 
+    def withdraw(self) -> None:
+        """Take back this process's request of a batch that is not ready; it is requested again later."""
+        reports, key = self.state.reports, self._requested
+        if reports is not None and key is not None:
+            # It may be made by now, or another process makes it with other nodes.
+            reports.withdraw(lambda: self._words[Head.KEY] > key or bool(self._control[Control.SELECTING]))
+
     def give_up(self) -> None:
         """Withdraw this process's request; its priority updates are then due at the next selection."""
         if self.state.reports is not None:

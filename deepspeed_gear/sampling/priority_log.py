@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -63,6 +64,7 @@ class PriorityLog:
         self._peers = SelectionReaders(spec, table, self.asked)
         self._promises: deque[_Promise] = deque()
         self._current = NEVER  # batch last requested, while updates are deferred
+        self._before = NEVER  # batch requested before that
         self._mutex = threading.Lock()
 
     @staticmethod
@@ -83,6 +85,9 @@ class PriorityLog:
         one are deferred (`promise`), publish that one, so that others wait for them.
         """
         with self._mutex:
+            latest = self._latest
+            if key != latest:
+                self._before = latest
             self._current = key
             self._asked_words[self._peer] = self._promises[0].batch if self._promises else key
 
@@ -93,6 +98,15 @@ class PriorityLog:
             waiting = self._waiting(peer)
             if (self._log[peer, waiting, LogEntry.BATCH] >= key).any():  # batches selected again: due now
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
+
+    def withdraw(self, is_made: Callable[[], bool]) -> None:
+        """Take back this process's last request unless its batch `is_made`: later updates belong to the batch
+        before, and count for this one. No process makes it until this one requests it again.
+        """
+        with self._mutex, self.table.lock:
+            if not is_made():
+                self._current = self._before
+                self._asked_words[self._peer] = self._promises[0].batch if self._promises else self._current
 
     def give_up(self) -> None:
         """Withdraw this process's request; its updates are then due at the next selection."""
@@ -136,12 +150,16 @@ class PriorityLog:
             self.check_room(priorities.numel())
             self._write(samples, priorities, self._asked_words[self._peer])
 
+    @property
+    def _latest(self) -> int:
+        """The batch that this process last requested."""
+        return self._current if self._promises else int(self._asked_words[self._peer])
+
     def promise(self, count: int) -> None:
         """Reserve log entries for deferred updates of the batch that this process last requested."""
         with self._mutex:
             self.check_room(count)
-            batch = self._current if self._promises else self._asked_words[self._peer]
-            self._current = batch
+            self._current = batch = self._latest
             self._promises.append(_Promise(batch, count))
 
     def keep(self, samples: torch.Tensor, priorities: torch.Tensor | None) -> None:

@@ -115,8 +115,10 @@ class NamedStore:
         return f"run {self.run}, table {self.table} ({SHM / self.file})"
 
 
-def named_stores(prefix: str) -> tuple[list[NamedStore], list[str]]:
-    """Return this user's stores of a prefix that admit writers and have a living rank, and others' errors.
+def named_stores(prefix: str | None) -> tuple[list[NamedStore], list[str]]:
+    """Return this user's stores that admit writers and have a living rank, and others' errors.
+
+    `prefix`: of their names; None: any.
 
     Stores of runs that have ended are left out: writers may still be attached to them.
     """

@@ -37,6 +37,7 @@ from deepspeed_gear.store.shared_memory import SharedMemory
 
 MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
 REASON_BYTES = 32
+_HEARTBEAT = "call heartbeat() more often, or raise prompts.lease_s"
 FIRST_STAMP = -(1 << 62)  # of `Entry.STAMP`, which has one while it is below 0
 EPOCHS = 4  # that have counters of their own: epoch e those of row e % EPOCHS, until a later one needs them
 
@@ -386,16 +387,45 @@ class PromptLedger:
         """Return the words of a lease's entry.
 
         Raises:
-            LeaseExpiredError: It came back meanwhile; counted.
+            LeaseExpiredError: It has ended, and how; counted.
         """
         words: np.ndarray = self.entries[lease.entry]
         known = words[[Entry.STATE, Entry.TOKEN, Entry.NUMBER, Entry.VERSION]].tolist()
         if known != [EntryState.LEASED, lease.token, lease.number, lease.version]:
             self.counts[PromptCount.REFUSED] += 1
-            rule = "must be held by this worker: it came back, and another attempt may have it"
-            remedy = "call heartbeat() more often or raise prompts.lease_s; leases end with a load, too"
+            ending, remedy = self._ending(lease)
+            rule = f"must be held by this worker: {ending}"
             raise LeaseExpiredError(f"the lease of prompt {lease.number}", rule, None, remedy)
         return words
+
+    def _ending(self, lease: LeasedPrompt) -> tuple[str, str]:
+        """Return how a lease has ended, as far as the ledger knows it, and what helps."""
+        at = np.nonzero((self._of_entries == lease.number) & (self._states != EntryState.FREE))[0]
+        if not len(at):
+            return self._left_as(lease)
+        words = self.entries[at[0]]
+        state, attempt = words[[Entry.STATE, Entry.ATTEMPT]].tolist()
+        is_own = bool(words[Entry.TOKEN] == lease.token)
+        if state == EntryState.HELD:
+            return f"{'it' if is_own else f'attempt {attempt}'} was committed", "commit a group once"
+        if state == EntryState.LEASED:
+            return f"it came back, and attempt {attempt} has its prompt", _HEARTBEAT
+        if words[Entry.DEADLINE] < self._now_ns():
+            lease_s = f"prompts.lease_s = {self.spec.lease_s:g} s"
+            return f"{lease_s} passed without a heartbeat, and its prompt waits for another lease", _HEARTBEAT
+        given = "it was given back, by fail(), the end of its worker or its gateway's session, or a load"
+        return f"{given}, and its prompt waits for another lease", "lease again"
+
+    def _left_as(self, lease: LeasedPrompt) -> tuple[str, str]:
+        """Return as `_ending`, of a prompt that is not in the ledger: never again, or not yet."""
+        spec, key = self.spec, int(self._position[Head.KEY])
+        if lease.number >= self._next:
+            return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
+        if lease.version + spec.max_lag < key:
+            rule = f"its prompt left, at the latest as too old: {key} batches are selected, its version is "
+            return f"{rule}{lease.version} and prompts.max_lag {spec.max_lag}", "raise max_lag, or be faster"
+        is_last = f", as the last of {spec.attempts} attempts" if lease.attempt >= spec.attempts else ""
+        return f"its prompt was trained or dropped{is_last}", _HEARTBEAT
 
     def renew(self, lease: LeasedPrompt) -> None:
         """Begin the time of a lease anew; raises as `own`, like the next ones."""

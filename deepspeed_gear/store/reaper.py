@@ -87,7 +87,8 @@ def unlink_same(path: str, fd: int) -> bool:
 
 def main(words: list[str]) -> None:
     """Wait until the file has its name, then until no process is attached; remove it."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Those of a terminal, of a launcher, and (the last two) of a scheduler that warns all processes of a job.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)  # the child goes on, and is no child of the job

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.data.media import MediaItem
-from deepspeed_gear.errors import ConfigError, DataError, undo_on_error
+from deepspeed_gear.errors import ConfigError, DataError, LeaseExpiredError, undo_on_error
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
@@ -43,6 +44,7 @@ class Lease:
     def __init__(self, worker: Any, lease: LeasedPrompt, prompt: dict[str, Any]) -> None:
         self._worker, self._lease, self.prompt = worker, lease, prompt
         self.number, self.version, self.attempt = lease.number, lease.version, lease.attempt
+        self._ending = ""  # how this process has ended it
         self.kept: dict[str, np.ndarray] = {}
         if lease.kept:
             with np.load(io.BytesIO(lease.kept), allow_pickle=False) as arrays:
@@ -60,7 +62,10 @@ class Lease:
             LeaseExpiredError: The lease came back; nothing is added.
             DataError, StoreFullError, NotReadyError: As `Replay.add`; the lease goes on.
         """
-        return list(self._worker._publish(self._lease, trajectories))
+        with self._named_ending():
+            ids = list(self._worker._publish(self._lease, trajectories))
+        self._ending = "it was committed"
+        return ids
 
     def fail(self, reason: str = "failed", retry: bool = True) -> None:
         """End the lease without a group; its prompt is leased again, up to `prompts.attempts` times.
@@ -74,7 +79,9 @@ class Lease:
         if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
             rule = f"must be a name of 1 to {REASON_BYTES} bytes"
             raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
-        self._worker._change("fail", self._lease, reason, bool(retry))
+        with self._named_ending():
+            self._worker._change("fail", self._lease, reason, bool(retry))
+        self._ending = f"it was failed as {reason!r}"
 
     def keep(self, **arrays: Any) -> None:
         """Keep arrays for the next lease of the prompt, in place of those before, and renew this one.
@@ -97,11 +104,24 @@ class Lease:
         data = file.getvalue() if arrays else b""
         if len(data) > most:
             raise DataError(name, f"must need at most prompts.keep_bytes = {most}", len(data), "raise it")
-        self._worker._change("keep", self._lease, data)
+        with self._named_ending():
+            self._worker._change("keep", self._lease, data)
 
     def heartbeat(self) -> None:
         """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop generating."""
-        self._worker._change("renew", self._lease)
+        with self._named_ending():
+            self._worker._change("renew", self._lease)
+
+    @contextmanager
+    def _named_ending(self) -> Iterator[None]:
+        """Name how this process has ended the lease, which the ledger may not know any more."""
+        try:
+            yield
+        except LeaseExpiredError as error:
+            if not self._ending:
+                raise
+            rule, remedy = f"must be held by this worker: {self._ending}", "end a lease once"
+            raise LeaseExpiredError(error.name, rule, None, remedy) from None
 
 
 class RolloutWorker(ProcessBound):

@@ -6,13 +6,13 @@ import contextlib
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.config import ds_config
+from deepspeed_gear.config import ds_config, expand
 from deepspeed_gear.context import Context
 from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
@@ -169,7 +169,8 @@ class TrajectoryWriter(WriterBase):
 
         Args:
             config: The run's ds_config or `gear` section, a file or a mapping. Stores of another schema,
-                capacity, removal, rate or seed are not candidates.
+                capacity, removal, rate or seed are not candidates. None: any of a named run, else of the
+                default prefix.
             table: Name of the table; None: the only one that admits writers.
             name: Of the store's file in /dev/shm, instead of a search. It must exist, and match `config`.
             wait_s: How long to wait for the store, in seconds.
@@ -277,16 +278,16 @@ def _attached(
 
     Candidates are stores with a living rank whose run has the table, the writers' options of `config` and the
     name or id `run`. This waits until there is one, also where a store is removed while it is opened. Without
-    a config it has the default prefix, and any schema. Returns the table, and what its writers need:
-    "max_length"; "weight", the column of weights, which must be finite and >= 0; "timeout_s", the longest
-    wait for the ranks.
+    a config it has any schema, and the default prefix unless a run is named. Returns the table, and what its
+    writers need: "max_length"; "weight", the column of weights, which must be finite and >= 0; "timeout_s",
+    the longest wait for the ranks.
     """
     for what, given in (("table", table), ("name", name), ("run", run)):
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
-    section = None if config is None else _object("gear", ds_config.read(config)[0])
+    section = None if config is None else expand(_object("gear", ds_config.read(config)[0]))
     memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
-    prefix = memory.get("prefix", DEFAULT_PREFIX)
+    prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
     if not isinstance(prefix, str):
         raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
     if section is not None:
@@ -298,15 +299,17 @@ def _attached(
             rule = f"must be one of the tables that take writers: {', '.join(known) or 'none'}"
             raise ConfigError("table", rule, table, "set gear.tables.<name>.writers")
     runs = run_names(memory.get("run"), run)  # names and ids that the run must have
+    if section is None and runs:
+        prefix = None  # a named run is found whatever its prefix
     if name is not None:
         if run is not None:
             raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
         store = named_store(name)
         options = [] if section is None else store.differences(section)
         if options:
-            raise StoreError(str(store), "must be of a run of this config", ", ".join(options), _OWN_CONFIG)
+            raise _no_match(options, f"{_OWN_CONFIG}; {store}: {', '.join(options)}")
         return _open(store)
-    others: list[str] = []  # stores that do not match, and why
+    others: list[tuple[str, list[str]]] = []  # stores that do not match, and why
 
     def look() -> tuple[Table, Mapping[str, Any]] | None:
         """Attach to the one store that matches; None: there is none now."""
@@ -322,10 +325,10 @@ def _attached(
             else:
                 reasons = [] if section is None else store.differences(section)
             if reasons:
-                others.append(f"{store}: {', '.join(reasons)}")
+                others.append((str(store), reasons))
             else:
                 fitting.append(store)
-        others.extend(foreign)
+        others.extend(("", [reason]) for reason in foreign)
         if len(fitting) > 1:
             remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
             several = "; ".join(map(str, fitting))
@@ -335,16 +338,26 @@ def _attached(
         return None
 
     attached = wait_until(look, wait_s, _POLL_S)
-    if attached is None:
-        of = [] if section is None else ["of this config"]
-        of += [f"of run {name}" for name in runs]
-        rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
-        remedy = "start the ranks; set gear.tables.<name>.writers"
-        if others:
-            remedy = f"{_OWN_CONFIG}, or start its ranks"
-        what = f"{SHM}/{prefix}-*-{table or '*'}"
-        raise StoreError(what, rule, "; ".join(others) or None, remedy)
-    return attached
+    if attached is not None:
+        return attached
+    if others:
+        found = "; ".join(
+            f"{store}: {', '.join(reasons)}" if store else reasons[0] for store, reasons in others
+        )
+        remedy = f"{_OWN_CONFIG}, or start its ranks; found within {wait_s:g} s: {found}"
+        raise _no_match(min((reasons for _, reasons in others), key=len), remedy)
+    of = [] if section is None else ["of this config"]
+    of += [f"of run {name}" for name in runs]
+    rule = ", ".join(["must be a store that takes writers", *of, f"within {wait_s:g} s"])
+    what = f"{SHM}/{prefix or '*'}-*-{table or '*'}"
+    raise StoreError(what, rule, None, "start the ranks; set gear.tables.<name>.writers")
+
+
+def _no_match(reasons: Sequence[str], remedy: str) -> StoreError:
+    """Return the error that no store matches: the shortest list of reasons of a store, then the remedy."""
+    more = f", and {len(reasons) - 1} more differences" if len(reasons) > 1 else ""
+    rule = "must match the config, run and table of this process"
+    return StoreError("the run's store", rule, f"{reasons[0]}{more}", remedy)
 
 
 def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:

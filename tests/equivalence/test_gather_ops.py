@@ -28,8 +28,8 @@ from op_wrappers import powers_of, scaling
 from torch import Tensor
 
 from deepspeed_gear.ops import Ops
+from deepspeed_gear.ops.conversion import is_allowed
 from deepspeed_gear.ops.records import Align, Follows, Resolution, Source
-from deepspeed_gear.ops.reference.convert import is_allowed
 from deepspeed_gear.schema import DTYPES
 
 ALIGNS = (Align.IN_PLACE, Align.LEFT, Align.RIGHT)

@@ -1,18 +1,14 @@
-"""Packs, their plans and copies of pieces: the C++ against the reference, and against plain Python."""
-
-from typing import Any
+"""Packs and copies of pieces: the C++ against the reference, and against plain Python."""
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from op_comparison import compare
-from torch import Tensor
 
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
 
-ANY = (1 << 31) - 1  # trajectories of a pack
 TARGETS = {
     torch.bool: [torch.bool, torch.int64, torch.float32],
     torch.uint8: [torch.uint8, torch.int32, torch.bfloat16],
@@ -70,63 +66,6 @@ def test_rows_of_a_pack(
                 inside = 0 <= t + offset < length
                 wanted[place + t] = own[t + offset] if inside else torch.ones(elements).to(dtype)
         assert torch.equal(found, wanted[first : first + rows])
-
-
-# ---- plans -------------------------------------------------------------------------------------------
-
-
-def planned(cpu: Ops, lengths: list[int], *arguments: Any) -> list[Tensor]:
-    outs = torch.full((2 * len(lengths) + 1,), -7).split([len(lengths)] * 2 + [1])
-    return compare(cpu, "plan_packs_", *outs, torch.tensor(lengths, dtype=torch.int64), *arguments)
-
-
-@settings(max_examples=150)
-@given(
-    st.lists(st.integers(1, 40), max_size=60),
-    st.integers(0, 60),
-    st.sampled_from([(1, 0), (0, 1), (30, 1), (1, 1000)]),
-    st.integers(1, 9),
-    st.sampled_from([1, 2, 3, 60]),
-)
-def test_plans(cpu: Ops, lengths: list[int], room: int, cost: tuple[int, int], width: int, most: int) -> None:
-    planned(cpu, lengths, max([*lengths, 1]) + room, *cost, width, most)
-
-
-@settings(max_examples=30)
-@given(
-    st.sampled_from(["log-normal", "bimodal", "uniform", "equal", "tiny", "giant", "thirds", "pareto"]),
-    st.integers(1, 500),
-    st.sampled_from([1, 2, 8, 33]),
-    st.integers(0, 1 << 30),
-)
-def test_plans_of_real_distributions(cpu: Ops, kind: str, count: int, width: int, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    lengths = {
-        "log-normal": lambda: np.minimum(np.exp(random.normal(7.6, 0.9, count)).astype(int) + 100, 8192),
-        "bimodal": lambda: random.choice([300, 301, 5000, 5001], count),
-        "uniform": lambda: random.integers(1, 8192, count, endpoint=True),
-        "equal": lambda: np.full(count, 1500),
-        "tiny": lambda: random.integers(1, 40, count),
-        "giant": lambda: np.append(random.integers(1, 900, count - 1), 8192),
-        "thirds": lambda: random.integers(2600, 2860, count),
-        "pareto": lambda: np.minimum(200 + (random.pareto(1.2, count) * 200).astype(int), 8192),
-    }[kind]()
-    # The budget that makes the fewest packs exactly full, and one with room.
-    num_micro = int(random.integers(1, 20))
-    full = max(-(-int(lengths.sum()) // (width * num_micro)), int(lengths.max()))
-    for tokens in (full, full + full // 100 + 1, 4 * full, max(8192, full)):
-        for most in (ANY, max(1, count // (width * num_micro))):
-            planned(cpu, lengths.tolist(), tokens, 24576, 1, width, most)
-
-
-def test_plans_up_to_the_largest_costs(cpu: Ops) -> None:
-    planned(cpu, [ANY], ANY, 1, 0, 1 << 10, ANY)
-    planned(cpu, [1] * 7, 3, (1 << 62) // 7, 0, 2, ANY)
-    planned(cpu, [1 << 29, 1 << 29, 5, 1 << 28], ANY, 0, 7, 3, ANY)
-    planned(cpu, [1, 1], 1, 0, (1 << 61) - 1, 1, ANY)
-    found = torch.full((3,), -7)
-    cpu.plan_packs_(*found.split(1), torch.tensor([ANY]), ANY, 1, 0, 1 << 20, ANY)
-    assert found.tolist() == [0, 0, 1]
 
 
 # ---- pieces ------------------------------------------------------------------------------------------

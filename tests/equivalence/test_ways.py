@@ -29,7 +29,7 @@ from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import GatherSpec, Slot, Source
-from deepspeed_gear.ops.reference.gather import bounds
+from deepspeed_gear.ops.windows import bounds
 from deepspeed_gear.store.table import Table
 
 LENGTHS = (1, 2, 5, 40, 3, 11)

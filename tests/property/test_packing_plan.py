@@ -1,6 +1,7 @@
 """Packing plans: what holds for every batch, and small batches against all packings."""
 
 import bisect
+import hashlib
 import heapq
 from collections.abc import Callable
 from itertools import product
@@ -27,13 +28,36 @@ def sums(plan: PackingPlan, values: torch.Tensor) -> torch.Tensor:
     return found.index_add(0, packs, values).view(plan.num_micro, plan.width)
 
 
+def check_plan(plan: PackingPlan, values: torch.Tensor, budget: PackBudget) -> None:
+    """Check what holds for every plan of these lengths."""
+    width, most = plan.width, budget.trajectories
+    placed = [i for rank in range(width) for pack in plan.packs(rank) for i in pack.tolist()]
+    assert sorted(placed) == list(range(len(values)))
+    if not len(values):
+        assert plan.num_micro == 0
+        return
+    tokens = sums(plan, values)
+    padded = -(-tokens // budget.multiple) * budget.multiple
+    assert int(padded.max()) <= budget.tokens
+    count = sums(plan, torch.ones_like(values))
+    assert int(count.max()) <= most
+    if len(values) >= plan.num_micro * width:
+        assert int(count.min()) > 0
+    least = -(-int(values.sum()) // (budget.room * width))
+    least = max(least, -(-len(values) // (most * width)))
+    assert least <= plan.num_micro <= -(-len(values) // width)
+    costs = sums(plan, budget.linear * values + budget.quadratic * values * values)
+    assert (costs.max(1).values.diff() <= 0).all(), "the costliest micro step first"
+    assert costs.max(1).values.sum() >= costs.sum(0).max()
+
+
 @settings(max_examples=150)
 @given(
     LENGTHS,
     st.integers(0, 60),
     st.integers(1, 7),
     st.integers(1, 12),
-    st.sampled_from([(1, 0), (9, 1)]),
+    st.sampled_from([(1, 0), (0, 1), (9, 1), (1, 1000)]),
     st.sampled_from([1, 2, 3, None]),
     st.randoms(),
 )
@@ -52,34 +76,80 @@ def test_every_plan_holds(
     budget = PackBudget(tokens + room % multiple, *cost, multiple, most or MOST_PACK_TOKENS)
     values = torch.tensor(lengths, dtype=torch.int64)
     plan = plan_packs(values, budget, width, OPS)
-    placed = [i for rank in range(width) for pack in plan.packs(rank) for i in pack.tolist()]
-    assert sorted(placed) == list(range(len(lengths)))
+    check_plan(plan, values, budget)
     shuffled = torch.tensor(random.sample(lengths, len(lengths)), dtype=torch.int64)
     other = plan_packs(shuffled, budget, width, OPS)
     for rank in range(width):
-        for one, two in zip(plan.packs(rank), other.packs(rank), strict=True):
-            assert values[one].sort().values.equal(shuffled[two].sort().values)
-    for rank in range(width):
         packs = plan.packs(rank)
         assert len(packs) == plan.num_micro, "as many on every rank"
-        for micro, pack in enumerate(packs):
-            np.testing.assert_array_equal(pack, np.nonzero((plan.micro == micro) & (plan.rank == rank))[0])
-            padded = -(-int(values[pack].sum()) // multiple) * multiple
-            assert padded <= budget.tokens
-            assert len(pack) <= (most or len(lengths))
-            if len(lengths) >= plan.num_micro * width:
-                assert len(pack)
-    if not lengths:
-        assert plan.num_micro == 0
-        return
-    least = -(-int(values.sum()) // (budget.room * width))
-    if most:
-        least = max(least, -(-len(lengths) // (most * width)))
-    assert least <= plan.num_micro <= -(-len(lengths) // width)
-    assert plan.num_micro <= (2 if most is None else 3) * least
-    costs = sums(plan, cost[0] * values + cost[1] * values * values)
-    assert (costs.max(1).values.diff() <= 0).all(), "the costliest micro step first"
-    assert costs.max(1).values.sum() >= costs.sum(0).max()
+        for micro, (one, two) in enumerate(zip(packs, other.packs(rank), strict=True)):
+            np.testing.assert_array_equal(one, np.nonzero((plan.micro == micro) & (plan.rank == rank))[0])
+            assert values[one].sort().values.equal(shuffled[two].sort().values)
+    if lengths:
+        least = -(-int(values.sum()) // (budget.room * width))
+        if most:
+            least = max(least, -(-len(lengths) // (most * width)))
+        assert plan.num_micro <= (2 if most is None else 3) * least
+
+
+@settings(max_examples=30)
+@given(
+    st.sampled_from(["log-normal", "bimodal", "uniform", "equal", "tiny", "giant", "thirds", "pareto"]),
+    st.integers(1, 500),
+    st.sampled_from([1, 2, 8, 33]),
+    st.integers(0, 1 << 30),
+)
+def test_plans_of_real_distributions(kind: str, count: int, width: int, seed: int) -> None:
+    random = np.random.default_rng(seed)
+    lengths = {
+        "log-normal": lambda: np.minimum(np.exp(random.normal(7.6, 0.9, count)).astype(int) + 100, 8192),
+        "bimodal": lambda: random.choice([300, 301, 5000, 5001], count),
+        "uniform": lambda: random.integers(1, 8192, count, endpoint=True),
+        "equal": lambda: np.full(count, 1500),
+        "tiny": lambda: random.integers(1, 40, count),
+        "giant": lambda: np.append(random.integers(1, 900, count - 1), 8192),
+        "thirds": lambda: random.integers(2600, 2860, count),
+        "pareto": lambda: np.minimum(200 + (random.pareto(1.2, count) * 200).astype(int), 8192),
+    }[kind]()
+    values = torch.from_numpy(lengths)
+    # The budget that makes the fewest packs exactly full, and others with room.
+    num_micro = int(random.integers(1, 20))
+    full = max(-(-int(lengths.sum()) // (width * num_micro)), int(lengths.max()))
+    for tokens in (full, full + full // 100 + 1, 4 * full, max(8192, full)):
+        for most in (MOST_PACK_TOKENS, max(1, count // (width * num_micro))):
+            budget = PackBudget(tokens, 24576, 1, 1, most)
+            check_plan(plan_packs(values, budget, width, OPS), values, budget)
+
+
+def test_plans_up_to_the_largest_costs() -> None:
+    cases = [
+        ([MOST_PACK_TOKENS], MOST_PACK_TOKENS, 1, 0, 1 << 10),
+        ([1] * 7, 3, (1 << 62) // 7, 0, 2),
+        ([1 << 29, 1 << 29, 5, 1 << 28], MOST_PACK_TOKENS, 0, 7, 3),
+        ([1, 1], 1, 0, (1 << 61) - 1, 1),
+        ([MOST_PACK_TOKENS], MOST_PACK_TOKENS, 1, 0, 1 << 20),
+    ]
+    for lengths, tokens, linear, quadratic, width in cases:
+        values, budget = torch.tensor(lengths), PackBudget(tokens, linear, quadratic)
+        check_plan(plan_packs(values, budget, width, OPS), values, budget)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "width", "most", "digest"),
+    [
+        (4096, 1, MOST_PACK_TOKENS, "c9157e5fb4aca4d4"),
+        (4096, 8, MOST_PACK_TOKENS, "a677ae6e8608a59c"),
+        (9000, 3, 7, "254c12a2fce77c13"),
+        (65536, 16, MOST_PACK_TOKENS, "4aad932c58f82362"),
+    ],
+)
+def test_plans_are_the_same_in_every_version(tokens: int, width: int, most: int, digest: str) -> None:
+    """Another plan is another order of summation, which a resumed run would notice."""
+    number = np.arange(700)
+    values = torch.from_numpy((number * number * 7919 + number * 104729) % 4096 + 1)
+    plan = plan_packs(values, PackBudget(tokens, 24576, 1, 1, most), width, OPS)
+    made = np.concatenate([plan.micro, plan.rank]).astype("<i8").tobytes()
+    assert hashlib.sha256(made).hexdigest()[:16] == digest
 
 
 def emptiest(lengths: list[int], packs: int, tokens: int) -> bool:

@@ -14,9 +14,9 @@ from store_support import StoreScene, check_whole, priority_rule, store_trajecto
 
 from deepspeed_gear.errors import StoreError, StoreFullError
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
+from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import LogEntry, RandomPurpose, Slot, SlotState
 from deepspeed_gear.ops.reference.priorities import mass_
-from deepspeed_gear.ops.reference.select import philox
 from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.mass_rules import Decay
 from deepspeed_gear.store.records import Head
@@ -32,7 +32,7 @@ priorities = st.sampled_from([0.0, -0.0, 1e-40, 0.25, 1.0, 7.5, 1e4]) | st.float
 
 def points_of(seed: int, first: int, total: int, count: int) -> list[int]:
     """Return floor(word * total / 2^128) in Python's integers."""
-    high, low = philox(seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE)
+    high, low = philox_words(seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE)
     words = [(h % 2**64 << 64) + low_ % 2**64 for h, low_ in zip(high.tolist(), low.tolist(), strict=True)]
     return [word * total >> 128 for word in words]
 

@@ -26,7 +26,7 @@ from deepspeed_gear.data.dataset_writer import DatasetWriter
 from deepspeed_gear.data.running_moments import Moment, add_rows
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.reference.convert import convert
+from deepspeed_gear.ops.conversion import convert
 from deepspeed_gear.schema import DTYPES, Column, Schema
 
 Rows = st.sampled_from(["T", "T+1", "1"])

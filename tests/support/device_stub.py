@@ -4,12 +4,17 @@ Its tensors lie in host memory and call themselves tensors of `meta`, the one de
 without a driver. Ops run on the host. Noted are those for which a CUDA device would be waited for: values
 that the host reads (`item`, `tolist`, `equal`, results whose size depends on values), copies of pageable
 memory, and host indices. A list as an index is a copy inside torch, and raises when it is used.
+
+Also noted are tensors used on another stream than the one that was current when they were allocated. Torch's
+allocator keeps a pool of memory for each stream: what one stream has freed it may still be using when
+another writes to it.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
+
+from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream
 
 DEVICE = torch.device("meta")
 aten = torch.ops.aten
@@ -38,9 +45,12 @@ _INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor of the device; `held` has its values."""
+    """A tensor of the device; `held` has its values. `streams` may use its memory, all its views included;
+    none: any may, as for memory that the tests bring.
+    """
 
     held: Tensor
+    streams: set[str]
     is_meta, is_cuda = False, True  # it has values, and they are not the host's
 
     @staticmethod
@@ -53,7 +63,7 @@ class DeviceTensor(torch.Tensor):
             dtype=held.dtype,
             device=DEVICE,
         )
-        made.held = held
+        made.held, made.streams = held, set()
         return made
 
     def data_ptr(self) -> int:
@@ -93,12 +103,15 @@ class _Numbers(TorchFunctionMode):
 class DeviceStub(TorchDispatchMode):
     """Runs what is called inside as a device would.
 
-    `waits` has where the host would wait for it, `elements` the most elements that each op has read there.
+    `waits` has where the host would wait for it, `elements` the most elements that each op has read there,
+    `crossings` where a stream uses memory of another one's pool. `stream` is the current stream.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.crossings: list[str] = []
+        self.stream = "training"
         self.elements: dict[str, int] = {}
         self._numbers = _Numbers(self.wait)
 
@@ -124,6 +137,9 @@ class DeviceStub(TorchDispatchMode):
         for tensor in there:
             name = op.__name__
             self.elements[name] = max(self.elements.get(name, 0), tensor.numel())
+            if tensor.streams and self.stream not in tensor.streams and not _makes_views(func):
+                used = f"{func} on {self.stream} uses memory of {', '.join(sorted(tensor.streams))}"
+                self.crossings.append(f"{used}: {_place()}")
         if any(tensor.device == DEVICE and not isinstance(tensor, DeviceTensor) for tensor in every):
             raise AssertionError(f"{func} uses a list or numbers as a tensor of the device: {_place()}")
         is_made_there = kwargs.get("device") == DEVICE
@@ -150,7 +166,19 @@ class DeviceStub(TorchDispatchMode):
         found = func(*given[0], **given[1])
         if op is aten._to_copy and not is_made_there and args[0].device != to:
             return found
-        return tree_map(lambda value: _wrapped(value, known), found)
+        return tree_map(lambda value: self._wrapped(value, known), found)
+
+    def _wrapped(self, value: Any, known: dict[int, DeviceTensor]) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, DeviceTensor):
+            return value
+        if id(value) in known:
+            return known[id(value)]
+        made = DeviceTensor(value)
+        memory = value.untyped_storage().data_ptr()
+        views = (one for one in known.values() if one.held.untyped_storage().data_ptr() == memory)
+        base = next(views, None)
+        made.streams = {self.stream} if base is None else base.streams
+        return made
 
     def _check_operands(self, func: Any, args: tuple[Any, ...], every: list[Tensor]) -> None:
         op = func.overloadpacket
@@ -178,10 +206,31 @@ def held(tensor: Tensor) -> Tensor:
     return tensor.held
 
 
-def _wrapped(value: Any, known: dict[int, DeviceTensor]) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DeviceTensor):
-        return value
-    return known[id(value)] if id(value) in known else DeviceTensor(value)
+class StubStream(HostStream):
+    """A transfer stream of the device, in the place of a `CudaStream`."""
+
+    def __init__(self, stub: DeviceStub) -> None:
+        super().__init__()
+        self.device, self._stub = DEVICE, stub
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        before, self._stub.stream = self._stub.stream, "transfer"
+        try:
+            yield
+        finally:
+            self._stub.stream = before
+
+    def hand_over(self, event: Event, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, DeviceTensor) and tensor.streams:
+                tensor.streams.add(self._stub.stream)
+
+
+def _makes_views(func: Any) -> bool:
+    """Return whether an op only describes memory: a stream runs nothing for it."""
+    aliases = [part.alias_info for part in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _place() -> str:

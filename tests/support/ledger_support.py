@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gear_support import prefix
 from group_support import section
 
 from deepspeed_gear import Column, DatasetWriter, Lease, Replay, Schema
@@ -33,6 +34,25 @@ def ledger_section(
     made = section(group, **{"max_times_sampled": 1, "writers": 4, "batch": {"groups": groups}, **options})
     made["tables"]["main"]["prompts"] = {"data": str(data), **(prompts or {})}
     return made
+
+
+def recipe_section(data: Path, **options: Any) -> dict[str, Any]:
+    """Return a gear section with the recipe, whose groups of two have no condition and a late reward."""
+    table = {
+        "max_length": 64,
+        "group": {"size": SIZE, "where": None},
+        "prompts": {"data": str(data), "max_lag": 1},
+        "schema": {"columns": {"reward": {"late": True}}},
+    }
+    memory = {"shared_memory": {"prefix": prefix()}}
+    return {"recipe": "grpo", "tables": {"main": table}, "rollout": {"groups": 1}, **memory, **options}
+
+
+def recipe_responses(lease: Lease, reward: bool = True) -> list[dict[str, Any]]:
+    """Return the group of a lease of `recipe_section`."""
+    one: dict[str, Any] = {"tokens": np.arange(4, dtype=np.int32), "loss_mask": np.arange(4) > 1}
+    one |= {"logp": np.zeros(4, np.float32)}
+    return [{**one, "reward": np.float32(member)} if reward else one for member in range(SIZE)]
 
 
 def responses(lease: Lease, weight: float = 1.0) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ def encode_rows(
     *,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pack the rows of samples into messages, each row once; `reference/rows.py` says more."""
+    """Pack the rows of samples into messages, each row once."""
     run, sizes = ((ops or load_backend()).encode_rows_, torch.zeros_like(heads))
     given = (stored, samples, windows, members, columns, heads, slots)
     run(torch.empty(0, dtype=torch.int64), sizes, *given)
@@ -142,7 +142,7 @@ def decode_rows(
     *,
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Copy rows out of messages to where batches are gathered from; `reference/rows.py` says more."""
+    """Copy rows out of messages to where batches are gathered from."""
     sizes, needed = (torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64))
     given = (messages, which, samples, windows, members, columns, heads, room)
     (ops or load_backend()).decode_rows_(arrivals, ring, sizes, needed, *given)

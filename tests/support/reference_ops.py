@@ -5,21 +5,16 @@ from dataclasses import dataclass
 
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
-from deepspeed_gear.ops.reference import (
-    encode_rows,
-    gather,
-    packing,
-    priorities,
-    returns,
-    ring_table,
-    select,
-    sharded_draws,
-)
+from deepspeed_gear.ops.reference import gather, priorities, returns, ring_table, select
+
+MEANING = ChainMap(*map(vars, (gather, priorities, returns, ring_table, select)))
+#: Message codecs and the packing heuristic exist once, in C++: their tests are round trips and invariants.
+WITHOUT_REFERENCE = frozenset(OP_NAMES) - MEANING.keys()
 
 
 @dataclass(frozen=True)
 class ReferenceOps(Ops):
-    """The ops in plain PyTorch, for host memory as they are."""
+    """The ops in plain PyTorch, for host memory as they are; those without a reference are native."""
 
     def on_host(self) -> Ops:
         return self
@@ -30,9 +25,8 @@ def ops_named(name: str) -> Ops:
     native = load_backend("cpu" if name == "reference" else name)
     if name != "reference":
         return native
-    modules = encode_rows, gather, packing, priorities, returns, ring_table, select, sharded_draws
-    meaning = ChainMap(*map(vars, modules))
-    return ReferenceOps(name, **{op: meaning[op] for op in OP_NAMES}, native=native.native)
+    ops = {op: MEANING.get(op, getattr(native, op)) for op in OP_NAMES}
+    return ReferenceOps(name, **ops, native=native.native)
 
 
 def reference_ops() -> Ops:

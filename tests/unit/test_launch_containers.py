@@ -1,4 +1,4 @@
-"""The Dockerfile by launch/check_image.py; launch/slurm.sbatch and launch/kubernetes.yaml by running them."""
+"""The Dockerfile by launch/check_image.py; launch/slurm.sbatch and the Kubernetes jobs by running them."""
 
 import json
 import os
@@ -116,7 +116,7 @@ def test_steps_run_in_overlays_of_the_base(checkout: Path, tmp_path: Path, work:
 
 SLURM = {
     "scontrol": 'case "$2" in job) echo "   Command=$JOB_FILE a.py --x" ;; *) printf "n%s\\n" 1 2 ;; esac',
-    "srun": 'echo "SRUN $*"',
+    "srun": 'echo "SRUN ${SRUN_CPUS_PER_TASK:-all} $*"',
     "deepspeed": 'echo "DEEPSPEED $*"',
     "python": f'exec {sys.executable} "$@"',
 }
@@ -132,7 +132,8 @@ def run_job(checkout: Path, folder: Path, *arguments: str, **env: str) -> subpro
     (folder / "mpi4py" / "__init__.py").touch()
     (folder / "slurm_script").write_text((checkout / "launch" / "slurm.sbatch").read_text())
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2"}
-    job |= {"SLURM_NTASKS_PER_NODE": "4", "JOB_FILE": str(checkout / "launch" / "slurm.sbatch")}
+    job |= {"SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "6"}
+    job |= {"JOB_FILE": str(checkout / "launch" / "slurm.sbatch")}
     path = f"{folder / 'bin'}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "slurm_script", *arguments],
@@ -148,9 +149,31 @@ def test_a_slurm_job_checks_its_nodes_and_trains(checkout: Path, tmp_path: Path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "hosts-7").read_text() == "n1 slots=4\nn2 slots=4\n"
     doctor, launch = done.stdout.splitlines()
-    assert doctor == "SRUN --ntasks=2 --ntasks-per-node=1 --label gear doctor"
+    assert doctor == "SRUN 6 --ntasks=2 --ntasks-per-node=1 --label gear doctor"
     assert launch.startswith(f"DEEPSPEED --hostfile {tmp_path / 'hosts-7'} --launcher slurm --force_multi ")
     assert "--launcher_args=--mpi=pmix --kill-on-bad-exit=1 train.py --x a b" in launch
+
+
+def test_each_task_of_a_slurm_job_has_a_gpu(checkout: Path, tmp_path: Path) -> None:
+    for at, gpus in enumerate(("0", "4", "h100:8")):
+        (tmp_path / str(at)).mkdir()
+        done = run_job(checkout, tmp_path / str(at), "train.py", SLURM_GPUS_PER_NODE=gpus)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "few").mkdir()
+    done = run_job(checkout, tmp_path / "few", "train.py", SLURM_GPUS_PER_NODE="h100:2")
+    assert done.returncode == 2
+    assert "--ntasks-per-node must be at most --gpus-per-node (2), as a task is a rank, got 4" in done.stderr
+    assert "sbatch --ntasks-per-node=2" in done.stderr
+
+
+def test_the_options_of_the_slurm_job(checkout: Path) -> None:
+    """Its end: a signal that the process which removes stores ignores, long before the kill of the cgroup."""
+    lines = (checkout / "launch" / "slurm.sbatch").read_text().splitlines()
+    named = dict(line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH "))
+    assert named["gpus-per-node"] == named["ntasks-per-node"]
+    assert {"nodes", "cpus-per-task", "time"} <= named.keys()
+    assert named["output"] == "%x-%j.out"  # one file for each job
+    assert named["signal"] == "TERM@120"
 
 
 def test_a_slurm_job_that_cannot_train_is_refused(checkout: Path, tmp_path: Path) -> None:
@@ -217,6 +240,41 @@ def test_pods_have_shared_memory_within_their_limit(job: dict[str, Any]) -> None
         )
         assert room > 0
         assert limits["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]  # docker's memlock=-1
+
+
+def test_the_job_of_kubeflow_trainer_has_the_same_pods(checkout: Path, job: dict[str, Any]) -> None:
+    """And the same ranks, whose variables it sets: PET_ ones, as EnforceMLPolicy of its torch plugin does.
+
+    Source: pkg/apis/trainer/v1alpha1 and pkg/runtime/framework/plugins of kubeflow/trainer, 2.0 to 2.3.
+    """
+    text = (checkout / "launch" / "kubernetes-trainjob.yaml").read_text()
+    runtime, train_job = yaml.safe_load_all(text)
+    api = "trainer.kubeflow.org/v1alpha1"
+    assert [each["apiVersion"] for each in (runtime, train_job)] == [api, api]
+    assert train_job["spec"]["runtimeRef"] == {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    assert "torch" in runtime["spec"]["mlPolicy"]  # it sets the variables
+    (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    template = replicated["template"]
+    assert replicated["name"] == "node"  # part of the master's address
+    assert template["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    spec, trainer = template["spec"]["template"]["spec"], train_job["spec"]["trainer"]
+    (container,) = spec["containers"]
+    assert container.pop("name") == "node"
+    pods = pods_of(job)
+    for other, variables in pods:
+        assert spec["volumes"] == other["volumes"]
+        same = {**container, "command": trainer["command"], "args": trainer["args"]}
+        assert same == {key: value for key, value in other["containers"][0].items() if key != "name"}
+        assert str(trainer["numNodes"]) == variables["PET_NNODES"]
+        assert str(trainer["numProcPerNode"]) == variables["PET_NPROC_PER_NODE"]
+    # One failure ends all pods, and starts all again.
+    assert (template["spec"]["backoffLimit"], spec["restartPolicy"]) == (0, "Never")
+    assert runtime["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] > 0
 
 
 PROGRAM = """

@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.ops.records import GatherSpec, Resolution, Source
-from deepspeed_gear.ops.reference.gather import bounds
+from deepspeed_gear.ops.windows import bounds
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 

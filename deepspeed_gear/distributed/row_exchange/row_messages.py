@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, NStepReturns
+from deepspeed_gear.batching.transfer.cuda_streams import lane_of
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.distributed.control_plane import lane
 from deepspeed_gear.distributed.node_channel import GRACE_S, NodeChannel, message_of
@@ -51,7 +52,7 @@ class RowReads:
 
 
 class RowLayout(NamedTuple):
-    """The row reads as arguments of the ops, defined in `ops/reference/encode_rows.py`."""
+    """The row reads as arguments of `encode_rows_` and `decode_rows_`."""
 
     names: tuple[str, ...]  # columns, those of steps first. [C]
     windows: torch.Tensor
@@ -119,9 +120,7 @@ class DeviceTransport:
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._group = lane(tuple(sorted(channel.ranks)), "rows", channel.timeout_s + GRACE_S, backend)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = lane_of(device)
 
     def exchange(self, messages: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
         """Send each node its rows; return those of each, [words], until the next call. Collective.
@@ -134,18 +133,22 @@ class DeviceTransport:
         host = torch.device("cpu")
         sent, found = self._buffer("sent", sum(out), host), self._buffer("found", sum(coming), host)
         there, back = sent, found
-        if self._stream is not None:
-            there = self._buffer("sent there", len(sent), self._device)
-            back = self._buffer("found there", len(found), self._device)
+        is_on_device = self._device.type != "cpu"
+        if is_on_device:
+            with self._stream.running():
+                # Allocated on the stream that uses them: of another stream's pool torch's allocator returns
+                # memory that this other stream may still be reading and writing.
+                there = self._buffer("sent there", len(sent), self._device)
+                back = self._buffer("found there", len(found), self._device)
         if sum(out):
             torch.cat([torch.from_numpy(messages[node]) for node in order], out=sent)
-        with self._channel.naming_lost_ranks(), torch.cuda.stream(self._stream):  # None: nothing is changed
-            if self._stream is not None:
+        with self._channel.naming_lost_ranks(), self._stream.running():
+            if is_on_device:
                 there.copy_(sent, non_blocking=True)
             dist.all_to_all_single(back, there, coming, out, group=self._group)
-            if self._stream is not None:
+            if is_on_device:
                 found.copy_(back, non_blocking=True)
-                self._stream.synchronize()
+                self._stream.record().synchronize()
         parts = np.split(found.numpy(), np.cumsum(coming)[:-1])
         received: list[np.ndarray] = [parts[0]] * len(order)
         for node, part in zip(order, parts, strict=True):

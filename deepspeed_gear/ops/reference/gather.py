@@ -11,8 +11,9 @@ from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
 from deepspeed_gear.ops.constants import MOST_STEPS
-from deepspeed_gear.ops.records import Align, Follows, GatherSpec, Pad, Resolution, Source, lower, raised
-from deepspeed_gear.ops.reference.convert import convert, narrow
+from deepspeed_gear.ops.conversion import convert, narrow
+from deepspeed_gear.ops.records import Follows, GatherSpec, Pad, Resolution, Source, lower, raised
+from deepspeed_gear.ops.windows import is_no_sample, rows_of
 
 
 class Reads(NamedTuple):
@@ -21,12 +22,6 @@ class Reads(NamedTuple):
     step: Tensor  # [B, n], int64
     is_read: Tensor  # [B, n], bool
     num_rows: int
-
-
-def is_no_sample(resolutions: Tensor) -> Tensor:
-    """Return which records are no samples, as a draw from a table without masses gives. [B], bool."""
-    is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
-    return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(dim=1)
 
 
 def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | None = None) -> None:
@@ -51,35 +46,6 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
         rows = min((column.num_rows for column in columns), default=None)
         rule = f"must lie in the columns' {rows} rows and {num_slots} slots"
         raise ShapeError(f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table")
-
-
-class Span(NamedTuple):
-    """Rows of each trajectory that a window covers, and their places in it. [B], int64 each."""
-
-    begin: Tensor
-    end: Tensor
-    place: Tensor
-    before: Tensor
-    after: Tensor
-
-
-def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: Tensor) -> Span:
-    """Clip windows to their trajectories: rows [max(0, anchor + offset), min(rows, anchor + offset +
-    length)).
-
-    `place` is the first real row's place in the window; `before` and `after` are the rows that an "edge" pads
-    it with on both sides, 0 of a trajectory without rows.
-    """
-    first = anchor + offset
-    zero, rows_1 = torch.zeros_like(rows), (rows - 1).clamp(min=0)
-    begin = torch.minimum(torch.maximum(first, zero), rows)
-    end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
-    count = end - begin
-    place = {Align.IN_PLACE: begin - first, Align.LEFT: zero, Align.RIGHT: length - count}[align]
-    nearest = torch.minimum(torch.maximum(first, zero), rows_1)
-    empty = count == 0
-    before, after = torch.where(empty, nearest, begin), torch.where(empty, nearest, end - 1)
-    return Span(begin, end, torch.where(empty, 0, place), before, after)
 
 
 def gather_(
@@ -186,25 +152,6 @@ def _check_field(field: GatherSpec, n_steps: Tensor | None) -> None:
         raise ShapeError("length", "must be 1 for a column of one row per trajectory", field.length)
     if field.follows and n_steps is None:
         raise ShapeError("n_steps", "must be given for a field that follows it")
-
-
-def rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the row at every place of the part (if it is not real, the nearest edge's), and which are."""
-    is_sample = ~is_no_sample(resolutions)
-    if field.source == Source.TRAJECTORY:
-        return resolutions[:, Resolution.SLOT, None], is_sample[:, None]
-    offset: Tensor | int = field.offset
-    if field.follows and n_steps is not None:
-        offset = offset + n_steps
-    rows = resolutions[:, Resolution.NUM_STEPS] + is_sample * (field.source == Source.STEPS_PLUS_ONE)
-    span = bounds(offset, field.length, field.align, resolutions[:, Resolution.ANCHOR], rows)
-    place = torch.arange(field.length)
-    in_front = place < span.place[:, None]
-    real = ~in_front & (place < (span.place + span.end - span.begin)[:, None])
-    edge = torch.where(in_front, span.before[:, None], span.after[:, None])
-    row = torch.where(real, (span.begin - span.place)[:, None] + place, edge)
-    part = slice(field.part_first, field.part_first + field.part_count)
-    return row[:, part], real[:, part]
 
 
 def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:

@@ -10,8 +10,9 @@ from torch import Tensor
 from deepspeed_gear.ops.records import Resolution
 
 from ...errors import ShapeError
-from .convert import narrow, widen
-from .gather import Reads, check_rows, is_no_sample
+from ..conversion import narrow, widen
+from ..windows import is_no_sample
+from .gather import Reads, check_rows
 from .integers import exp2, float_bits
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.errors import ShapeError
+from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import (
     MassUnit,
     Normalize,
@@ -314,7 +315,7 @@ def ring_select_(
     if total == 0:
         _no_samples(state, resolutions, weights, numbers)
         return
-    points = select.coordinate(*select.philox(seed, numbers, stream, RandomPurpose.COORDINATE), total)
+    points = select.coordinate(*philox_words(seed, numbers, stream, RandomPurpose.COORDINATE), total)
     if stratified:
         whole, rest = divmod(total, count)
         j = torch.arange(count)
@@ -361,7 +362,7 @@ def ring_select_limited_(
         return
     for i, number in enumerate(numbers.tolist()):
         one, total = resolutions[i : i + 1], int(sums[-32:].sum())
-        words = select.philox(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
+        words = philox_words(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
         select.resolve_(one, sums, slots, select.coordinate(*words, total), rule, unit, seed, stream, number)
         slot = int(one[0, Resolution.SLOT])
         slots[slot, Slot.TIMES_SAMPLED] += 1

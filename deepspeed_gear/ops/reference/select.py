@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from deepspeed_gear.ops.philox import philox as random_words
+from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import GoalStrategy, MassUnit, RandomPurpose, Resolution, Slot, SlotState
 
 from ...errors import ShapeError
@@ -17,19 +16,6 @@ from ..constants import FAN_OUT, tree_levels
 from .integers import less, multiply_high, shift_right, signed
 
 _FEISTEL_ROUNDS, _LEAST_BITS = 8, 8
-
-
-def philox(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple[Tensor, Tensor]:
-    """Make the upper and the lower 64 bits of a random word for each sample number, [...]: Philox4x32-10.
-
-    The counter is the number, 32 bits of `stream` and 32 of `purpose`; the key is `seed`.
-
-    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11.
-    """
-    flat, purposes = numbers.reshape(-1).numpy().view(np.uint64), np.array([[purpose]], np.uint64)
-    quarters = random_words(seed, flat, stream, purposes)
-    a, b, c, d = (torch.from_numpy(one.view(np.int64)).reshape(numbers.shape) for one in quarters)
-    return (a << 32) | b, (c << 32) | d
 
 
 def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
@@ -44,7 +30,7 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -
     if total <= 0:
         raise ShapeError("total", "must be positive", total)
     numbers = torch.arange(len(coordinates)) + first
-    coordinates.copy_(coordinate(*philox(seed, numbers, stream, RandomPurpose.COORDINATE), total))
+    coordinates.copy_(coordinate(*philox_words(seed, numbers, stream, RandomPurpose.COORDINATE), total))
 
 
 def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int) -> None:
@@ -61,7 +47,7 @@ def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int
     right_bits = bits - bits // 2
     left_mask, right_mask = (1 << bits // 2) - 1, (1 << right_bits) - 1
     purposes = (RandomPurpose.PERMUTATION + (pair << 8) for pair in range(1, _FEISTEL_ROUNDS // 2 + 1))
-    keys = [philox(seed, torch.tensor(epoch), stream, purpose) for purpose in purposes]
+    keys = [philox_words(seed, torch.tensor(epoch), stream, purpose) for purpose in purposes]
     index = torch.arange(len(coordinates)) + first
     outside = torch.ones_like(index, dtype=torch.bool)
     while outside.any():
@@ -155,7 +141,8 @@ def resolve_(
     num_steps = slot[:, Slot.NUM_STEPS]
     index = rest
     if unit != MassUnit.STEP:
-        index = coordinate(*philox(seed, numbers, stream, RandomPurpose.ANCHOR), num_anchors(rule, num_steps))
+        words = philox_words(seed, numbers, stream, RandomPurpose.ANCHOR)
+        index = coordinate(*words, num_anchors(rule, num_steps))
     anchor = anchor_at(rule, num_steps, index)
     parts = (slot[:, Slot.ID], item, slot[:, Slot.GENERATION], slot[:, Slot.FIRST_ROW], num_steps, anchor)
     resolutions.copy_(torch.stack((*parts, sums[item], numbers), dim=1))
@@ -214,7 +201,7 @@ def draw_goals_(
         GoalStrategy.FINAL: rows - 1,
         GoalStrategy.EPISODE: torch.zeros_like(rows),
     }[strategy]
-    chosen = shift_right(philox(seed, numbers, stream, RandomPurpose.RELABELLING)[0], 2) < fraction
+    chosen = shift_right(philox_words(seed, numbers, stream, RandomPurpose.RELABELLING)[0], 2) < fraction
     room = (rows - first).clamp(min=1)
-    goals = first + coordinate(*philox(seed, numbers, stream, RandomPurpose.GOAL), room)
+    goals = first + coordinate(*philox_words(seed, numbers, stream, RandomPurpose.GOAL), room)
     goal_step.copy_(torch.where(chosen & (first < rows), goals, -1))

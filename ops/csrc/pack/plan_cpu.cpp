@@ -1,5 +1,19 @@
-// Plans packs: fills as few as possible under the budget of tokens, then balances their costs. The
-// reference (deepspeed_gear/ops/reference/packing.py) has the same steps and explains them.
+// The packing plan: which trajectory goes into which micro batch of which rank.
+//
+// 1. Filling puts the trajectories into as few packs as possible, by falling length. At first each
+//    goes into the pack that is furthest below its target cost, of those with room for it, which
+//    gives similar costs. Where the budget is so tight that this fails, only the longest ones are
+//    spread this way, and each of the others goes into the fullest pack with room for it, which
+//    wastes the fewest tokens; a binary search finds how many are "the longest ones". Where that
+//    fails too, each goes into the pack with the most room, or every pack gets one a round, and the
+//    longest go to packs with one less: these suit lengths near a third of the budget.
+// 2. Balancing sorts the packs by cost, so that `width` neighbours are a micro step, and exchanges
+//    trajectories between packs above and below the mean of their micro steps.
+// 3. In each micro step the costliest pack goes to the rank with the least cost so far.
+//
+// Every choice is among integers, and ties go to the lower pack or the longer trajectory, so every
+// rank computes the same plan. tests/property/test_packing_plan.py holds the invariants, and digests
+// of plans that must never change.
 #include <algorithm>
 #include <functional>
 #include <numeric>

@@ -39,5 +39,6 @@ def test_counters_count_rows_and_bytes() -> None:
         taken = replay.take_metrics()
         assert taken["bytes"] == 8 * 5 * 8 + 8 * 8
         assert taken["padding"] == pytest.approx(1 - real / (4 * 8 * 6))
+        assert replay.take_metrics() == taken, "nothing was sampled since"
         replay.sample()
         assert replay.take_metrics()["bytes"] == 8 * 5 * 8 + 8 * 8

@@ -13,8 +13,8 @@ from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, ShapeError
 from deepspeed_gear.ops.constants import ONE_Q62
+from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import RandomPurpose
-from deepspeed_gear.ops.reference.select import philox
 from deepspeed_gear.sampling.mass_rules import key_of
 
 COLUMNS = [
@@ -58,7 +58,8 @@ def replay_of(schema: Schema = SCHEMA, lengths: tuple[int, ...] = LENGTHS, **opt
 def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, key: int) -> int:
     """Draw one sample's goal with the plain op and Python's integers."""
     number = torch.tensor([int(batch.sample_number[index])])
-    words = [philox(0, number, key, purpose) for purpose in (RandomPurpose.RELABELLING, RandomPurpose.GOAL)]
+    purposes = RandomPurpose.RELABELLING, RandomPurpose.GOAL
+    words = [philox_words(0, number, key, purpose) for purpose in purposes]
     high, low = ([int(half) % 2**64 for half in word] for word in zip(*words, strict=True))
     anchor, rows = int(batch.anchor[index]), int(batch.num_steps[index]) + final_row
     strategy, fraction = section.get("strategy", "future"), section.get("fraction", 0.8)

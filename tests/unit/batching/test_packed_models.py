@@ -1,6 +1,7 @@
 """Model families of transformers: packs give the logits that each trajectory has alone, or are refused."""
 
 import re
+import sys
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -23,6 +24,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "language-models.md"
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
 REFUSED = ("bloom", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "mpt", "openai-gpt")
 LENGTHS, ROWS = [23, 7, 40, 1, 18], 96  # longer and shorter than windows and chunks of 16
+STARTS = [0, 23, 30, 70, 71]
 WHOLE = pack(LENGTHS, ROWS)
 PREFIXES = Prefixes(np.array([0, 9, 9, 0, 1]), np.array([0, 0, 0, 3, 3]))
 SHARED = pack([23, 16, 49, 2, 19], ROWS, None, PREFIXES)  # with places as in WHOLE, but for one
@@ -157,6 +159,81 @@ def test_what_depends_on_the_place_is_refused(family: str, more: dict[str, Any],
     if "rope_parameters" in more:
         short = pack([20, 7, 30, 1, 18], 80)
         assert difference(tiny(family, **more), short, short.model_inputs(model)) < 1e-4
+
+
+#: Families with a load balancing loss, which packs may have.
+BALANCED = ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+UNPADDED = pack(LENGTHS, sum(LENGTHS))
+
+
+def balance(model: Any, router_logits: Any, mask: torch.Tensor | None = None) -> float:
+    """Return the load balancing loss of transformers over the places of a mask; None: over all."""
+    loss: Any = sys.modules[type(model).__module__].load_balancing_loss_func
+    return float(loss(router_logits, model.num_experts, model.num_experts_per_tok, mask).detach())
+
+
+def test_every_family_with_a_balancing_loss_is_tested() -> None:
+    names = {
+        family
+        for family in BY_POSITIONS | BY_MASKS
+        if hasattr(sys.modules[type(tiny(family)).__module__], "load_balancing_loss_func")
+    }
+    assert names - BY_KERNELS.keys() == set(BALANCED)
+
+
+@pytest.mark.parametrize(
+    ("family", "attention"),
+    [
+        (family, attention)
+        for family in BALANCED
+        for attention in ("sdpa", "eager", "flash_attention_2")
+        if (family, attention) != ("gpt_oss", "sdpa")
+    ],  # which the model does not offer
+)
+def test_the_balancing_loss_is_of_the_places_of_trajectories_or_refused(family: str, attention: str) -> None:
+    model = tiny(family, attention)
+    with kernels(model), torch.no_grad():
+        tokens = [WHOLE["tokens"][:, begin : begin + n] for begin, n in zip(STARTS, LENGTHS, strict=True)]
+        every = [model(input_ids=one, use_cache=False, output_router_logits=True) for one in tokens]
+        logits = tuple(map(torch.cat, zip(*(one.router_logits for one in every), strict=True)))
+        wanted = balance(model, logits)
+        if family == "gpt_oss" and attention == "eager":  # it gets masks of pairs of places
+            model.config.output_router_logits = True
+            for micro in (WHOLE, UNPADDED):
+                with pytest.raises(ConfigError, match=r"no masks of pairs .*; use attn_.*flash"):
+                    micro.model_inputs(model)
+            return
+        outputs = model(**WHOLE.model_inputs(model), output_router_logits=True)
+        assert balance(model, outputs.router_logits, WHOLE.sequence >= 0) == pytest.approx(wanted, abs=1e-5)
+        assert abs(float(outputs.aux_loss) - wanted) > 1e-4  # it counts padding
+
+        model.config.output_router_logits = True
+        with pytest.raises(
+            ConfigError, match=r"count the places of padding; .*micro.sequence >= 0.*multiple"
+        ):
+            WHOLE.model_inputs(model)
+        accepted = [(UNPADDED, wanted)]
+        if not attention.startswith("flash"):  # whose meaning here gives NaN at padding
+            accepted.append((pack([23], ROWS), balance(model, every[0].router_logits)))
+        for micro, expected in accepted:
+            outputs = model(**micro.model_inputs(model))
+            assert float(outputs.aux_loss) == pytest.approx(expected, abs=1e-5)
+        assert difference(model, UNPADDED, UNPADDED.model_inputs(model)) < 1e-4
+        if attention == "sdpa":
+            with pytest.raises(ConfigError, match=r"of layers that are not full|takes no masks of .*prefix"):
+                SHARED.model_inputs(model)
+
+
+def test_a_slice_of_a_padded_pack_has_no_balancing_loss() -> None:
+    """Also the slices without padding, so that no rank goes on alone."""
+    model = tiny("qwen3_moe", "flash_attention_2")
+    for part in (slice(0, 48), slice(48, 96)):
+        micro = pack(LENGTHS, ROWS, part)
+        model.config.output_router_logits = False
+        micro.model_inputs(model)
+        model.config.output_router_logits = True
+        with pytest.raises(ConfigError, match="count the places of padding"):
+            micro.model_inputs(model)
 
 
 def test_other_models_and_attentions_are_refused() -> None:

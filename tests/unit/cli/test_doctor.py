@@ -12,7 +12,7 @@ import torch
 from deepspeed.launcher.runner import fetch_hostfile
 from gear_support import lengths_of, wait_until, write_dataset
 
-from deepspeed_gear.cli import ssh_hosts
+from deepspeed_gear.cli import doctor, ssh_hosts
 from deepspeed_gear.cli.doctor import driver_version, examine, problems_of, read_answer, summary
 from deepspeed_gear.cli.main import main
 from deepspeed_gear.cli.ssh_hosts import read_hostfile
@@ -84,6 +84,23 @@ def test_what_is_no_problem() -> None:
     ):
         assert messages(machines(**changes)) == [], changes
     assert messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []  # it has no peers
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "uid_map", "wanted"),
+    [
+        ("00000000a80465fb", "0 0 4294967295", True),  # a container's, with IPC_LOCK
+        ("00000000a80425fb", "0 0 4294967295", False),  # and without
+        ("0000000000000000", "0 0 4294967295", False),  # another user than root
+        ("000001ffffffffff", "0 100000 65536", False),  # root of a user namespace
+        ("", "", False),
+    ],
+)
+def test_the_limit_of_locked_memory_counts_without_its_capability(
+    capabilities: str, uid_map: str, wanted: bool
+) -> None:
+    status = f"Name:\tpython\nCapPrm:\t000001ffffffffff\nCapEff:\t{capabilities}\nSeccomp:\t0\n"
+    assert doctor.may_lock_any_amount(status, f"         {uid_map}\n") is wanted
 
 
 def test_slots_are_compared_with_gpus() -> None:

@@ -22,8 +22,10 @@ def test_what_a_section_need_not_give() -> None:
     table = config.tables["rollouts"]
     assert (table.capacity_trajectories, table.capacity_steps) == (3 * 64 * 8, 3 * 64 * 8 * 512)
     written = expand(grpo({"prompts": {"data": "prompts", "max_lag": 1}}))
-    del written["recipe"]
+    assert "recipe" not in written
+    assert expand(written) is written
     assert parse(written).digest == config.digest
+    assert parse(config.to_json()) == config, "as ranks compare their sections"
 
 
 def test_what_a_section_gives_counts() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from reference_ops import reference_ops
+from reference_ops import WITHOUT_REFERENCE, reference_ops
 
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.backends import OP_NAMES
@@ -61,7 +61,8 @@ def test_every_op_follows_from_the_op_table() -> None:
     for name in OP_NAMES:
         schema = getattr(torch.ops.gear, name).default._schema
         arguments = [argument.name for argument in schema.arguments]
-        assert arguments == [*inspect.signature(getattr(reference_ops(), name)).parameters]
+        if name not in WITHOUT_REFERENCE:
+            assert arguments == [*inspect.signature(getattr(reference_ops(), name)).parameters]
         plain = getattr(native, name, None)
         if plain is None:
             assert name.startswith("ring_") or name == "scatter_"

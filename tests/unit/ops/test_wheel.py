@@ -184,6 +184,25 @@ def test_a_prebuilt_wheel_is_for_this_python_only(native_wheel: Path) -> None:
     assert "deepspeed_gear/ops/gear_op.json" in names
 
 
+def test_type_checkers_find_an_editable_install(
+    environment: Environment, source: Path, tmp_path: Path
+) -> None:
+    """mypy searches folders, and runs no import hook. It finds the package and skips it, for the time."""
+    build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    (tmp_path / "script.py").write_text("from deepspeed_gear import Replay\n")
+    command = [sys.executable, "-m", "mypy", "--follow-imports=skip", "--cache-dir", os.devnull]
+    command += ["--python-executable", str(environment.python), "script.py"]
+    before = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "import-not-found" in before.stdout, before.stderr
+    environment.install(wheel)
+    after = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert after.returncode == 0, after.stdout + after.stderr
+    where = environment.output("from deepspeed_gear.ops import toolchain; print(toolchain.csrc_root())")
+    assert Path(where) == source / "ops" / "csrc"
+
+
 # ---- the kernels -----------------------------------------------------------------------------------
 
 LONG = os.environ.get("GEAR_LONG_TESTS") == "1"

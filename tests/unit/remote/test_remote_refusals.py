@@ -183,6 +183,8 @@ def test_a_message_that_is_too_large_is_not_buffered(token: str | None, tmp_path
     config.write_text(json.dumps({"gear": section()}))
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
         gateway, url = serve(config, token_file, "--max-message", "2")
+        soft, hard = _open_files(gateway.pid)
+        assert soft >= min(hard, 4352), "raised by `gear serve`"
         with connect(url) as writer:
             writer.add(trajectory(0))
             writer.flush()
@@ -197,6 +199,13 @@ def test_a_message_that_is_too_large_is_not_buffered(token: str | None, tmp_path
         gateway.terminate()
         assert gateway.wait() == 0
         assert_same(stored(replay), range(2))
+
+
+def _open_files(pid: int) -> list[float]:
+    """Return the soft and the hard limit of a process's open files."""
+    lines = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    words = next(line.split() for line in lines if line.startswith("Max open files"))
+    return [float("inf") if word == "unlimited" else float(word) for word in words[3:5]]
 
 
 def _peak_bytes(pid: int) -> int:

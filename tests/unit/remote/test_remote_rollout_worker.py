@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 from gear_support import wait_until
-from ledger_support import check_books, ledger_section, responses, write_prompts
+from ledger_support import (
+    check_books,
+    ledger_section,
+    recipe_responses,
+    recipe_section,
+    responses,
+    write_prompts,
+)
 from media_support import image, with_media
 from process_support import environment, free_port
 from remote_support import (
@@ -229,13 +236,14 @@ def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch:
         wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session")
         monkeypatch.undo()
         worker._lock.release()
-        with pytest.raises(LeaseExpiredError, match="the lease of prompt 1 must be held by this worker"):
-            second.commit(responses(second))
+        for lease, text in ((first, "it was committed"), (second, "it was given back, by .* the end of its")):
+            with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: {text}"):
+                lease.commit(responses(lease))
         (again,) = worker.lease()  # in another session
         assert (again.number, again.attempt) == (1, 3)
         assert list(sessions._sessions) == [worker._hello["who"]["client"]]
         books = check_books(replay)
-        assert (books["leased"], books["waiting"], books["expired_refused"]) == (1, 1, 1)
+        assert (books["leased"], books["waiting"], books["expired_refused"]) == (1, 1, 2)
         worker.close()
         worker.close()
         assert list(sessions._sessions) == []
@@ -521,3 +529,16 @@ def test_media_come_once_with_a_group(data: Path) -> None:
             {1: image(1)},
             {2: image(0)},
         ]
+
+
+def test_gear_serve_takes_the_file_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
+    path, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    path.write_text(json.dumps({"gear": recipe_section(data)}))
+    with Replay(path) as replay:
+        gateway, url = serve(path, token, "--wait", "5")
+        with attach(url) as worker:
+            (lease,) = worker.lease()
+            lease.commit(recipe_responses(lease))
+        assert replay.rollout().num_items == 1
+        gateway.terminate()
+        assert gateway.wait(20) == 0

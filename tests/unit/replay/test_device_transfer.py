@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_stub import DEVICE, DeviceStub, DeviceTensor
+from device_stub import DEVICE, DeviceStub, DeviceTensor, StubStream
 from gear_support import SCHEMA, config_of, trajectory, write_dataset
 from replay_support import same, streams_of
 from torch import Tensor
@@ -322,12 +322,6 @@ def test_the_fastest_way_that_leaves_the_device_to_others_is_taken() -> None:
     assert fastest({"direct": TransferTimings(1, 1, 0.3), "copies": TransferTimings(3, 3, 0.2)}) == "copies"
 
 
-def stub_lane(device: torch.device) -> HostStream:
-    lane = HostStream()
-    lane.device = device
-    return lane
-
-
 def fetched(values: Tensor) -> tuple[Tensor, Event]:
     host = torch.empty(len(values))
     host.copy_(values, non_blocking=True)
@@ -342,12 +336,13 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStub]:
     )
     blocks = SimpleNamespace(fetch=fetched, give_back=lambda host: None)
     monkeypatch.setattr(batch_assembler, "is_wanted", lambda config, device: True)
-    monkeypatch.setattr(device_transfer, "lane_of", stub_lane)
+    made = DeviceStub()
+    monkeypatch.setattr(device_transfer, "lane_of", lambda device: StubStream(made))
     monkeypatch.setattr(device_transfer, "CudaRuntime", lambda device: runtime)
     monkeypatch.setattr(device_transfer, "as_device_tensor", lambda column, device: DeviceTensor(column))
     monkeypatch.setattr(device_transfer.DeviceTransfer, "_kernels", lambda self, config: load_backend("cpu"))
     monkeypatch.setattr(priority_updates, "PinnedBlocks", lambda: blocks)
-    with DeviceStub() as made:
+    with made:
         yield made
 
 
@@ -366,5 +361,6 @@ def test_neither_sampling_nor_a_report_waits_for_the_device(stub: DeviceStub, wa
             mask = batch.mask["reward"] if steps else None
             replay.update_priorities(batch, values.abs() + 0.5, mask)
             assert stub.waits == [], turn
+        assert stub.crossings == []  # between the training stream and the one that gathers
         # Samples are sorted by address on the device, where kernels read rows in their order.
         assert stub.elements.get("sort", 0) == (0 if way == STAGED else 8)

@@ -57,6 +57,16 @@ def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(
         replay.check_packing(tiny("qwen2"))
 
 
+def test_a_balancing_loss_is_refused_where_micro_batches_have_padding(replay: Any) -> None:
+    model = tiny("qwen3_moe", "sdpa", output_router_logits=True)
+    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM .* would count the places of padding"):
+        replay.check_packing(model)
+    with filled(section(pack={"tokens": 96, "pad": {"multiple": 1}})) as unpadded:
+        assert unpadded.check_packing(model) < 1e-5
+        inputs = [micro.model_inputs(model) for micro in micros(unpadded.rollout())]
+    assert inputs
+
+
 def test_one_trajectory_per_pack_suits_what_is_wrong_else() -> None:
     with filled(section(pack={**PACK, "max_trajectories": 1})) as made:
         assert made.check_packing(tiny("mamba2")) < 1e-5

@@ -254,4 +254,25 @@ def test_lengths_and_packs_that_are_refused(tmp_path: Path, shown_by: Any) -> No
     ):
         with pytest.raises(ConfigError, match=text):
             pack_preview(parse(config), np.array(lengths), 3)
-    assert shown_by(packed(), status=2)
+
+
+def test_a_rollout_is_described_without_lengths(shown_by: Any) -> None:
+    table = {"max_length": 512, "prompts": {"data": "prompts", "max_lag": 1}, "group": {"size": 4}}
+    grpo = {"recipe": "grpo", "tables": {"rollouts": table}, "rollout": {"groups": 8, "minibatches": 2}}
+    text = shown_by({"train_batch_size": 8, "gear": grpo}, "--dp", "2", "--sp", "2")
+    assert text.startswith("With the recipe grpo the section is")
+    assert text[text.index("rollout batch") :].splitlines() == [
+        "rollout batch: 8 groups, 32 trajectories",
+        "its optimizer steps: 2 (epochs 1, minibatches 2)",
+        "micro batches of each of 2 replicas: packs of at most 4,096 tokens, 2,048 of each sequence rank",
+        "table rollouts: 96 trajectories and 49,152 steps on all nodes, 432 KiB, at most 512 steps each, "
+        "16 prompts leased or waiting at once",
+        "micro batches, fill and balance depend on lengths: give --lengths FILE, a length a line",
+    ]
+    shown = json.loads(shown_by(grpo, "--json"))
+    assert (shown["items"], shown["trajectories"], shown["optimizer_steps"]) == (8, 32, 2)
+    assert (shown["tables"]["rollouts"]["steps"], shown["rank_tokens"]) == (49152, 4096)
+    text = shown_by(packed_section(rollout={"trajectories": 10, "tokens": 250}))
+    assert text.startswith("rollout batch: at most 10 trajectories and 250 tokens\n")
+    assert "must be a multiple of the replicas (3)" in shown_by(packed(plan_width=4), "--dp", "3", status=2)
+    assert "where the model is a pipeline" in shown_by(packed(), "--pp", "2", status=2)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import config_of, lengths_of, wait_until
+from gear_support import config_of, lengths_of, prefix, wait_until
 from replay_support import filled, late_updates_of, streams_of
 from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
-from deepspeed_gear.errors import ConfigError, DataError, GearError, ShapeError, StoreError
+from deepspeed_gear.errors import ConfigError, DataError, GearError, NotReadyError, ShapeError, StoreError
 from deepspeed_gear.sampling.priority_log import NEVER, PriorityLog
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
@@ -475,3 +475,54 @@ def test_a_device_that_hangs_holds_nobody_up_for_ever(data: Path, device: Device
     replay = made(data, device, timeout_s=0.3)
     reported(replay)
     replay.close()
+
+
+def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:
+    columns = {"observation": {"dtype": "float32", "rows": "T+1", "role": "observation"}}
+    columns["action"] = {"dtype": "int32", "role": "action"}
+    table = {"capacity_steps": 100, "capacity_trajectories": 20, "max_length": 25, "remove": "fifo"}
+    limiter = {"min_size": 5 if unit == "trajectory" else 15}
+    return Replay(
+        {
+            "tables": {"main": {**table, "rate_limiter": limiter, "schema": {"columns": columns}}},
+            "sampler": {"kind": "prioritized", "unit": unit, "initial": 0.01},
+            "fields": {"action": {"length": 1}},
+            "batch_size": 4,
+            "prefetch": prefetch,
+            "timeout_s": 0.05,
+            "shared_memory": {"prefix": prefix()},
+        }
+    )
+
+
+@pytest.mark.parametrize("unit", ["step", "trajectory"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("tries", [(1, 0), (0, 1), (1, 1), (2, 2)], ids=str)
+def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
+    unit: str, prefetch: int, tries: tuple[int, int], tmp_path: Path
+) -> None:
+    """As without the calls that were not ready: what is reported first counts for the first batch."""
+    trajectory = {"observation": np.arange(4, dtype=np.float32), "action": np.arange(3, dtype=np.int32)}
+    of_items: dict[str, Any] = {"steps": [0, 1, 2]} if unit == "step" else {}
+    with _online(unit, prefetch, tmp_path) as replay:
+        ids = [replay.add(trajectory) for _ in range(2)]
+        count = 3 if of_items else 1
+
+        def fail(times: int) -> None:
+            for _ in range(times):
+                with pytest.raises(NotReadyError):
+                    replay.sample()
+
+        fail(tries[0])
+        replay.set_priorities([ids[1]] * count, torch.full((count,), 7.5), **of_items)
+        fail(tries[1])
+        for _ in range(7):
+            replay.add(trajectory)
+        replay.sample()
+        assert set(replay.priorities([ids[1]] * count, **of_items).tolist()) == {7.5}
+        second = replay.sample().clone()  # and of a batch that was made, for the next ones
+        fail(0)
+        replay.update_priorities(second, torch.full((4,), 3.0))
+        for _ in range(1 + prefetch):
+            replay.sample()
+        assert set(of(replay, second).tolist()) == {3.0}

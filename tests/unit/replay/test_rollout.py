@@ -1,5 +1,6 @@
 """Rollout batches: what packs hold, loss weights on any number of ranks, columns, steps, errors."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rollout_support import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed_gear import Replay
+from deepspeed_gear import DatasetWriter, Replay, Schema
 from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.options import LossConfig
@@ -394,6 +395,7 @@ def test_rollouts_follow_each_other() -> None:
         assert metrics["train_steps"] == 4
         assert metrics["step_trajectories"] == 10
         assert 0.5 < metrics["step_fill"] <= 1
+        assert replay.take_metrics() == {**metrics, "train_steps": 0}, "no step was trained since"
         first = replay.rollout()
         replay.rollout()
         with pytest.raises(StoreError, match="or the next one was requested"):
@@ -536,6 +538,43 @@ def test_wrong_calls_are_refused(rollout: Any) -> None:
     for call, error, text in wrong:
         with pytest.raises(error, match=text):
             call()
+
+
+MASKED = [{**response, "loss_mask": np.arange(len(response["tokens"])) < 1} for response in STORED[:8]]
+
+
+@pytest.mark.parametrize("source", ["rollout", "step", "data set"])
+def test_steps_without_loss_tokens_are_logged_once(
+    source: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Marked are first tokens only, which nothing predicts."""
+    size: dict[str, Any] = {"batch": {"trajectories": 4}}
+    if source == "rollout":
+        size = {"rollout": {"trajectories": 8, "minibatches": 2}}
+    config = {**section(), "rollout": None, **size}
+    if source == "data set":
+        with DatasetWriter(tmp_path / "set", Schema.from_json({"columns": COLUMNS})) as writer:
+            for response in MASKED:
+                writer.add(response)
+        config["tables"] = {"responses": {"data": str(tmp_path / "set")}}
+    with Replay(config) as replay, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        for response in MASKED if source != "data set" else []:
+            replay.add(response)
+        steps = replay.rollout() if source == "rollout" else (replay.step() for _ in range(2))
+        for step in steps:
+            assert sum(float(micro.sum(torch.ones_like(micro.targets))) for micro in step) == 0.0
+    (text,) = [one.getMessage() for one in caplog.records if "counts in the loss" in one.getMessage()]
+    tokens = sum(len(response["tokens"]) for response in MASKED[:4])
+    if source == "step":
+        assert f"train step 0 of rollout batch 0: none of the {tokens} steps of its 4 trajectories" in text
+    assert "the loss mask is column loss_mask, and the first token" in text
+    assert "1 of 1 train steps" in text
+
+
+def test_steps_with_loss_tokens_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with filled(section()) as replay, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        micros(replay.rollout())
+    assert not caplog.records
 
 
 def test_other_batches_are_refused() -> None:

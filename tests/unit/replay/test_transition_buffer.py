@@ -294,6 +294,53 @@ def test_transitions_out_of_order_are_logged_once(caplog: pytest.LogCaptureFixtu
     assert sum("should be the next_obs" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("kind", ["array", "rows of a buffer", "tensor", "list", "vector"])
+def test_an_environment_that_overwrites_its_observation_is_named(kind: str) -> None:
+    """It returns one array again and again, so that `obs` is `next_obs` when the transition is added."""
+    num_envs = 2 if kind == "vector" else 1
+    whole = np.zeros((4, 3), np.float32)
+    state: Any = {"list": [0.0] * 3, "tensor": torch.zeros(3), "vector": np.zeros((2, 3), np.float32)}.get(
+        kind, whole[0]
+    )
+
+    def add(held: TransitionBuffer, ends: bool = False) -> None:
+        for index in range(len(state)):
+            state[index] += 1
+        next_obs = whole[0] if kind == "rows of a buffer" else state
+        none = [False] * num_envs
+        held.add(state, next_obs, [0] * num_envs, [0.0] * num_envs, [ends] * num_envs, none)
+
+    with buffer(autoreset="disabled", n_envs=num_envs) as held:
+        add(held)
+        add(held, ends=True)  # a program that resets may have one gap
+        add(held)
+        for _ in range(2):  # nothing is added
+            with pytest.raises(DataError, match=r"obs of environment 0 .* next_obs.*; .*\.copy\(\)"):
+                add(held)
+        assert len(held) == 3 * num_envs
+
+
+def test_equal_observations_in_one_array_are_stored() -> None:
+    """Also where the program resets into a state that the next step does not leave."""
+    states = np.arange(12, dtype=np.float32).reshape(4, 3)
+    with buffer(autoreset="disabled") as held:
+        for index in (0, 0, 1, 1, 1, 2, 2, 0, 0):
+            held.add(states[index], states[index], 0, 0.0, False, False)
+        held.add(states[3], states[3], 0, 0.0, True, False)
+        for _ in range(3):  # episodes of one step, in a row
+            held.add(states[1], states[1], 0, 0.0, True, False)
+        assert len(held) == 13
+
+
+def test_copies_of_an_overwritten_observation_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with buffer(autoreset="disabled") as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+        for step in range(300):
+            state = np.full(3, step, np.float32)
+            held.add(state, state.copy(), 0, 0.0, False, False)
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "of them obs equals next_obs: if the environment overwrites the array" in text
+
+
 # ---- autoreset modes that are not the environment's ------------------------------------------------
 
 

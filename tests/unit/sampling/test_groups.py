@@ -25,6 +25,7 @@ from scipy.stats import chisquare
 
 from deepspeed_gear import ConfigError, DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
 from deepspeed_gear.sampling.exclusions import summary_of
+from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store import groups
 from deepspeed_gear.store.group_spec import COUNTED
 
@@ -160,6 +161,62 @@ def test_groups_that_fail_a_condition_leave(statistic: str, bounds: Any, passing
         assert replay.statistics()["groups"]["main"]["rejected"] == 4 - len(passing)
         assert replay.take_metrics()["groups_rejected"] == 4 - len(passing)
         assert stored(replay) == {one for number in passing for one in groups[number]}
+
+
+FLOATING = ["float16", "bfloat16", "float32", "float64"]
+BOUNDS: list[tuple[dict[str, Any], list[list[float]], list[list[float]]]] = [  # passing and failing groups
+    (
+        {"mean": {"min": 0.2, "max": 0.8}},
+        [[0.8] * 5, [0.2] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]],
+        [[0.1] * 5, [0.9] * 5, [0] * 5, [1] * 5],
+    ),
+    ({"mean": {"min": 0.1, "max": 0.1}}, [[0.1] * 5], [[0.1, 0.1, 0.1, 0.1, 0.2]]),
+    ({"min": {"min": 0.1}, "max": {"max": 0.8}}, [[0.1, 0.2, 0.3, 0.4, 0.8]], [[0.0] * 5, [0.9] * 5]),
+    ({"sum": {"min": 0.8, "max": 4}}, [[0.8, 0, 0, 0, 0], [0.8] * 5], [[0.7, 0, 0, 0, 0], [1] * 5]),
+    ({"std": {"min": 1e-50}}, [[1, 0, 0, 0, 0]], [[0.1] * 5, [0.3] * 5]),  # float16 has no 1e-50
+]
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize(("where", "passing", "failing"), BOUNDS, ids=[",".join(one[0]) for one in BOUNDS])
+def test_bounds_are_closed_as_the_column_stores_them(
+    where: dict[str, Any], passing: list[list[float]], failing: list[list[float]], dtype: str
+) -> None:
+    """A stored 0.8 of float32 is 0.800000012."""
+    group = {"column": "prompt", "size": 5, "where": {"score": where}}
+    config = section(group, batch={"groups": len(passing)})
+    columns = {**COLUMNS, "score": {"dtype": dtype, "rows": "1"}}
+    config["tables"]["main"]["schema"] = {"columns": columns}
+    with Replay(config) as replay:
+        row = {"tokens": np.zeros(3, np.int32), "sample": 0, "weight": 1.0}
+        for number, scores in enumerate([*passing, *failing]):
+            for score in scores:
+                replay.add({**row, "prompt": number, "score": torch.tensor(score, dtype=DTYPES[dtype])})
+        assert len(take(train(replay), 0)) == len(passing)
+        assert replay.statistics()["groups"]["main"]["rejected"] == len(failing)
+        assert sorted(stored(replay)) == list(range(5 * len(passing)))
+
+
+@pytest.mark.parametrize("dtype", FLOATING)
+@pytest.mark.parametrize(
+    ("where", "passing"),
+    [({"min": 0.1, "max": 0.8}, {0, 1}), ({"in": [0.1, 0.8]}, {0, 1}), ({"in": [1]}, {3})],
+)
+def test_conditions_of_the_sampler_hold_as_the_column_stores_values(
+    where: dict[str, Any], passing: set[int], dtype: str
+) -> None:
+    config = section(sampler={"unit": "trajectory", "where": {"score": where}}, batch={"trajectories": 8})
+    config["sampler"]["kind"] = "uniform"
+    table = config["tables"]["main"]
+    del table["group"]
+    table["schema"] = {"columns": {**COLUMNS, "score": {"dtype": dtype, "rows": "1"}}}
+    with Replay(config) as replay:
+        row = {"tokens": np.zeros(3, np.int32), "prompt": 0, "sample": 0, "weight": 1.0}
+        scores = torch.tensor([0.1, 0.8, 0.05, 1.0], dtype=DTYPES[dtype])
+        ids = [replay.add({**row, "score": score}) for score in scores]
+        stream = train(replay)
+        stream.get(0)
+        assert {one for one in ids if stream.masses.leaves[one] > 0} == passing
 
 
 # ---- stragglers --------------------------------------------------------------------------------------
@@ -543,7 +600,7 @@ def test_late_columns_that_are_absent_are_not_read_as_zeros() -> None:
 
 
 def test_drawn_groups_keep_their_rows_until_they_are_released() -> None:
-    config = section(GROUP, batch={"groups": 2}, remove="fifo", timeout_s=1.0)
+    config = section(GROUP, batch={"groups": 2}, remove="fifo", rate_limiter={"timeout_s": 1.0})
     config["tables"]["main"].update(capacity_trajectories=9, capacity_steps=27, max_length=3)
     with Replay(config) as replay:
         groups = add_groups(replay, range(3))

@@ -240,7 +240,7 @@ def test_the_name_goes_however_the_process_ends(name: str, number: int) -> None:
     held = ["/dev/null"] * 3 + [str(SHM / name)]  # and nothing that it would keep alive
     opened = Path(f"/proc/{reaper}/fd")
     wait_until(lambda: sorted(os.readlink(file) for file in opened.iterdir()) == held, "opening the file")
-    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(reaper, sent)
     os.kill(child, number)
     assert exit_status(child) == -number

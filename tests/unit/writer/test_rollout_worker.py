@@ -6,6 +6,8 @@ import errno
 import fcntl
 import json
 import os
+import threading
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,14 @@ import numpy as np
 import pytest
 from gear_support import run_command
 from group_support import trained
-from ledger_support import check_books, ledger_section, responses, write_prompts
+from ledger_support import (
+    check_books,
+    ledger_section,
+    recipe_responses,
+    recipe_section,
+    responses,
+    write_prompts,
+)
 from process_support import exit_status, in_child
 
 from deepspeed_gear import (
@@ -23,6 +32,7 @@ from deepspeed_gear import (
     ConfigError,
     DataError,
     FillWorker,
+    Lease,
     LeaseExpiredError,
     NotReadyError,
     Replay,
@@ -388,3 +398,153 @@ def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> 
         with table.lock:
             ledger.recover(table.extents.retire)
         assert (len(replay), check_books(replay)["leased"]) == (0, 1)
+
+
+def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
+    """With the section, a ds_config or its file; and without a config to a named run, whatever its prefix."""
+    section, path = recipe_section(data), tmp_path / "ds_config.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "gear": section}))
+    with Replay(section) as replay:
+        given: list[tuple[Any, dict[str, Any]]] = [(section, {}), ({"gear": section}, {}), (path, {})]
+        given += [(None, {"run": replay.run})]
+        for config, options in given:
+            for door in (TrajectoryWriter.attach, RolloutWorker.attach):
+                door(config, wait_s=5.0, **options).close()
+            FillWorker.attach(config, "reward", wait_s=5.0, **options).close()
+        other = {**section, "rollout": {"groups": 2}}  # from which the capacity follows
+        with pytest.raises(StoreError, match=r"gear.tables.main.capacity_steps: 768 here, 384 there"):
+            RolloutWorker.attach(other, wait_s=0.0)
+        for wrong, text in (
+            ({**section, "recipe": "grop"}, "gear.recipe must be \"grpo\" or null, got 'grop'; did you mean"),
+            ({**section, "tables": {"main": {}}}, "max_length must be given with a recipe"),
+        ):
+            with pytest.raises(ConfigError, match=text):
+                TrajectoryWriter.attach(wrong, wait_s=0.0)
+        with RolloutWorker.attach(path) as worker, FillWorker.attach(path, "reward") as filler:
+            (lease,) = worker.lease()
+            lease.commit(recipe_responses(lease, reward=False))
+            for one in filler.lease(2):
+                one.fill(1.0)
+        assert replay.rollout().num_items == 1
+
+
+def test_a_slow_first_generation_does_not_end_the_run(data: Path) -> None:
+    """Without a rate limiter the wait for groups, and for room, is longer than that for another rank."""
+    config = recipe_section(data, timeout_s=0.5)
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+
+        def generate() -> None:
+            time.sleep(1.5)
+            (lease,) = worker.lease()
+            lease.commit(recipe_responses(lease))
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        assert replay.rollout().num_items == 1
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("options", "table", "limit"),
+    [
+        ({}, {}, 600.0),
+        ({"timeout_s": 700.0}, {}, 700.0),
+        ({}, {"rate_limiter": {"timeout_s": 5.0}}, 5.0),
+    ],
+    ids=str,
+)
+def test_the_longest_wait_for_items_is_one_of_all_sides(
+    data: Path, options: dict[str, Any], table: dict[str, Any], limit: float
+) -> None:
+    config = recipe_section(data, **options)
+    config["tables"]["main"].update(table)
+    with Replay(config) as replay, TrajectoryWriter.attach(config) as writer:
+        assert replay._inserter(None).timeout_s == writer.parts[1].timeout_s == limit
+        (stream,) = replay._parts.train
+        assert stream.spec.rate_timeout_s == limit
+
+
+def _expire(scene: Any) -> None:
+    scene.clock.now += 11.0
+    scene.replay.statistics()
+
+
+def _expire_last(scene: Any) -> None:
+    scene.lease = _again(scene)
+    _expire(scene)
+
+
+def _again(scene: Any) -> Lease:
+    scene.clock.now += 11.0
+    return next(one for one in scene.worker.lease(9, timeout_s=0) if one.number == scene.lease.number)
+
+
+def _commit_again(scene: Any) -> None:
+    again = _again(scene)
+    again.commit(responses(again))
+
+
+def _commit_elsewhere(scene: Any) -> None:
+    """By another object of the same lease, as after an answer that was lost."""
+    Lease(scene.worker, scene.lease._lease, scene.lease.prompt).commit(responses(scene.lease))
+
+
+def _load(scene: Any) -> None:
+    scene.replay.save(scene.folder)
+    scene.replay.load(scene.folder)
+
+
+def _load_of_before(scene: Any) -> None:
+    _load(scene)
+    scene.lease = scene.worker.lease(9)[-1]
+    scene.replay.load(scene.folder)
+
+
+def _train_others(scene: Any) -> None:
+    for _ in range(2):
+        (one,) = scene.worker.lease(1)
+        one.commit(responses(one))
+        trained(scene.replay)
+    scene.replay.can_sample()
+
+
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (lambda it: it.lease.commit(responses(it.lease)), "it was committed; end a lease once"),
+        (lambda it: it.lease.fail("bad"), "it was failed as 'bad'; end a lease once"),
+        (lambda it: it.lease.fail("bad", retry=False), "it was failed as 'bad'; end a lease once"),
+        (_commit_elsewhere, "it was committed; commit a group once"),
+        (_expire, r"prompts.lease_s = 10 s passed without a heartbeat, .* waits .*; call heartbeat\(\)"),
+        (_again, r"it came back, and attempt 2 has its prompt; call heartbeat\(\)"),
+        (_commit_again, "attempt 2 was committed"),
+        (_expire_last, "its prompt was trained or dropped, as the last of 2 attempts"),
+        (lambda it: it.worker.release([it.lease._lease]), "it was given back, .* the end of its worker"),
+        (_load, r"it was given back, by fail\(\), .* or a load, .*; lease again"),
+        (_load_of_before, "a checkpoint was loaded in which its prompt had not been leased; lease again"),
+        (
+            _train_others,
+            "too old: 2 batches are selected, its version is 0 and prompts.max_lag 1; raise max_lag",
+        ),
+    ],
+)
+def test_an_error_of_a_lease_names_how_it_ended(
+    end: Any, text: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=1.0)
+    clock.monotonic_ns = lambda: int(clock.now * 1e9)
+    monkeypatch.setattr(prompt_ledger, "time", clock)
+    prompts = {"max_lag": 1, "lease_s": 10.0, "attempts": 2, "order": "completion", "late": "drop"}
+    config = ledger_section(data, prompts, groups=1)
+    with Replay(config) as replay, RolloutWorker.attach(config) as worker:
+        (lease,) = worker.lease(1)
+        scene = SimpleNamespace(
+            replay=replay, worker=worker, lease=lease, clock=clock, folder=tmp_path / "saved"
+        )
+        end(scene)
+        held, lease = len(replay), scene.lease
+        for change in (lease.heartbeat, lambda: lease.commit(responses(lease)), lease.keep, lease.fail):
+            with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: .*{text}"):
+                change()
+        assert len(replay) == held
+        check_books(replay)

@@ -203,3 +203,34 @@ def test_saved_reports_fill_the_logs_of_all_ranks_and_more_are_refused(scenes: A
     with pytest.raises(StoreError, match=f"must be at most {4 * ranks}, got {4 * ranks + 1}"):
         stream.masses.restore(np.arange(5), saved)
     assert (stream.masses.values == before).all()
+
+
+def test_a_withdrawn_request_counts_reports_for_the_batch_that_was_not_made(scenes: Any) -> None:
+    scene = scenes(depth=8)
+    stream = scene.streams[0]
+    table, (other,) = scene.attach(1)
+    log = stream.state.reports
+    for key in (0, 1):
+        for each in (stream, other):
+            each.request(key)
+        if key == 0:
+            report(stream, [(2, 1)], 5)
+            stream.get(0)
+            stream.release(0)
+    for _ in range(2):
+        stream.withdraw()  # batch 1 was not ready
+    assert [log.asked[table.memory.peer], log.late(1)] == [1, [0]], "the others wait for it"
+    stream.request(1)
+    stream.withdraw()
+    report(stream, [(0, 0)], 3)
+    stream.request(1)
+    other.get(1)
+    assert stored(stream, [(2, 1), (0, 0)]) == [5, 3]
+    stream.withdraw()  # another process has made batch 1: later reports are of it
+    report(stream, [(0, 0)], 4)
+    assert log.waiting()[:, LogEntry.BATCH].tolist() == [1]
+    log.restart(2)
+    stream.request(2)
+    stream.withdraw()
+    assert log.asked[0] == NEVER, "a load forgets requests"
+    table.close()

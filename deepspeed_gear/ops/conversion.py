@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ShapeError
+from deepspeed_gear.errors import ShapeError
 
 _WIDE = (torch.float64, torch.int64, torch.int32)
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
