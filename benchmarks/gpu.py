@@ -114,7 +114,7 @@ def main() -> None:
             sys.exit(2)
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-        # As a Replay's: the copy engine takes many pieces at once on streams other than the default one.
+        # As a Replay's: on a CUDA stream other than the default one.
         torch.cuda.set_stream(torch.cuda.Stream(device))
     rows = list[Row]()
     clock = Clock(device, 2 if is_smoke else BLOCKS, 0.0 if is_smoke else BLOCK_S)

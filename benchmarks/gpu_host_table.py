@@ -1,7 +1,7 @@
-"""Figures of memory of the host that the device reads: by kernels, and by the copy engine.
+"""Figures of memory of the host that kernels of the device read in place.
 
-Launches and calls are those of a Replay: its number of blocks, samples in order of their rows, pieces in one
-call of `copy_pieces_`. A kernel over the whole device stands beside them.
+Launches are those of a Replay: its number of blocks, samples in the order of their rows. A kernel over the
+whole device, a sequential read and a copy of pinned memory in one piece stand beside them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from support.report import Row
 from gpu_clock import Clock, Run, ask, median_us, row_of, rows_against
 from torch import Tensor
 
-from deepspeed_gear.batching.transfer.copy_engine import CopyPiece
 from deepspeed_gear.batching.transfer.device_gather import _DIRECT_BLOCKS
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Pad, Resolution, Source
 
 KERNEL_READ = "sequential read of the mapped table by a kernel"
 PINNED_COPY = "copy of as many bytes in one piece"
-ZERO_COPY, WHOLE, ENGINE = "zero-copy", "zero-copy, blocks of the whole device", "copy engine"
+ZERO_COPY, WHOLE = "zero-copy", "zero-copy, blocks of the whole device"
 TABLES = ("small", "large")  # names of `Sizes.tables`
 MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 NONE = torch.empty(0)
@@ -39,8 +38,6 @@ class Sizes:
         tables: Bytes.
         rows: Bytes of a row.
         batch_bytes: Of a batch that kernels gather.
-        piece_bytes: Of a piece that the copy engine is judged at, and larger ones.
-        most_pieces: Of a batch that the copy engine gathers.
         slice_bytes: Of a part of the table that is read at a time.
         matmul: Side of the matrices of the training step; matmuls of it.
     """
@@ -48,13 +45,11 @@ class Sizes:
     tables: tuple[int, ...] = (1 << 30, 12 << 30)
     rows: tuple[int, ...] = (256, 4096, 65_536)
     batch_bytes: int = 64 << 20
-    piece_bytes: int = 65_536
-    most_pieces: int = 4096
     slice_bytes: int = 64 << 20
     matmul: tuple[int, int] = (8192, 16)
 
 
-SMOKE = Sizes((1 << 20, 1 << 21), (256, 4096, 65_536), 1 << 17, 65_536, 16, 1 << 18, (64, 2))
+SMOKE = Sizes((1 << 20, 1 << 21), (256, 4096, 65_536), 1 << 17, 1 << 18, (64, 2))
 
 
 class MappedTable:
@@ -107,12 +102,11 @@ def _check(error: Any) -> None:
 
 @dataclass
 class Ways:
-    """Ways to gather a batch, the rows that each gathers, and why others are left out."""
+    """Ways to gather a batch, and the rows that each gathers."""
 
     runs: dict[str, Run]
     out: dict[str, Tensor]
     numbers: dict[str, Tensor]  # of the rows, in host memory
-    left_out: dict[str, str]
 
 
 def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways:
@@ -129,7 +123,7 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
     elements, random = row_bytes // 8, np.random.default_rng(row_bytes)
     column = table.mapped.view(torch.int64).view(-1, elements)
     counts = {ZERO_COPY: max(1, sizes.batch_bytes // row_bytes)}
-    counts |= {WHOLE: counts[ZERO_COPY], ENGINE: max(1, min(sizes.most_pieces, counts[ZERO_COPY]))}
+    counts |= {WHOLE: counts[ZERO_COPY]}
     numbers = {name: torch.from_numpy(random.integers(0, len(column), n)) for name, n in counts.items()}
     numbers[WHOLE] = numbers[ZERO_COPY]
     blocks = {ZERO_COPY: _DIRECT_BLOCKS if is_cuda else 1, WHOLE: 1}  # 1: as many as fit
@@ -142,29 +136,8 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
         rest = counters, [column], [none], [none], records, None, spec, [0.0], blocks[name], order
         return lambda: ops.gather_([out[name]], [], *rest)
 
-    pieces = _pieces(numbers[ENGINE], row_bytes)
-    copied, source = out[ENGINE].view(torch.uint8).view(-1), [column]
-
-    def engine() -> None:
-        ops.copy_pieces_(copied, source, pieces)
-
-    runs = {ZERO_COPY: kernel(ZERO_COPY), WHOLE: kernel(WHOLE), ENGINE: engine}
-    left_out = {}
-    try:
-        engine()
-    except RuntimeError as error:  # a driver older than CUDA 12.8
-        del runs[ENGINE]
-        left_out[ENGINE] = str(error)
-    return Ways(runs, out, numbers, left_out)
-
-
-def _pieces(rows: Tensor, row_bytes: int) -> Tensor:
-    """Return a piece for each row, one behind the other in the batch; in host memory. [B, 4]."""
-    pieces = torch.zeros(len(rows), 4, dtype=torch.int64)
-    pieces[:, CopyPiece.SOURCE] = rows * row_bytes
-    pieces[:, CopyPiece.TARGET] = torch.arange(len(rows)) * row_bytes
-    pieces[:, CopyPiece.NUM_BYTES] = row_bytes
-    return pieces
+    runs = {ZERO_COPY: kernel(ZERO_COPY), WHOLE: kernel(WHOLE)}
+    return Ways(runs, out, numbers)
 
 
 def _records(rows: Tensor) -> Tensor:
@@ -214,21 +187,16 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
     num_bytes = {**of_all, **{name: found.out[name].numel() * 8 for name in found.runs}}
     speeds = {name: num_bytes[name] / median_us(seconds) / 1e3 for name, seconds in times.items()}
     case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B"
-    for name, why in found.left_out.items():
-        yield row_of("host table", f"{case}: left out, {why}", name, None)
     for name in found.runs:
         scaled = {key: times[key] / num_bytes[key] * num_bytes[name] for key in (name, "read", "copy")}
         against = {name: scaled[name], KERNEL_READ: scaled["read"], PINNED_COPY: scaled["copy"]}
-        limit = PINNED_COPY if name == ENGINE else KERNEL_READ
-        row = rows_against("host table", case, against, limit, 1, num_bytes[name])[name]
+        row = rows_against("host table", case, against, KERNEL_READ, 1, num_bytes[name])[name]
         of_copy = float(np.median(scaled["copy"] / scaled[name]))
         rows_right = bool(torch.equal(found.out[name][:, 0, 0].cpu(), found.numbers[name]))
         row |= {"of_pinned_copy": of_copy, "rows_right": rows_right}
         row |= {"kernel_read_gb_per_s": speeds["read"], "pinned_copy_gb_per_s": speeds["copy"]}
         if name == ZERO_COPY:
             ask(row, "fraction", at_least=0.9 if row_bytes >= 4096 else 0.75)
-        elif name == ENGINE and row_bytes >= sizes.piece_bytes:
-            ask(row, "fraction", at_least=0.85)
         yield row
 
 
@@ -245,26 +213,23 @@ def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
     alone = clock.compare({"step": step})["step"]
     for row_bytes in sizes.rows[-2:]:
         found = ways(table, row_bytes, clock, sizes)
-        for name in (way for way in (ZERO_COPY, ENGINE) if way in found.runs):
-            own = median_us(clock.compare({name: found.runs[name]})[name])
-            count = max(1, math.ceil(1.5 * median_us(alone) / own))
-            pairs = [
-                (clock.seconds(step, 1), clock.beside(step, found.runs[name], count))
-                for _ in range(clock.blocks)
-            ]
-            before, beside = np.array(pairs).T
-            growth = float(np.median(beside / before)) - 1
-            case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B, {num_matmuls} x {side}^3"
-            row = row_of(
-                "training step beside",
-                case,
-                name,
-                median_us(beside),
-                "the step alone",
-                median_us(before),
-                float(np.median(before / beside)),
-            )
-            yield ask({**row, "growth": growth}, "growth", at_most=0.05)
+        gather = found.runs[ZERO_COPY]
+        own = median_us(clock.compare({ZERO_COPY: gather})[ZERO_COPY])
+        count = max(1, math.ceil(1.5 * median_us(alone) / own))
+        pairs = [(clock.seconds(step, 1), clock.beside(step, gather, count)) for _ in range(clock.blocks)]
+        before, beside = np.array(pairs).T
+        growth = float(np.median(beside / before)) - 1
+        case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B, {num_matmuls} x {side}^3"
+        row = row_of(
+            "training step beside",
+            case,
+            ZERO_COPY,
+            median_us(beside),
+            "the step alone",
+            median_us(before),
+            float(np.median(before / beside)),
+        )
+        yield ask({**row, "growth": growth}, "growth", at_most=0.05)
 
 
 def available_bytes() -> int:

@@ -247,7 +247,7 @@ def stage_b(here: Machine) -> list[Wave]:
         elsewhere="tests/distributed runs the same programs",
     )
     ways = figures_step(
-        "ways and calibration",
+        "rows that kernels read in host memory",
         here,
         "--figures",
         "host",

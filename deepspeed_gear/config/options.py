@@ -278,20 +278,16 @@ class TransferConfig(t.GearModel):
     """How batches get from shared memory to a GPU. Every choice gives the same batches.
 
     A field whose column CUDA cannot read in place (a mapped file, memory that is not registered, a goal of
-    hindsight) is staged; a field that the copy engine does not serve (padding by the edge, a window that
-    follows `n_step`, a column of one row per trajectory) is read in place.
+    hindsight) is staged in any case.
     """
 
-    way: Literal["auto", "direct", "copies", "staged"] = "auto"
-    """"direct": kernels read shared memory in place; "copies": the copy engine fetches each window, kernels
-    convert and pad it; "staged": threads of the CPU gather into pinned memory, one copy takes it over;
-    "auto": the fastest as measured at the start, on the CPU none of them, with the copy engine for windows of
-    16 KiB and more only. Named for the CPU, a way runs there, which is for tests."""
+    way: Literal["auto", "direct", "staged"] = "auto"
+    """"direct": kernels read shared memory in place; "staged": threads of the CPU gather into pinned memory,
+    and one copy moves it to the GPU; "auto": direct where the memory can be registered with CUDA, else
+    staged. On the CPU "auto" gathers in place, and a named way runs its code there, for tests."""
     register_bytes: Annotated[t.Int, Ge(0), Lt(2**62)] | None = None
     """Most bytes of shared memory that a rank registers with CUDA, whole columns in the order of the fields;
     about 0.1 s and 6 MB of kernel memory a GB. null: all that is sampled from."""
-    calibrate: t.Flag = True
-    """With "auto": measure. Else the first possible of direct, copies and staged is taken."""
 
 
 class GearOptions(t.GearModel):

@@ -140,18 +140,18 @@ class Dataset(MapDataset[dict[str, Any]]):
             dest: The folder to make.
             schema: The columns of the mappings, one a trajectory, as `DatasetWriter.add` takes them. By
                 default they are found by a pass over the rows.
-            **options: Of `ingest` and `open_source`.
+            **options: Of `ingest` and `open_rows`.
         Raises:
             DataError: A row does not fit, or `dest` cannot be written; `dest` is not made.
         """
-        from deepspeed_gear.data.ingest import Options, ingest, open_source
+        from deepspeed_gear.data.ingest import Options, ingest, open_rows
 
         of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
         written = {name: options.pop(name) for name in of_ingest & options.keys()}
         columns = () if schema is None else arguments.one_of("schema", schema, Schema, "a Schema")
         if schema is not None and not any(c.role in ("reward", "token") for c in columns):
             written.setdefault("reward", "none")
-        return ingest([open_source(iterable, schema=schema, **options)], dest, **written)
+        return ingest([open_rows(iterable, schema=schema, **options)], dest, **written)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self._records:

@@ -75,7 +75,6 @@ class Ops:
     ring_top_k_: Op
     ring_update_: Op
     scatter_: Op
-    copy_pieces_: Op
     native: ModuleType
     is_direct: bool = False  # plain functions for host memory, which `torch.compile` cannot trace
 

@@ -1,5 +1,4 @@
-"""Device transfer of this rank's batches: what CUDA reads in place, what waits, and the transfer method: the
-fastest one, measured on the table itself.
+"""Device transfer of this rank's batches: what CUDA reads in place, what is staged, and what waits.
 
 A batch's transfer stream (a CUDA stream on a GPU) is waited for by the stream of the thread that uses it. It
 reuses a ring entry after that stream's work when `keep` newer batches had been handed over.
@@ -8,9 +7,7 @@ reuses a ring entry after that stream's work when `keep` newer batches had been 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,29 +15,32 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.gather import n_step_columns
-from deepspeed_gear.batching.transfer import copy_engine
-from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED, column_name
-from deepspeed_gear.batching.transfer.cuda_streams import HostStream, lane_of, refuse_capture
-from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
+from deepspeed_gear.batching.transfer.cuda_streams import lane_of, refuse_capture
+from deepspeed_gear.batching.transfer.device_gather import (
+    DIRECT,
+    STAGED,
+    WAYS,
+    DeviceGatherer,
+    FieldTransfer,
+    Reach,
+    column_name,
+    is_computed,
+)
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.options import TransferConfig
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
-from deepspeed_gear.errors import BuildError, ConfigError, show_bytes, undo_on_error
+from deepspeed_gear.errors import BuildError, ConfigError, undo_on_error
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.store.cuda_registration import CudaRuntime, Registration, as_device_tensor
 from deepspeed_gear.store.table import Table
 
-ROUNDS = 5
-MOST_SLOWED = 0.05  # of the time of the device's concurrent work
 MOST_STEPS = 1000  # of a synthetic trajectory
-_MATMUL, _MATMULS = 4096, 32  # concurrent work: 4 TFLOP, some milliseconds
-Gather = Callable[[torch.Tensor], object]
 
 
 def is_wanted(options: TransferConfig, device: torch.device) -> bool:
-    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a method is set."""
+    """Return whether batches are transferred to a device: to CUDA always, to the CPU if a way is named."""
     if device.type not in ("cpu", "cuda") and options.way != "auto":
         rule = "must be auto where batches are on neither CUDA nor the CPU"
         raise ConfigError("gear.transfer.way", rule, options.way, f"they are on {device}")
@@ -63,15 +63,11 @@ class DeviceTransfer:
     ) -> None:
         self.lane = lane_of(device)
         self._config, self._keep, self._options = config, keep, options
-        # Smallest window that the copy engine copies: any, if it is set explicitly.
-        self._least_copy_bytes = 0 if config.way == COPIES else copy_engine.LEAST_COPY_BYTES
         self._registrations: dict[str, Registration] = {}  # by table
         self._refused: dict[str, str] = {}
-        self._figures: dict[str, TransferTimings] = {}
-        self._measured: dict[str, int] = {}
         self._tables = list(tables)
         read = read_fields(needs.fields)
-        self._fields = [f for f in read if not copy_engine.is_computed(f) and not f.mask_only]
+        self._fields = [f for f in read if not is_computed(f) and not f.mask_only]
         stored = [column_name(field) for field in self._fields]
         #: The columns that batches read, by table, in the order of the fields.
         self._names: dict[str, list[str]] = {}
@@ -90,12 +86,11 @@ class DeviceTransfer:
         LOG.info("gear: batches are transferred to %s: %s", self.lane.device, self.describe())
 
     def gatherer(self, table: Table, depth: int, way: str | None = None) -> DeviceGatherer:
-        """Return a gatherer of a table, with a ring of some depth; `way`: None: the chosen method."""
+        """Return a gatherer of a table, with a ring of some depth; `way`: None: the chosen one."""
         n_step = [name for each in self._tables for name in n_step_columns(each) if name is not None]
         reaches_n_step = all(map(self._is_reached, n_step))
         ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
-        least = self._least_copy_bytes
-        transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep, least)
+        transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep)
         reach = self._reaches[table.spec.name]
         return DeviceGatherer(transfer, reach, table=table, depth=depth, **self._options)
 
@@ -112,10 +107,10 @@ class DeviceTransfer:
             try:
                 return load_backend("cuda")
             except BuildError as error:
-                if backend == "cuda" or self._config.way in (DIRECT, COPIES):
+                if backend == "cuda" or self._config.way == DIRECT:
                     raise
                 why = str(error)
-        self._refused |= dict.fromkeys((DIRECT, COPIES), why)
+        self._refused[DIRECT] = why
         return None
 
     def _reach(self, table: Table) -> Reach:
@@ -134,7 +129,7 @@ class DeviceTransfer:
                 there[name] = as_device_tensor(columns[name], self.lane.device)
             except RuntimeError as error:
                 registration.left_out[name] = str(error)
-        return Reach(there, {name: registration.copy_bounds(name) for name in there})
+        return Reach(there)
 
     def _is_reached(self, name: str) -> bool:
         if any(name in table.compressed for table in self._tables):
@@ -144,33 +139,25 @@ class DeviceTransfer:
         )
 
     def _choose(self, table: Table, num_samples: int) -> str:
-        """Return the transfer method; record why others are impossible."""
+        """Return the transfer way; record why another one is impossible."""
         reached = [field for field in self._fields if self._is_reached(column_name(field))]
         if self._ops is not None and not reached:
             every = self._registrations.values()
             why = [f"{name}: {rule}" for one in every for name, rule in one.left_out.items()]
-            text = "; ".join(["the device reads no column in place", *why[:3]])
-            self._refused |= dict.fromkeys((DIRECT, COPIES), text)
-        least = self._least_copy_bytes
-        suited = any(copy_engine.suits_copies(field, least) for field in reached)
-        if self._ops is not None and reached and not suited:
-            windows = f", of windows of at least {show_bytes(least)}" if least else ""
-            self._refused[COPIES] = f"no field that the device reads in place suits the copy engine{windows}"
-        possible, wanted = [way for way in copy_engine.WAYS if way not in self._refused], self._config.way
+            self._refused[DIRECT] = "; ".join(["the device reads no column in place", *why[:3]])
         if not any(self._names.values()):  # a stage that reads no column
             return STAGED
-        if wanted != "auto":
-            if wanted in possible and self._works(table, wanted, num_samples):
-                return wanted
-            remedy = f"{self._refused.get(wanted, '')}; use auto or staged"
-            raise ConfigError("gear.transfer.way", "must be possible here", wanted, remedy)
-        for way in possible:
-            if self._works(table, way, num_samples) and way not in self._figures:
-                return way  # without a measurement: the first one
-        return fastest(self._figures) if self._figures else STAGED
+        wanted = self._config.way
+        for way in WAYS if wanted == "auto" else (wanted,):
+            if way not in self._refused and self._works(table, way, num_samples):
+                return way
+        if wanted == "auto":
+            return STAGED
+        remedy = f"{self._refused[wanted]}; use auto or staged"
+        raise ConfigError("gear.transfer.way", "must be possible here", wanted, remedy)
 
     def _works(self, table: Table, way: str, num_samples: int) -> bool:
-        """Try a transfer method, and measure it if the table can hold a step; return whether it works."""
+        """Gather a batch of made-up samples, which loads the kernels; return whether it works."""
         single = {column.name for column in table.spec.schema if column.rows == "1"}
         held = {name: len(table.gather_source(name)) for name in self._names[table.spec.name]}
         rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
@@ -179,12 +166,8 @@ class DeviceTransfer:
         try:
             gatherer = self.gatherer(table, 2, way)
             if len(records):
-                gatherer.gather(records)  # loads kernels
+                gatherer.gather(records)
                 self.lane.record().synchronize()
-            if len(records) and self._config.calibrate:
-                self._figures[way] = measure(gatherer.gather, records, self.lane)
-                size = sum(tensor.nbytes for tensor in gatherer.ring[0].all)
-                self._measured = {"samples": num_samples, "bytes": size, "of": table.memory.num_bytes}
         except RuntimeError as error:
             self._refused[way] = str(error)
             return False
@@ -217,11 +200,9 @@ class DeviceTransfer:
         return batch
 
     def describe(self) -> dict[str, Any]:
-        """Return the transfer method, measurements, registered bytes, and why others were not registered."""
+        """Return the transfer way, registered bytes, and why others were refused or not registered."""
         return {
             "way": self.way,
-            "seconds": {way: asdict(figures) for way, figures in self._figures.items()},
-            "measured": dict(self._measured),
             "refused": dict(self._refused),
             "registered_bytes": self._num_registered,
             "not_registered": {name: one.left_out for name, one in self._registrations.items()},
@@ -233,15 +214,6 @@ class DeviceTransfer:
             self.lane.record().synchronize()
         for registration in self._registrations.values():
             registration.close()
-
-
-@dataclass(frozen=True)
-class TransferTimings:
-    """Seconds of a batch by one transfer method, from its call to the end of its work; best of several."""
-
-    idle_s: float  # on an idle device
-    busy_s: float  # during matrix products on the device; the same as idle on the CPU
-    slowed: float = 0.0  # relative slowdown of the products during a batch; 0 on the CPU
 
 
 def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> torch.Tensor:
@@ -257,53 +229,3 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
     records[:, Resolution.ANCHOR] = words.integers(0, steps, count)
     records[:, Resolution.SLOT] = words.integers(0, num_slots, count)
     return torch.from_numpy(records)
-
-
-def measure(gather: Gather, records: torch.Tensor, lane: HostStream) -> TransferTimings:
-    """Measure one transfer method, by which `gather` has gathered a batch on the transfer stream before."""
-
-    def seconds() -> float:
-        begin = time.perf_counter()
-        gather(records)
-        lane.record().synchronize()
-        return time.perf_counter() - begin
-
-    idle = min(seconds() for _ in range(ROUNDS))
-    if lane.device.type == "cpu":
-        return TransferTimings(idle, idle)
-    # Matrix products that keep the device busy, as a training step does.
-    matrix = torch.zeros(_MATMUL, _MATMUL, dtype=torch.bfloat16, device=lane.device)
-    out = torch.empty_like(matrix)
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-
-    def begin() -> None:
-        """Enqueue the products on their device's current CUDA stream; the device is idle before."""
-        torch.cuda.synchronize(lane.device)
-        stream = torch.cuda.current_stream(lane.device)  # an event's default is that of the current device
-        first.record(stream)
-        for _ in range(_MATMULS):
-            torch.mm(matrix, matrix, out=out)
-        last.record(stream)
-
-    def products_s() -> float:
-        """Wait for the products; return their duration."""
-        last.synchronize()
-        return float(first.elapsed_time(last)) * 1e-3
-
-    alone, busy, beside = [], [], []
-    for _ in range(1 + ROUNDS):  # the first time loads kernels
-        begin()
-        alone.append(products_s())
-    for _ in range(ROUNDS):
-        begin()
-        busy.append(seconds())
-        beside.append(products_s())
-    return TransferTimings(idle, min(busy), min(beside) / min(alone[1:]) - 1)
-
-
-def fastest(figures: Mapping[str, TransferTimings]) -> str:
-    """Return the fastest method that slows a busy device by at most `MOST_SLOWED`, else the gentlest."""
-    gentle = [way for way, of_way in figures.items() if of_way.slowed <= MOST_SLOWED]
-    if not gentle:
-        return min(figures, key=lambda way: figures[way].slowed)
-    return min(gentle, key=lambda way: figures[way].busy_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
 from deepspeed_gear.config.table_options import TableConfig
+from deepspeed_gear.data.ingest.source_checks import check_no_pointer
 from deepspeed_gear.distributed.row_exchange import exchange_plan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
 from deepspeed_gear.distributed.table_resolution import capacity_of
@@ -159,11 +161,16 @@ def _row_bytes(field: ResolvedField) -> int:
 
 def read_lengths(path: Path) -> np.ndarray:
     """Read lengths from an .npy file of integers, or a text file of one a line; else DataError."""
-    with DataError.on(f"lengths {path}", "must be a file of whole numbers", OSError, ValueError):
+    kinds = OSError, ValueError, OverflowError
+    with DataError.on(f"lengths {path}", "must be a file of whole numbers", *kinds):
+        if path.exists() and not path.is_file():
+            raise DataError(f"lengths {path}", "must be a file", stat.filemode(path.stat().st_mode))
+        check_no_pointer(path)
         if path.suffix == ".npy":
             found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
         else:
-            found = np.loadtxt(path, ndmin=1)  # as an integer, 1.5 is 1 with older NumPy
+            with path.open("rb") as file:  # by its name, NumPy would decompress it to any size
+                found = np.loadtxt(file, ndmin=1)  # as an integer, 1.5 is 1 with older NumPy
             found = found.astype(np.int64) if (found % 1 == 0).all() else found
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or found.min() < 1:
         form = f"{found.dtype} {found.shape}"

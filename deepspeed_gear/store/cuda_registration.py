@@ -188,11 +188,6 @@ class Registration:
     def num_bytes(self) -> int:
         return sum(call.num_bytes for call in self.calls)
 
-    def copy_bounds(self, name: str) -> np.ndarray:
-        """Return the offsets in a column where a call ends: no copy may cross one. Ascending, int64."""
-        begin = self.columns[name].begin
-        return np.array([call.end - begin for call in self.calls if call.end > begin], np.int64)
-
     def close(self) -> None:
         """Unregister everything; safe to call twice."""
         while self.calls:

@@ -36,6 +36,13 @@ def test_random_kills_while_saves_are_loaded() -> None:
     assert sum(result["kills"].values()) > 0
 
 
+def test_pickles_of_a_grammar_give_arrays_or_an_error() -> None:
+    """The long form is a command of CONTRIBUTING.md."""
+    found = run("fuzz_pickles.py", "--programs", 200_000 if LONG else 3000, "--seed", 1)
+    assert found["arrays"] > found["programs"] // 20
+    assert found["refused"] > found["programs"] // 20
+
+
 def test_a_run_that_goes_on_does_not_grow() -> None:
     result = run("soak.py", "--seconds", 120 if LONG else 0, GEAR_SOAK=MARK)
     assert result["wrong"] == 0

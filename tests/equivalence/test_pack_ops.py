@@ -1,4 +1,4 @@
-"""Packs and copies of pieces: the C++ against the reference, and against plain Python."""
+"""Packs: the C++ against the reference, and against plain Python."""
 
 import numpy as np
 import torch
@@ -66,26 +66,3 @@ def test_rows_of_a_pack(
                 inside = 0 <= t + offset < length
                 wanted[place + t] = own[t + offset] if inside else torch.ones(elements).to(dtype)
         assert torch.equal(found, wanted[first : first + rows])
-
-
-# ---- pieces ------------------------------------------------------------------------------------------
-
-COLUMNS = [torch.arange(60, dtype=torch.uint8), torch.arange(40).view(20, 2), torch.randn(7).bfloat16()]
-
-
-@given(data=st.data(), count=st.integers(0, 12))
-def test_pieces_arrive(on_host: Ops, data: st.DataObject, count: int) -> None:
-    stored = [column.reshape(-1).view(torch.uint8) for column in COLUMNS]
-    pieces, at = [], 0
-    for _ in range(count):
-        column = data.draw(st.integers(0, 2))
-        size = data.draw(st.integers(1, len(stored[column])))
-        begin = data.draw(st.integers(0, len(stored[column]) - size))
-        at += data.draw(st.integers(0, 3))
-        pieces.append([column, begin, at, size])
-        at += size
-    out, given_pieces = torch.full((at + 2,), 7, dtype=torch.uint8), torch.tensor(pieces).long().view(-1, 4)
-    wanted = out.clone()
-    for column, begin, to, size in pieces:
-        wanted[to : to + size] = stored[column][begin : begin + size]
-    assert torch.equal(compare(on_host, "copy_pieces_", out, COLUMNS, given_pieces)[0], wanted)

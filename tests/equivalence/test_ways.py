@@ -1,4 +1,4 @@
-"""The three ways to a device give the batches of the gatherer, whatever is gathered; here on the host."""
+"""Both ways to a device give the batches of the gatherer, whatever is gathered; here on the host."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,27 +13,22 @@ from op_comparison import same_bits
 
 from deepspeed_gear import Column, Replay, Schema
 from deepspeed_gear.batching.gather import Gatherer
-from deepspeed_gear.batching.transfer.copy_engine import (
-    COPIES,
+from deepspeed_gear.batching.transfer.cuda_streams import HostStream
+from deepspeed_gear.batching.transfer.device_gather import (
     DIRECT,
     STAGED,
     WAYS,
-    CopyPiece,
-    fetch,
-    pieces_of,
-    split,
+    DeviceGatherer,
+    FieldTransfer,
+    Reach,
 )
-from deepspeed_gear.batching.transfer.cuda_streams import HostStream
-from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer, FieldTransfer, Reach
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.records import GatherSpec, Slot, Source
-from deepspeed_gear.ops.windows import bounds
+from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.table import Table
 
 LENGTHS = (1, 2, 5, 40, 3, 11)
-SOURCES = (Source.STEPS, Source.STEPS_PLUS_ONE)
 COLUMNS = {  # dtype, shape, rows, and the dtypes of fields
     "a": ("float32", (3,), "T", ("float32", "float64", "bfloat16")),
     "b": ("int64", (), "T", ("int64",)),
@@ -187,69 +182,5 @@ def test_what_cannot_go_a_way_goes_another(table: Table) -> None:
     found = {way: placed(table.ops, way, reached, {**options, "num_samples": 2}) for way in WAYS}
     always = {"far": STAGED, "goal": STAGED}
     assert ways_in(found[DIRECT]) == {**dict.fromkeys(kinds, DIRECT), **always}
-    assert ways_in(found[COPIES]) == {**ways_in(found[DIRECT]), "window": COPIES}
     assert ways_in(found[STAGED]) == dict.fromkeys(kinds, STAGED)
-    assert [found[way].reads_in_place for way in WAYS] == [True, True, False]
-
-
-def bytes_of(pieces: np.ndarray) -> dict[int, int]:
-    """Return from where to where each byte is copied."""
-    return {
-        piece[CopyPiece.TARGET] + i: piece[CopyPiece.SOURCE] + i
-        for piece in pieces.tolist()
-        for i in range(piece[CopyPiece.NUM_BYTES])
-    }
-
-
-def check_cuts(pieces: np.ndarray, cuts: np.ndarray) -> None:
-    """Check that a copy ends at each cut, or lies elsewhere."""
-    begin = pieces[:, CopyPiece.SOURCE, None]
-    assert not ((begin < cuts) & (begin + pieces[:, CopyPiece.NUM_BYTES, None] > cuts)).any()
-
-
-@given(
-    data=st.data(),
-    offset=st.integers(-9, 9),
-    length=st.integers(1, 9),
-    align=st.integers(0, 2),
-    final=st.integers(0, 1),
-)
-def test_pieces_are_the_real_rows(
-    data: st.DataObject, offset: int, length: int, align: int, final: int
-) -> None:
-    first = data.draw(st.integers(0, length - 1))
-    count = data.draw(st.integers(1, length - first))
-    window = GatherSpec(SOURCES[final], offset, length, align, part_first=first, part_count=count)
-    rows = [
-        [0, 0, 0, data.draw(st.integers(0, 50)), steps, data.draw(st.integers(0, steps - 1)), 1, 0]
-        for steps in data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
-    ]
-    records = torch.tensor(rows)
-    cuts = np.unique(data.draw(st.lists(st.integers(1, 700), max_size=5))).astype(np.int64)
-    found = fetch(window, records)
-    pieces = pieces_of(found, records, 4, 11, 1000, cuts)
-    assert (pieces[:, CopyPiece.COLUMN] == 4).all()
-    assert (pieces[:, CopyPiece.NUM_BYTES] > 0).all()
-    copied = bytes_of(pieces)
-    assert len(copied) == pieces[:, CopyPiece.NUM_BYTES].sum()
-    check_cuts(pieces, cuts)
-    expected = {}
-    for i, (_, _, _, begin, steps, anchor, _, _) in enumerate(rows):
-        span = bounds(offset, length, align, torch.tensor([anchor]), torch.tensor([steps + final]))
-        for step in range(int(span.begin), int(span.end)):
-            place = int(span.place) + step - int(span.begin) - first
-            if 0 <= place < count:
-                to = 1000 + (i * count + place) * 11
-                moved = (int(found.records[i, 3]) + step) * 11 + 1000
-                assert moved == to  # the record leads there
-                expected |= {to + k: (begin + step) * 11 + k for k in range(11)}
-    assert copied == expected
-
-
-@given(st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), max_size=6), st.sets(st.integers(0, 130)))
-def test_split_keeps_every_byte(spans: list[tuple[int, int]], cuts: set[int]) -> None:
-    pieces = np.array([[1, begin, 500 + 50 * i, size] for i, (begin, size) in enumerate(spans)], np.int64)
-    limits = np.array(sorted(cuts), np.int64)
-    parts = split(pieces.reshape(-1, 4).copy(), limits)
-    assert bytes_of(parts) == bytes_of(pieces.reshape(-1, 4))
-    check_cuts(parts, limits)
+    assert [found[way].reads_in_place for way in WAYS] == [True, False]

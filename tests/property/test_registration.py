@@ -131,7 +131,6 @@ def test_registered_columns(memory: SharedMemory) -> None:
     assert found.left_out == {"file": IS_FILE}
     assert len(runtime.locked) == len(found.calls) == 5
     assert found.num_bytes == 32768
-    assert found.copy_bounds("b").tolist() == [end - 9000 for end in (12288, 20480, 28672, 32768)]
     found.close()
     found.close()
     assert runtime.locked == []

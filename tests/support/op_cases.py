@@ -22,8 +22,7 @@ ON_DEVICE = [
     "gather_",
     *RING_NAMES,
 ]
-# The pieces of copy_pieces_ stay in memory of the host: tests/gpu/test_host_placement.py.
-HOST_ONLY = [name for name in OP_NAMES if name not in (*ON_DEVICE, "copy_pieces_")]
+HOST_ONLY = [name for name in OP_NAMES if name not in ON_DEVICE]
 NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
 HOST_SLOTS, HOST_COUNT = 40, 7
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
@@ -48,7 +47,7 @@ def window(column: Tensor, offset: int, length: int) -> list[int]:
 
 def arguments(name: str) -> tuple[Any, ...]:
     """Arguments of an op in host memory, outputs first."""
-    if name in HOST_ONLY or name == "copy_pieces_":
+    if name in HOST_ONLY:
         return host_arguments(name)
     torch.manual_seed(0)
     if name in RING_NAMES:
@@ -180,7 +179,6 @@ def host_arguments(name: str) -> tuple[Any, ...]:
         "encode_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),
         "decode_draws_": (*taken, [words.view(-1) + 1] * 2, weighed[:1], nodes[:1], None, *asked, 0, 0, 0, 1),
         "encode_reports_": (torch.zeros(3, 3).long(), nodes[:1] + 0, reported, 9),
-        "copy_pieces_": (rows_bytes + 0, [slot, rows], torch.tensor([[0, 3, 5, 9], [1, 8, 20, 40]])),
         "decode_reports_": (reported * 0, torch.arange(9).view(3, 3), 9),
     }[name]
 

@@ -100,7 +100,8 @@ OF_OTHERS = set(
     "engine.gear_update_priorities engine.gear_batches engine.train_batch engine.eval_batch LOG.propagate "
     "engine.gear_step engine.gear_rollout engine.step self._engine.global_samples "
     "deepspeed.initialize sys.excepthook accelerator.get_op_builder accelerator.create_op_builder "
-    "extension.CUDA_HOME stream.thread_type wrapped._gear_wrapped self._broken.__cause__".split()
+    "extension.CUDA_HOME stream.thread_type stream.codec_context.options "
+    "wrapped._gear_wrapped self._broken.__cause__".split()
 ) | {"weakref.finalize(memory, native.map_guard_remove, entry).atexit"}
 
 

@@ -1,4 +1,4 @@
-"""Batches on a device: each field gathered by kernels, copied by the copy engine, or staged by the host.
+"""Batches on a device: each field is read in place by kernels, or staged by the host.
 
 A ring entry is one allocation on the device. Staged fields lie at its front, with the same layout as in
 pinned memory of the host, so one copy transfers them. All work is enqueued on a transfer stream; the process
@@ -10,29 +10,39 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.gather import N_STEP_DTYPES, Buffers, FieldGroup, Gatherer, NStepReturns
-from deepspeed_gear.batching.transfer import copy_engine
-from deepspeed_gear.batching.transfer.copy_engine import COPIES, DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import ESTIMATED
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.records import GatherSpec, Resolution
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.schema import Column
+from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
+DIRECT, STAGED = "direct", "staged"
+WAYS = (DIRECT, STAGED)  # in order of preference
 PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device
 # Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be in flight:
 # these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for short windows, and
 # more with long ones. Of an H200's 132 multiprocessors at least 100 are free of them.
 _DIRECT_BLOCKS = 32
 _NONE = torch.empty(0, 0)
-_NO_BOUNDS = np.empty(0, np.int64)
+
+
+def is_computed(field: ResolvedField) -> bool:
+    """Return whether a field has no stored rows: time steps and positions."""
+    return field.column is None and field.derived != "return_to_go"
+
+
+def column_name(field: ResolvedField) -> str:
+    """Return the name of the column that a field reads, unless it is computed."""
+    return RETURN_TO_GO if field.column is None else field.column.name
 
 
 @dataclass(frozen=True)
@@ -40,12 +50,12 @@ class Reach:
     """The columns of one table that a device reads in place (zero-copy)."""
 
     columns: Mapping[str, torch.Tensor]  # device tensors over the stored columns that it can read, by name
-    # By column: offsets that one copy of the copy engine must not cross. Ascending, int64.
-    bounds: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class FieldTransfer:
+    """How the fields of a batch get to a device, the same for all tables of a mixture."""
+
     lane: HostStream
     ops: Ops  # ops for tensors of the device
     preferred: str  # the transfer method, where a field admits it
@@ -53,17 +63,15 @@ class FieldTransfer:
     is_reached: Callable[[str], bool]
     reaches_n_step: bool  # whether it reads the columns of n-step returns in place, of every table
     keep: int  # latest batches that their user may use
-    least_copy_bytes: int = 0  # smaller windows are read in place, not copied by the copy engine
 
     def way(self, field: ResolvedField) -> str:
-        """Return a field's transfer method. Goals, which the host draws, and fields that the device cannot
-        read are staged; it reads in place what does not suit the copy engine.
+        """Return a field's transfer way. Goals, which the host draws, and fields that the device cannot read
+        are staged.
         """
-        is_read = copy_engine.is_computed(field) or self.is_reached(copy_engine.column_name(field))
+        is_read = is_computed(field) or self.is_reached(column_name(field))
         if self.preferred == STAGED or field.hindsight is not None or field.mask_only or not is_read:
             return STAGED
-        copies = self.preferred == COPIES and copy_engine.suits_copies(field, self.least_copy_bytes)
-        return COPIES if copies else DIRECT
+        return DIRECT
 
 
 @dataclass
@@ -91,8 +99,6 @@ class DeviceGatherer(Gatherer):
         self._transfer, self._lane, self._reach = transfer, transfer.lane, reach
         # Few blocks keep enough reads of host memory in flight, and leave the device to other work.
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options["threads"]
-        # Its own memory is read by as many blocks as fit, which the op selects by 1.
-        self._free_blocks = 1 if self._lane.device.type == "cuda" else options["threads"]
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
@@ -104,7 +110,7 @@ class DeviceGatherer(Gatherer):
             super().__init__(**options)
 
     def _groups(self) -> list[FieldGroup]:
-        return [*super()._groups(), self._here, self._direct, *self._fetched.values()]
+        return [*super()._groups(), self._here, self._direct]
 
     def normalize_with(self, moments: np.ndarray, columns: Sequence[Column]) -> None:
         with self._lane.running():  # after the gathers of the batch before
@@ -134,8 +140,7 @@ class DeviceGatherer(Gatherer):
         self._here = self._group(plain, [rows.column for rows in self._rows])
         there = [self._there(i) for i in range(len(self._fields))]
         self._direct = self._group(chosen.get(DIRECT, []), there)
-        self._divide_copies(chosen.get(COPIES, []), num_samples)
-        self.reads_in_place = bool(self._direct.which or self._fetched) or self._n_step_there is not None
+        self.reads_in_place = bool(self._direct.which) or self._n_step_there is not None
         written = {mask for i in chosen.get(STAGED, []) if (mask := self._specs[i].mask) >= 0}
         self._is_staged = [way == STAGED for way in self._ways]  # of each tensor, as in `_sizes`
         self._is_staged += [mask in written for mask in range(len(self._mask_lengths))]
@@ -145,9 +150,9 @@ class DeviceGatherer(Gatherer):
     def _there(self, index: int) -> torch.Tensor:
         """Return a field's column on the device; an empty tensor where it is not read there."""
         field = self._fields[index]
-        if self._ways[index] == STAGED or copy_engine.is_computed(field):
+        if self._ways[index] == STAGED or is_computed(field):
             return torch.empty(0, dtype=torch.int64, device=self._lane.device)
-        return self._reach.columns[copy_engine.column_name(field)]
+        return self._reach.columns[column_name(field)]
 
     def _group(self, which: list[int], columns: Sequence[torch.Tensor]) -> FieldGroup:
         """Return a group of fields that reads their rows in `columns`, of which each field has one."""
@@ -250,42 +255,6 @@ class DeviceGatherer(Gatherer):
         if self._n_step_there is not None:
             steps = self._n_step_there.fill(ops, buffers.n_step, there)
         self._direct.run(ops, buffers, counters, there, steps, self._blocks, order)
-        if self._fetched:
-            self._fetch(buffers, records)
         if self._estimated and not self._estimates_here:
             self._estimate(ops, buffers)
         self._counters_seen.copy_(counters, non_blocking=True)
-
-    def _divide_copies(self, which: list[int], num_samples: int) -> None:
-        """Assign each field of the copy engine a place in scratch memory, which later batches reuse."""
-        by_window: dict[GatherSpec, list[int]] = {}
-        for i in which:  # fields that read the same steps of a sample
-            window = replace(self._specs[i], follows=0, pad=0, elements=1, mask=-1)
-            by_window.setdefault(window, []).append(i)
-        columns = [self._there(i) for i in which]
-        rows = [num_samples * self._specs[i].part_count for i in which]
-        packing = Packing([((n, *c.shape[1:]), c.dtype) for n, c in zip(rows, columns, strict=True)])
-        self._scratch = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self._lane.device)
-        views = dict(zip(which, packing.views(self._scratch), strict=True))
-        every = [views.get(i, _NONE) for i in range(len(self._fields))]
-        self._scratch_at = {i: view.data_ptr() - self._scratch.data_ptr() for i, view in views.items()}
-        self._fetched = {window: self._group(some, every) for window, some in by_window.items()}
-        self._sources = columns
-        self._number = {i: number for number, i in enumerate(which)}
-
-    def _fetch(self, buffers: Buffers, records: torch.Tensor) -> None:
-        """Copy windows with the copy engine; kernels then read the copies as they would the columns."""
-        pieces, moved = [], []
-        for window, group in self._fetched.items():
-            found = copy_engine.fetch(window, records)
-            moved.append(found.records)
-            for i in group.which:
-                number = self._number[i]
-                row_bytes = self._specs[i].elements * self._sources[number].element_size()
-                begin, name = self._scratch_at[i], copy_engine.column_name(self._fields[i])
-                bounds = self._reach.bounds.get(name, _NO_BOUNDS)
-                pieces.append(copy_engine.pieces_of(found, records, number, row_bytes, begin, bounds))
-        every = torch.from_numpy(np.concatenate(pieces))
-        self._transfer.ops.copy_pieces_(self._scratch, self._sources, every)
-        for group, at in zip(self._fetched.values(), self._lane.bring(moved), strict=True):
-            group.run(self._transfer.ops, buffers, self._counters_there, at, None, self._free_blocks)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -29,7 +30,13 @@ from deepspeed_gear.data.ingest.minari import MinariReader
 from deepspeed_gear.data.ingest.npz import NpzReader, PickleReader
 from deepspeed_gear.data.ingest.reader import ColumnSelection, Reader, hdf5_members
 from deepspeed_gear.data.ingest.rllib import RllibReader
-from deepspeed_gear.data.ingest.source_checks import MAX_EXPANSION, Expansion, check_source
+from deepspeed_gear.data.ingest.source_checks import (
+    MAX_EXPANSION,
+    Expansion,
+    check_no_pointer,
+    check_source,
+    files_in,
+)
 from deepspeed_gear.data.ingest.tables import TableReader
 from deepspeed_gear.errors import ConfigError, DataError, near_name, show_bytes, undo_on_error
 from deepspeed_gear.schema import Column, Schema
@@ -45,11 +52,12 @@ _CLASSES: tuple[type[Reader], ...] = (  # in the order in which "auto" asks them
     RllibReader,
     TableReader,
 )
+_MOST_FILES = 64  # of a folder that are looked at where its layout is unknown
 READERS = {reader.format: reader for reader in _CLASSES}
 
 
 def open_source(
-    path: Any,
+    path: str | Path,
     format: str = "auto",
     columns: Sequence[str] | None = None,
     max_expansion: float = MAX_EXPANSION,
@@ -58,44 +66,71 @@ def open_source(
     """Check a source, and open it in the given format, or in the one that its content shows.
 
     Args:
-        path: A file or folder; or rows of a program, as `Dataset.from_iterable` takes them.
+        path: A file or folder.
         format: A key of `READERS`, "module:Class" of a user's reader, or "auto".
         columns: Patterns of optional columns to keep; None keeps all.
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
         **options: Those of the format, `Reader.takes`; one that is None is not given.
     """
     select, expansion = ColumnSelection(columns), Expansion(max_expansion)
-    if not isinstance(path, (str, os.PathLike)):
-        rows = list(path) if isinstance(path, Iterator) and options.get("schema") is None else path
-        options, format, path = {**options, "rows": rows}, TableReader.format, type(path).__name__
     path = arguments.folder("source", path)
-    if "rows" not in options and not path.exists():
-        raise DataError(str(path), "must exist", None, "check the path of the source")
-    if (path / SCHEMA_FILE).is_file():
-        raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
     with DataError.on(str(path), "must be readable", OSError):
-        if "rows" not in options:
-            check_source(path, expansion)
-    if format == "auto":
-        kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
-        if kind is None:
-            known = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format)"
-            remedy = f"{known}; docs/how-to/formats.md has what each looks like"
-            raise DataError(str(path), "must have a known layout", _content(path), remedy)
-    else:
-        kind = _reader_class(format)
+        if not path.exists():
+            raise DataError(str(path), "must exist", None, "check the path of the source")
+        if (path / SCHEMA_FILE).is_file():
+            raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
+        check_source(path, expansion)
+        kind = _recognised(path) if format == "auto" else _reader_class(format)
+    return _opened(kind(path, select, expansion, _given(str(path), kind, options)))
+
+
+def open_rows(
+    rows: Any, columns: Sequence[str] | None = None, max_expansion: float = MAX_EXPANSION, **options: Any
+) -> Reader:
+    """Open rows of a program, as `Dataset.from_iterable` takes them; arguments as of `open_source`."""
+    select, expansion = ColumnSelection(columns), Expansion(max_expansion)
+    name = type(rows).__name__
+    if isinstance(rows, (str, os.PathLike)):
+        raise DataError("rows", "must be rows of a program", name, "open_source reads a file or folder")
+    given = _given(name, TableReader, options)
+    held = list(rows) if isinstance(rows, Iterator) and "schema" not in given else rows
+    return _opened(TableReader(Path(name), select, expansion, {**given, "rows": held}))
+
+
+def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not None; raise for one that the format does not have."""
     given = {name: value for name, value in options.items() if value is not None}
     for name in given.keys() - set(kind.takes):
         having = [reader.format for reader in READERS.values() if name in reader.takes]
         if not having:
             raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
         option = f"--{name.replace('_', '-')}"
-        raise DataError(f"{path}: {option}", f"must be for the format {' or '.join(having)}", kind.format)
-    reader = kind(path, select, expansion, given)
+        raise DataError(f"{where}: {option}", f"must be for the format {' or '.join(having)}", kind.format)
+    return given
+
+
+def _opened(reader: Reader) -> Reader:
     with undo_on_error(reader.files.close):
         reader.open()
-        select.check_used(path)
+        reader.select.check_used(reader.path)
     return reader
+
+
+def _recognised(path: Path) -> type[Reader]:
+    """Return the reader whose layout a source has."""
+    kind = next((reader for reader in READERS.values() if reader.recognises(path)), None)
+    if kind is not None:
+        return kind
+    files = list(islice(files_in(path), _MOST_FILES)) if path.is_dir() else []
+    for file in files:
+        check_no_pointer(file)
+    known = [file for file in files if any(reader.recognises(file) for reader in READERS.values())]
+    if known:
+        remedy = f"give {'the file in it:' if len(known) == 1 else 'its files, such as'} {known[0]}"
+    else:
+        remedy = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format)"
+        remedy += "; docs/how-to/formats.md has what each looks like"
+    raise DataError(str(path), "must have a known layout", _content(path), remedy)
 
 
 def _reader_class(format: str) -> type[Reader]:

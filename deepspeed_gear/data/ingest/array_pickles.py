@@ -1,122 +1,420 @@
-"""Pickles of arrays: an unpickler that builds NumPy arrays and builtins only."""
+"""Pickles of arrays: an unpickler that builds NumPy arrays, scalars and builtins only.
+
+It is a machine of its own for the opcodes that such pickles have: a table names each one, and all others are
+refused. Nothing that a pickle holds is ever called. A global is a name on the stack, and REDUCE makes the
+value that the name stands for. An array is made once, from bytes, by a copy, when its state is known: no view
+of it exists, and no opcode changes it.
+"""
 
 from __future__ import annotations
 
-import io
 import math
 import pickle
+import pickletools
 import re
-import struct
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
 PICKLED = "--allow-pickle reads the arrays in it, and runs no code of it"
-_ARGUMENTS = ("numpy.ndarray", "builtins.list", "builtins.dict")  # of those; not used
-_IMITATION = ("imitation.data.types", "imitation.data.old_types", "imitation.util.rollout")
+_ARGUMENTS = ("numpy.ndarray", "builtins.list", "builtins.dict")  # of the globals that make a value
+_TRAJECTORIES = ("imitation.data.types", "imitation.data.old_types", "imitation.util.rollout")
+_FIELDS = ("acts", "obs", "rews", "infos")  # of imitation's Trajectory, where it was a tuple
+_OBJECT_BYTES = 80  # of the object that an opcode makes: about that of a dict or a list
+_SET_BYTES = 256
+_OPCODES_AT_ONCE = 4096  # between two checks of the memory that they take
+_MOST_SHOWN = 200
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_MAX_CODE_POINT = 0x10FFFF
+
+
+class _Global:
+    """A global of a pickle, known by its name; `make` returns the value of a call of it."""
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
+        self.name, self.make = name, make
 
 
 class _Dtype:
-    """A NumPy dtype of numbers or text in a pickle."""
+    """A NumPy dtype of numbers, text or objects. Its state, the byte order, is set once."""
+
+    __slots__ = ("_has_state", "dtype")
 
     def __init__(self, spec: Any, *_: Any) -> None:
-        if not re.fullmatch(r"[?OSUbiufc]\d{0,6}", spec):
-            raise pickle.UnpicklingError(f"dtype {spec!r}")
-        self.dtype = np.dtype(spec)
+        if type(spec) is not str or not re.fullmatch(r"[?OSUbiufc]\d{0,6}", spec):
+            raise pickle.UnpicklingError(f"dtype {_shown(spec)}")
+        self.dtype, self._has_state = np.dtype(spec), False
 
     def set_state(self, state: Any) -> None:
+        is_known = type(state) is tuple and len(state) >= 5 and state[1] in ("<", ">", "=", "|")
+        if self._has_state or not is_known:
+            raise pickle.UnpicklingError(f"a state of a dtype, {_shown(state)}")
         if any(part is not None for part in state[2:5]):
             raise pickle.UnpicklingError("a dtype with fields")
-        self.dtype = self.dtype.newbyteorder(state[1])
+        self.dtype, self._has_state = self.dtype.newbyteorder(state[1]), True
 
 
-class _Array(np.ndarray):
-    """A NumPy array in a pickle, until its state is known."""
+class _Pending:
+    """A value whose state follows: an array, or imitation's Trajectory, which becomes a dict."""
 
-    def set_state(self, state: Any) -> None:
-        shape, kind, is_fortran, content = state[-4:]
-        content = _content(content)
-        size = math.prod(shape) * (1 if kind.dtype.hasobject else kind.dtype.itemsize)
-        if min(shape, default=0) < 0 or len(content) != size:
-            raise pickle.UnpicklingError(f"an array of shape {shape} with {len(content)} values or bytes")
-        super().__setstate__((1, shape, kind.dtype, bool(is_fortran), content))  # type: ignore[arg-type]
+    __slots__ = ("is_array", "value")
+
+    def __init__(self, is_array: bool) -> None:
+        self.is_array = is_array
+        self.value: Any = None
 
 
-class Record:
-    """A trajectory of imitation: a dataclass, or the earlier tuple of these fields."""
+class _ArrayMachine:
+    """Runs the opcodes of a pickle. `spend` is called with the bytes of what it is about to make."""
 
-    def __new__(cls, *values: Any) -> Record:
-        self = super().__new__(cls)
-        self.__dict__.update(zip(("acts", "obs", "rews", "infos"), values, strict=False))
-        return self
+    def __init__(self, spend: Callable[[int], None]) -> None:
+        self._spend = spend
+        self._stack: list[Any] = []
+        self._stacks: list[list[Any]] = []  # below each mark
+        self._memo: dict[int, Any] = {}
+        self._globals: dict[str, Callable[..., Any] | None] = {
+            "numpy.dtype": _Dtype,
+            "numpy.core.multiarray._reconstruct": self._reconstruct,
+            "numpy.core.multiarray.scalar": self._scalar,
+            "numpy.core.numeric._frombuffer": self._from_buffer,
+            "_codecs.encode": self._encode,
+            "collections.OrderedDict": self._ordered_dict,
+            "collections.defaultdict": self._default_dict,
+            **dict.fromkeys(_ARGUMENTS),
+        }
 
-    def set_state(self, state: Any) -> None:
-        self.__dict__.update(state)
+    def run(self, content: bytes) -> Any:
+        """Return the value of a pickle."""
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+            if number % _OPCODES_AT_ONCE == 0:
+                self._spend(_OPCODES_AT_ONCE * _OBJECT_BYTES)
+            if opcode.name in _LITERALS:
+                self._stack.append(argument)
+            elif opcode.name in _CONSTANTS:
+                self._stack.append(_CONSTANTS[opcode.name])
+            else:
+                self._run(opcode.name, argument)
+        value = self._pop()
+        _check_plain(value)
+        return value
 
+    def _run(self, opcode: str, argument: Any) -> None:
+        """Run an opcode on the stack.
 
-def _content(content: Any) -> Any:
-    return content.encode("latin1") if isinstance(content, str) else content
+        Refused are PERSID, BINPERSID, EXT1 to EXT4, INST, OBJ and NEWOBJ_EX, which make objects of any class,
+        and NEXT_BUFFER and READONLY_BUFFER, which make views.
+        """
+        match opcode:
+            case "PROTO" | "FRAME" | "STOP":
+                pass
+            case "MEMOIZE":
+                self._memo[len(self._memo)] = self._top()
+            case "BINPUT" | "LONG_BINPUT" | "PUT":
+                self._memo[argument] = self._top()
+            case "BINGET" | "LONG_BINGET" | "GET":
+                self._get(argument)
+            case "MARK":
+                self._stacks.append(self._stack)
+                self._stack = []
+            case "TUPLE1" | "TUPLE2" | "TUPLE3":
+                items = [self._pop() for _ in range(int(opcode[-1]))]
+                self._stack.append(tuple(reversed(items)))
+            case "TUPLE":
+                values = self._pop_mark()
+                self._stack.append(tuple(values))
+            case "EMPTY_LIST":
+                self._stack.append([])
+            case "LIST":
+                values = self._pop_mark()
+                self._stack.append(values)
+            case "APPEND":
+                value = self._pop()
+                self._container(list).append(value)
+            case "APPENDS":
+                values = self._pop_mark()
+                self._container(list).extend(values)
+            case "EMPTY_DICT":
+                self._stack.append({})
+            case "DICT":
+                values = self._pop_mark()
+                self._stack.append(_dict(values))
+            case "SETITEM":
+                value, key = self._pop(), self._pop()
+                self._container(dict)[_hashable(key)] = value
+            case "SETITEMS":
+                values = self._pop_mark()
+                self._container(dict).update(_dict(values))
+            case "EMPTY_SET":
+                self._spend(_SET_BYTES)
+                self._stack.append(set())
+            case "ADDITEMS":
+                values = self._pop_mark()
+                self._container(set).update(map(_hashable, values))
+            case "FROZENSET":
+                self._spend(_SET_BYTES)
+                values = self._pop_mark()
+                self._stack.append(frozenset(map(_hashable, values)))
+            case "GLOBAL":
+                module, _, name = argument.partition(" ")
+                self._push_global(module, name)
+            case "STACK_GLOBAL":
+                name, module = self._pop(), self._pop()
+                self._push_global(module, name)
+            case "REDUCE" | "NEWOBJ":
+                arguments, made = self._pop(), self._pop()
+                self._stack.append(self._call(made, arguments, is_new=opcode == "NEWOBJ"))
+            case "BUILD":
+                state, made = self._pop(), self._pop()
+                self._stack.append(self._build(made, state))
+            case "POP":
+                if self._stack:
+                    self._pop()
+                else:
+                    self._pop_mark()
+            case "POP_MARK":
+                self._pop_mark()
+            case "DUP":
+                self._stack.append(self._top())
+            case _:
+                raise pickle.UnpicklingError(f"the opcode {opcode}")
 
+    # The stack: a mark divides it, and what is below the last one can't be reached.
 
-def _from_buffer(content: Any, kind: _Dtype, shape: Any, order: Any, axes: Any = None) -> Any:
-    array = np.frombuffer(content, kind.dtype)
-    return array.reshape(shape, order=order) if axes is None else array.reshape(shape).transpose(axes)
+    def _top(self) -> Any:
+        if not self._stack:
+            raise pickle.UnpicklingError("an empty stack")
+        return self._stack[-1]
 
+    def _pop(self) -> Any:
+        value = self._top()
+        del self._stack[-1]
+        return value
 
-_BUILDERS: dict[str, Callable[..., Any]] = {  # what takes the place of globals
-    "numpy.dtype": _Dtype,
-    "numpy.core.multiarray._reconstruct": lambda *_: _Array((0,)),
-    "numpy.core.multiarray.scalar": lambda kind, content: _from_buffer(_content(content), kind, (), "C")[()],
-    "numpy.core.numeric._frombuffer": _from_buffer,
-    "_codecs.encode": lambda text, _: text.encode("latin1"),
-    "collections.OrderedDict": lambda *_: {},
-    "collections.defaultdict": lambda *_: {},
-}
+    def _pop_mark(self) -> list[Any]:
+        if not self._stacks:
+            raise pickle.UnpicklingError("a stack without a mark")
+        items = self._stack
+        self._stack = self._stacks.pop()
+        return items
 
+    def _get(self, place: int) -> None:
+        if place not in self._memo:
+            raise pickle.UnpicklingError(f"no value at {place} in the memo")
+        value = self._memo[place]
+        is_known = isinstance(value, _Pending) and value.value is not None
+        self._stack.append(value.value if is_known else value)
 
-class ArrayUnpickler(pickle._Unpickler):
-    """Unpickles arrays, scalars and builtins; every other global is refused by name.
+    def _container(self, kind: type) -> Any:
+        """Return the value at the top, which must be a list, dict or set that the pickle made."""
+        value = self._top()
+        if type(value) is not kind:
+            raise pickle.UnpicklingError(f"an item of a {type(value).__name__}")
+        return value
 
-    It is the Python one: the compiled one allocates what an opcode declares before it is there.
-    """
+    # Globals and what they make.
 
-    def find_class(self, module: str, name: str) -> Any:
+    def _push_global(self, module: Any, name: Any) -> None:
+        if type(module) is not str or type(name) is not str:
+            raise pickle.UnpicklingError("a global without a name")
         key = f"{module}.{name}".replace("numpy._core.", "numpy.core.")
-        if key in _BUILDERS:
-            return _BUILDERS[key]
-        if module in _IMITATION and name in ("Trajectory", "TrajectoryWithRew"):
-            return Record
-        if key in _ARGUMENTS:
-            return None
-        raise pickle.UnpicklingError(key)
+        key = key.replace("__builtin__.", "builtins.")  # of protocols before 3
+        if module in _TRAJECTORIES and name in ("Trajectory", "TrajectoryWithRew"):
+            self._stack.append(_Global(key, self._trajectory))
+        elif key in self._globals:
+            self._stack.append(_Global(key, self._globals[key]))
+        else:
+            raise pickle.UnpicklingError(key)
 
-    def _build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]  # type: ignore[attr-defined]
-        if not isinstance(made, (_Dtype, _Array, Record)):
-            raise pickle.UnpicklingError(f"a state of {type(made).__name__}")
-        made.set_state(state)
+    def _call(self, made: Any, arguments: Any, is_new: bool) -> Any:
+        """Return the value that a call of a global stands for; `is_new`: of the class's `__new__`."""
+        if not isinstance(made, _Global) or made.make is None or type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"a call of {_name(made)}")
+        if is_new and made.make != self._trajectory:
+            raise pickle.UnpicklingError(f"an object of {made.name}")
+        try:
+            return made.make(*arguments)
+        except TypeError as error:  # such as another number of arguments
+            raise pickle.UnpicklingError(f"a call of {made.name} with these arguments") from error
 
-    def _load_bytearray(self) -> None:
-        (size,) = struct.unpack("<Q", self.read(8))  # type: ignore[attr-defined]
-        self.append(bytearray(self.read(size)))  # type: ignore[attr-defined]
+    def _build(self, made: Any, state: Any) -> Any:
+        """Return an object with its state, which has had none."""
+        if isinstance(made, _Dtype):
+            made.set_state(state)
+            return made
+        if not isinstance(made, _Pending) or made.value is not None:
+            raise pickle.UnpicklingError(f"a state of {_name(made)}")
+        made.value = self._array_of_state(state) if made.is_array else _dict_of_state(state)
+        return made.value
 
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **pickle._Unpickler.dispatch,
-        pickle.BUILD[0]: _build,
-        pickle.BYTEARRAY8[0]: _load_bytearray,
-    }
+    def _trajectory(self, *values: Any) -> Any:
+        return dict(zip(_FIELDS, values, strict=False)) if values else _Pending(is_array=False)
+
+    def _reconstruct(self, kind: Any, *_: Any) -> _Pending:
+        if not isinstance(kind, _Global) or kind.name != "numpy.ndarray":
+            raise pickle.UnpicklingError(f"an array of the class {_name(kind)}")
+        return _Pending(is_array=True)
+
+    def _array_of_state(self, state: Any) -> np.ndarray:
+        if type(state) is not tuple or len(state) not in (4, 5) or not isinstance(state[-3], _Dtype):
+            raise pickle.UnpicklingError(f"a state of an array {_shown(state)}")
+        shape, kind, is_fortran, content = state[-4:]
+        if kind.dtype.hasobject:
+            return self._objects(content, shape, "F" if is_fortran else "C")
+        return self._array(_bytes(content), kind, shape, "F" if is_fortran else "C")
+
+    def _from_buffer(self, content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> np.ndarray:
+        if order not in ("C", "F", "K") or (axes is not None and not _is_shape(axes)):
+            raise pickle.UnpicklingError(f"an array in the order {_shown(order)} of {_shown(axes)}")
+        array = self._array(content, kind, shape, "F" if order == "F" else "C")
+        return array if axes is None else array.transpose(axes)
+
+    def _scalar(self, kind: Any, content: Any) -> Any:
+        return self._array(_bytes(content), kind, (), "C")[()]
+
+    def _array(self, content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
+        """Return a copy of bytes as an array."""
+        if not isinstance(kind, _Dtype) or kind.dtype.hasobject or type(content) not in (bytes, bytearray):
+            held = kind.dtype.name if isinstance(kind, _Dtype) else _name(kind)
+            raise pickle.UnpicklingError(f"an array of {held} made of {_name(content)}")
+        dtype = kind.dtype
+        if not _is_shape(shape) or math.prod(shape) * dtype.itemsize != len(content):
+            raise pickle.UnpicklingError(f"an array of shape {_shown(shape)} with {len(content)} bytes")
+        # Rows without values take no bytes, and any number of them could be stated.
+        rows = 0 if content else math.prod(max(1, size) for size in shape)
+        self._spend(len(content) + rows * _OBJECT_BYTES)
+        array = np.empty(len(content) // max(1, dtype.itemsize), dtype)
+        array.view(np.uint8)[:] = np.frombuffer(content, np.uint8)
+        if dtype.kind == "b":
+            array = array.view(np.uint8) != 0
+        if dtype.kind == "U":
+            code_points = array.view(np.dtype("u4").newbyteorder(dtype.byteorder))
+            if np.any(code_points > _MAX_CODE_POINT):
+                raise pickle.UnpicklingError("a text that is not Unicode")
+        shaped: np.ndarray = array.reshape(shape, order=order)
+        return shaped
+
+    def _objects(self, content: Any, shape: Any, order: Any) -> np.ndarray:
+        if type(content) is not list or not _is_shape(shape) or math.prod(shape) != len(content):
+            raise pickle.UnpicklingError(f"an array of shape {_shown(shape)} of objects")
+        rows = 0 if content else math.prod(max(1, size) for size in shape)
+        self._spend(8 * len(content) + rows * _OBJECT_BYTES)
+        array = np.empty(len(content), object)
+        for place, value in enumerate(content):
+            array[place] = value
+        shaped: np.ndarray = array.reshape(shape, order=order)
+        return shaped
+
+    def _encode(self, text: Any, encoding: Any) -> bytes:
+        if type(text) is not str or encoding not in ("latin1", "latin-1"):
+            raise pickle.UnpicklingError(f"bytes in the encoding {_shown(encoding)}")
+        self._spend(len(text))
+        return text.encode("latin1")
+
+    def _ordered_dict(self, pairs: Any = ()) -> dict[Any, Any]:
+        kinds = (list, tuple)
+        if type(pairs) not in kinds or not all(type(pair) in kinds and len(pair) == 2 for pair in pairs):
+            raise pickle.UnpicklingError("an OrderedDict of other than pairs")
+        return _dict([part for pair in pairs for part in pair])
+
+    def _default_dict(self, factory: Any = None) -> dict[Any, Any]:
+        if factory is not None and not isinstance(factory, _Global):
+            raise pickle.UnpicklingError(f"a defaultdict of {_name(factory)}")
+        return {}
 
 
-def load_pickle(where: str, content: bytes) -> Any:
-    """Return what a pickle holds: arrays, scalars, text, lists, tuples, dicts; a DataError if anything else.
+_LITERALS = frozenset(  # opcodes whose argument is the value
+    "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES "
+    "SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8".split()
+)
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
 
-    Cost: memory for the content, once more. A pickle cannot make it take more.
+
+def load_pickle(where: str, content: bytes, expansion: Expansion, file_bytes: int) -> Any:
+    """Return what a pickle holds: arrays, scalars, text, lists, tuples, sets, dicts; else a DataError.
+
+    Objects of other types are refused, whichever opcodes make them. What they take in memory, about, must be
+    within the bound for the bytes of the file that the pickle is from.
     """
+    num_bytes = 0
+
+    def spend(count: int) -> None:
+        nonlocal num_bytes
+        num_bytes += count
+        expansion.check(where, num_bytes, file_bytes)
+
     try:
-        return ArrayUnpickler(io.BytesIO(content), encoding="latin1").load()
+        return _ArrayMachine(spend).run(content)
+    except DataError:
+        raise
     except Exception as error:  # a malformed pickle can raise any
         rule = "must be a pickle of NumPy arrays, numbers, text, lists and dicts only"
-        raise DataError(where, rule, f"{error}"[:200] or type(error).__name__) from error
+        raise DataError(where, rule, f"{error}"[:_MOST_SHOWN] or type(error).__name__) from error
+
+
+def _bytes(content: Any) -> Any:
+    """Return bytes that Python 2 wrote as a str."""
+    return content.encode("latin1") if type(content) is str else content
+
+
+def _is_shape(shape: Any) -> bool:
+    return type(shape) is tuple and all(type(size) is int and size >= 0 for size in shape)
+
+
+def _dict(values: list[Any]) -> dict[Any, Any]:
+    """Return the dict of keys and values that follow each other."""
+    return {_hashable(key): value for key, value in zip(values[::2], values[1::2], strict=True)}
+
+
+def _dict_of_state(state: Any) -> dict[str, Any]:
+    values = state[0] if type(state) is tuple and len(state) == 2 and state[1] is None else state
+    if type(values) is not dict or not all(type(key) is str for key in values):
+        raise pickle.UnpicklingError(f"a state of a Trajectory, {_shown(state)}")
+    return dict(values)
+
+
+def _hashable(key: Any) -> Any:
+    """Return a key. Python's hash of nested tuples has no limit of depth, and overflows the stack."""
+    parts = key if type(key) is tuple else (key,)
+    if not all(type(part) in _PLAIN or isinstance(part, np.generic) for part in parts):
+        raise pickle.UnpicklingError(f"a key {_shown(key)}")
+    return key
+
+
+def _check_plain(value: Any) -> None:
+    """Raise unless a value is of arrays and builtins, at any depth; containers may hold themselves."""
+    known: set[int] = set()
+    remaining = [value]
+    while remaining:
+        one = remaining.pop()
+        if type(one) in (*_PLAIN, bytearray) or isinstance(one, np.generic) or id(one) in known:
+            continue
+        known.add(id(one))
+        if type(one) is dict:
+            remaining += one.values()  # keys are plain
+        elif type(one) in (list, tuple):
+            remaining += one
+        elif type(one) is np.ndarray:
+            remaining += one.ravel().tolist() if one.dtype.hasobject else ()
+        elif type(one) not in (set, frozenset):  # whose items are plain
+            raise pickle.UnpicklingError(f"a value {_name(one)}")
+
+
+def _name(value: Any) -> str:
+    return value.name if isinstance(value, _Global) else type(value).__name__
+
+
+def _shown(value: Any) -> str:
+    """Return a short text of a value of any size and depth."""
+    if type(value) in (str, bytes):
+        return repr(value[:_MOST_SHOWN])
+    if type(value) is int and value.bit_length() < _MOST_SHOWN:
+        return str(value)
+    if type(value) is tuple and all(type(part) is int for part in value[:_MOST_SHOWN]):
+        return f"({', '.join(map(_shown, value[:8]))}{',' if len(value) == 1 else ''})"
+    return type(value).__name__

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.reader import SCALARS, Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
 from deepspeed_gear.data.ingest.table_rows import arrow_block, record_batches
@@ -19,7 +20,7 @@ from deepspeed_gear.schema import Schema
 
 SCHEMA_KEY, LENGTHS_KEY, ROWS_FILE = "gear_schema", "gear_lengths", "trajectories.jsonl"
 _PARQUET = b"PAR1"
-_MALFORMED = OSError, EOFError, ValueError, KeyError, TypeError, IndexError, zipfile.BadZipFile
+_MALFORMED = Exception  # what a malformed file can raise: any
 
 
 class ExportedReader(Reader):
@@ -29,12 +30,13 @@ class ExportedReader(Reader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        with suppress(*_MALFORMED):  # the reader of its layout says how
+        with suppress(_MALFORMED):  # the reader of its layout says how
             return _written_schema(path) is not None
         return False
 
     def open(self) -> None:
-        found = _written_schema(self.path)
+        with DataError.on(str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED):
+            found = _written_schema(self.path)
         if found is None:
             rule = "must be a file or folder that gear export wrote, with its schema"
             raise DataError(str(self.path), rule, None, "leave --format out")
@@ -46,7 +48,7 @@ class ExportedReader(Reader):
     def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         read = self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet
         names, number = [column.name for column in self.columns], 0
-        with DataError.on(str(self.path), "must be as gear export wrote it", *_MALFORMED, remedy=DAMAGED):
+        with DataError.on(str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED):
             for block in read(names):
                 for values in zip(*(block[name] for name in names), strict=True):
                     yield f"trajectory {number}", dict(zip(names, values, strict=True))
@@ -62,10 +64,8 @@ class ExportedReader(Reader):
 
     def _npz(self, names: list[str]) -> Iterator[dict[str, Any]]:
         with zipfile.ZipFile(self.path) as archive:
-            num_bytes = sum(entry.file_size for entry in archive.infolist())
-        self.expansion.check(str(self.path), num_bytes, self.path.stat().st_size)
-        with np.load(self.path, allow_pickle=False) as arrays:
-            lengths, block = arrays[LENGTHS_KEY], {name: arrays[name] for name in names}
+            lengths = _array(self.path, archive, LENGTHS_KEY)
+            block = {name: _array(self.path, archive, name) for name in names}
         ends = {"T": np.cumsum(lengths), "T+1": np.cumsum(lengths + 1)}
         for column in self.columns:
             if column.rows != "1":
@@ -82,13 +82,23 @@ def _is_npz(path: Path) -> bool:
     return path.is_file() and zipfile.is_zipfile(path)
 
 
+def _array(path: Path, archive: zipfile.ZipFile, name: str) -> Any:
+    where = f"{path}: {name}"
+
+    def refuse(_: bytes) -> Any:
+        raise DataError(where, "must not be Python objects", None, DAMAGED)
+
+    return read_entry(where, archive, archive.getinfo(name + NPY), refuse)
+
+
 def _written_schema(path: Path) -> str | None:
     """Return the schema in a file or folder of `gear export`, as JSON; None in others."""
     if (path / f"{SCHEMA_KEY}.json").is_file() and (path / ROWS_FILE).is_file():
         return (path / f"{SCHEMA_KEY}.json").read_text("utf-8")
     if _is_npz(path):
-        with np.load(path, allow_pickle=False) as arrays:
-            return str(arrays[SCHEMA_KEY]) if SCHEMA_KEY in arrays.files else None
+        with zipfile.ZipFile(path) as archive:
+            has_schema = SCHEMA_KEY + NPY in archive.namelist()
+            return str(_array(path, archive, SCHEMA_KEY)) if has_schema else None
     if first_bytes(path, len(_PARQUET)) != _PARQUET:
         return None
     found = pyarrow_for(str(path), "needs pyarrow").parquet.read_schema(path).metadata or {}

@@ -11,6 +11,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, hdf5_members, open_hdf5
+from deepspeed_gear.data.ingest.source_checks import check_description
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError, known_names
 
@@ -63,6 +64,8 @@ class RobomimicReader(ArrayReader):
     def open(self) -> None:
         """Choose the demonstrations. Cost: a pass over observations and next ones, if there are some."""
         file = self.files.enter_context(open_hdf5(self.path))
+        if not isinstance(file.get("data"), h5py.Group):
+            raise DataError(f"{self.path}: data", "must be a group of demonstrations", sorted(file))
         self._data = file["data"]
         numbers = (re.fullmatch(r"demo_(\d+)", name) for name in self._data)
         self._names = [f"demo_{n}" for n in sorted(int(match[1]) for match in numbers if match)]
@@ -83,6 +86,7 @@ class RobomimicReader(ArrayReader):
         environment = self._data.attrs.get("env_args", "{}")
         with DataError.on(f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError):
             environment = parse_json(environment)
+        check_description(f"{self.path}: data: env_args", environment)
         self.description.update(env_args=environment, masks=sorted(masks), mask=mask)
 
     def _streams(self) -> Streams:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,8 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.dataset_files import read_json
+from deepspeed_gear.data.ingest.lerobot_metadata import (
+    INFO,
+    CheckedValues,
+    Feature,
+    fits_file_system,
+    is_text,
+    read_info,
+    read_lines,
+)
 from deepspeed_gear.data.ingest.reader import (
     FLAGS,
     LEAVE_OUT,
@@ -30,17 +36,14 @@ from deepspeed_gear.data.ingest.reader import (
 )
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
 from deepspeed_gear.data.ingest.table_rows import arrow_block, read_table
-from deepspeed_gear.errors import DataError
+from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Column
 
-_INFO = Path("meta", "info.json")
-_VERSIONS = ("v2.0", "v2.1", "v3.0")
 _NEXT = {"next.reward": "reward", "next.done": "terminated", "next.truncated": "truncated"}
 _COUNTERS = ("episode_index", "frame_index", "index")  # compared with the metadata, or implied by the order
-_TEMPLATE = re.compile(r"(?:[^{}]|\{\w+(?::0?\d{1,2}d)?\})+")
 _TOLERANCE_S = 1e-4  # LeRobot's, between a frame of a video and its row
+CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first three
 _LOSSY = 20  # video compresses this much more than other files
-_TEXT = ("string", "language")  # per frame, which no column holds
 _AGAIN = "the data set is incomplete; download it again"
 _AHEAD_BYTES = 256 << 20  # of results that are computed or wait
 _MOST_THREADS = 8
@@ -72,25 +75,25 @@ class LerobotReader(Reader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        return (path / _INFO).is_file()
+        return (path / INFO).is_file()
 
     def open(self) -> None:
-        self._info = read_json(self.path / _INFO)
-        version, features = (self._info.get(key) for key in ("codebase_version", "features"))
-        if version not in _VERSIONS or not isinstance(features, dict):
-            where, rule = f"{self.path / _INFO}: codebase_version", f"must be one of {', '.join(_VERSIONS)}"
-            raise DataError(where, rule, version, "convert the data set with LeRobot's scripts")
-        self._features, self._has_many = features, version == "v3.0"  # episodes in a file
+        self._info = read_info(self.path)
+        self._has_many = self._info.has_many  # episodes in a file
         # By kind and feature.
         self._columns: dict[str, dict[str, Column]] = {"": {}, "image": {}, "video": {}}
-        for key, feature in features.items():
+        for key, feature in self._info.features.items():
             name = _NEXT.get(key) or column_name(*key.split("."))
             if key not in _COUNTERS and (key in _NEXT or self.select(name)):
                 self._add_column(key, name, feature)
+        places = ("chunk_index", "file_index") if self._has_many else ("episode_chunk", "episode_index")
+        self._templates = {"data_path": self._info.template("data_path", places)}
+        if self._columns["video"]:
+            self._templates["video_path"] = self._info.template("video_path", ("video_key", *places))
         listed = self._metadata("episodes")
         self._episodes = [self._episode(row) for row in listed]
-        if not listed or len(listed) != self._info.get("total_episodes"):
-            rule = f"must list total_episodes = {self._info.get('total_episodes')} episodes, and at least one"
+        if not listed or len(listed) != self._info.num_episodes:
+            rule = f"must list total_episodes = {self._info.num_episodes} episodes, and at least one"
             raise DataError(f"{self.path / 'meta'}: episodes", rule, len(listed), _AGAIN)
         videos: Counter[Path] = Counter()  # bytes of their frames
         for episode in self._episodes:
@@ -103,84 +106,73 @@ class LerobotReader(Reader):
         columns = [column for kind in self._columns.values() for column in kind.values()]
         columns += [flag for flag in FLAGS if flag not in columns]
         self.columns = (*columns, *self._trajectory_columns(listed))
+        for name, count in Counter(column.name for column in self.columns).items():
+            if count > 1:
+                where, rule = f"{self._info.where}: features", "must have a column of its own each"
+                raise DataError(where, rule, f"{name}, {count} times", LEAVE_OUT)
         self.num_steps = sum(episode.length for episode in self._episodes)
-        kept = {key: self._info.get(key) for key in ("codebase_version", "robot_type", "fps")}
-        self.description.update(**kept, episodes=len(listed), steps=self.num_steps)
+        self.description.update(self._info.described, episodes=len(listed), steps=self.num_steps)
+        features = self._info.features
         if "next.done" not in features:
             self.notes.append("there is no next.done: every episode is truncated at its last frame")
         elif not {"next.truncated", "next.success"} & features.keys():
             self.notes.append("next.done is taken for a terminal state, as no feature tells a time limit")
 
-    def _add_column(self, key: str, name: str, feature: Any) -> None:
-        where = f"{self.path / _INFO}: features: {key}"
-        kinds = TypeError, KeyError, ValueError, AttributeError
-        with DataError.on(where, "must have a dtype and a shape", *kinds, value=repr(feature)):
-            kind, shape = feature["dtype"], tuple(int(n) for n in feature["shape"])
-            if kind in _TEXT:
-                self.notes.append(f"{key} is text per frame, which no column holds: left out")
-                return
-            kind, dtype = (kind, np.dtype(np.uint8)) if kind in self._columns else ("", np.dtype(kind))
-            if kind and "channel" in str([*(feature.get("names") or ()), ""][0]):
-                shape = (*shape[1:], *shape[:1])  # to height, width, channels
-            if kind and len(shape) != 3:
-                raise ValueError("an image has three dimensions")
+    def _add_column(self, key: str, name: str, feature: Feature) -> None:
+        if feature.kind == "text":
+            self.notes.append(f"{key} is text per frame, which no column holds: left out")
+            return
         group = key.split(".")[0]
         role = _NEXT.get(key) or (group if group in ("observation", "action") else "other")
-        shape = () if role == "other" and shape == (1,) else shape
-        self._columns[kind][key] = make_column(where, name, dtype, shape, role)
+        shape = () if role == "other" and feature.shape == (1,) else feature.shape
+        where = f"{self._info.where}: features: {key}"
+        with DataError.on(where, "must be a feature that a column can hold", SchemaError):
+            column = make_column(where, name, feature.dtype, shape, role)
+        self._columns[feature.kind][key] = column
 
-    def _metadata(self, name: str) -> list[dict[str, Any]]:
+    def _metadata(self, name: str) -> list[CheckedValues]:
         """Return the rows of meta/<name>: JSON lines, or Parquet from v3.0 on, without the statistics."""
         whole = self.path / "meta" / name
-        if self._has_many:
-            files = sorted(whole.glob("*/*.parquet")) or [whole.with_suffix(".parquet")]
-            return [row for file in files for row in self._table(_present(file), None).to_pylist()]
-        path = _present(whole.with_suffix(".jsonl"))
-        with DataError.on(str(path), "must hold a JSON object a line", TypeError, ValueError):
-            rows = [parse_json(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
-            return [dict(row) for row in rows]
+        if not self._has_many:
+            return read_lines(_present(whole.with_suffix(".jsonl")))
+        files = sorted(whole.glob("*/*.parquet")) or [whole.with_suffix(".parquet")]
+        return [
+            CheckedValues(f"{file}: row {number}", row)
+            for file in files
+            for number, row in enumerate(self._table(_present(file), None).to_pylist())
+        ]
 
-    def _episode(self, row: dict[str, Any]) -> Episode:
-        def value(key: str, kinds: tuple[type, ...] = (int,)) -> Any:
-            if type(row.get(key)) not in kinds or not 0 <= row[key] < 1 << 53:
-                where = f"{self.path / 'meta'}: episodes: {key}"
-                raise DataError(where, "must be a number of at least 0", row.get(key), DAMAGED)
-            return row[key]
-
-        index, names = value("episode_index"), ("chunk_index", "file_index")
-        place = {"episode_chunk": index // (self._info.get("chunks_size") or 1000), "episode_index": index}
+    def _episode(self, row: CheckedValues) -> Episode:
+        index, names = row.whole("episode_index"), ("chunk_index", "file_index")
+        place = {"episode_chunk": index // self._info.chunks_size, "episode_index": index}
         if self._has_many:
-            place = {name: value(f"data/{name}") for name in names}
+            place = {name: row.whole(f"data/{name}") for name in names}
         file, videos = self._file("data_path", **place), {}
         for key in self._columns["video"]:
-            start = value(f"videos/{key}/from_timestamp", (int, float)) if self._has_many else 0
-            at = {name: value(f"videos/{key}/{name}") for name in names} if self._has_many else place
-            videos[key] = self._file("video_path", video_key=key, **at), float(start)
-        return Episode(index, value("length"), file, videos)
+            start = row.seconds(f"videos/{key}/from_timestamp") if self._has_many else 0.0
+            at = {name: row.whole(f"videos/{key}/{name}") for name in names} if self._has_many else place
+            videos[key] = self._file("video_path", video_key=key, **at), start
+        return Episode(index, row.whole("length"), file, videos)
 
     def _file(self, template: str, **values: Any) -> Path:
-        text = str(self._info.get(template))
-        try:
-            path = self.path / (text.format(**values) if _TEMPLATE.fullmatch(text) else "..")
-        except KeyError:
-            path = self.path / ".."
-        if not path.resolve().is_relative_to(self.path.resolve()):
+        path = self.path / self._templates[template].format(**values)
+        root = os.path.realpath(self.path)
+        if not fits_file_system(path) or not Path(os.path.realpath(path)).is_relative_to(root):
             rule = f"must be a path below the folder, with {', '.join(values)} in braces"
-            raise DataError(f"{self.path / _INFO}: {template}", rule, text)
+            raise DataError(f"{self._info.where}: {template}", rule, f"{self._templates[template]:.200}")
         return path
 
-    def _trajectory_columns(self, listed: list[dict[str, Any]]) -> list[Column]:
+    def _trajectory_columns(self, listed: list[CheckedValues]) -> list[Column]:
         """Return the columns of a value per episode: its index, and the texts of its tasks."""
         columns = [Column("episode_index", "int64", rows="1")] if self.select("episode_index") else []
         self._tasks: dict[int, str] = {}
-        if "task_index" in self._features and self.select("task"):
+        if "task_index" in self._info.features and self.select("task"):
             for row in self._metadata("tasks"):
                 texts = [value for value in row.values() if isinstance(value, str)]
-                if type(row.get("task_index")) is not int or len(texts) != 1:
-                    where = f"{self.path / 'meta'}: tasks"
-                    raise DataError(where, "must have a task_index and a text each", row, DAMAGED)
-                self._tasks[row["task_index"]] = texts[0]
-            joined = ("\n".join(map(str, row.get("tasks") or ())) for row in listed)
+                if len(texts) != 1 or not is_text(texts[0], None):
+                    raise DataError(row.where, "must have a task_index and a text", None, DAMAGED)
+                self._tasks[row.whole("task_index")] = texts[0]
+            joined = ("\n".join(row.texts("tasks")) for row in listed)
             most = max(len(text.encode()) for text in (" ", *self._tasks.values(), *joined))
             columns += [Column("task", "bytes", rows="1", max_bytes=most)] if self._tasks else []
         return columns
@@ -196,7 +188,7 @@ class LerobotReader(Reader):
         path, episodes = file
         keys = {"episode_index", "frame_index", *self._columns[""], *self._columns["image"]}
         keys |= {"timestamp"} if self._columns["video"] else set()
-        keys |= {"next.success"} & self._features.keys() | ({"task_index"} if self._tasks else set())
+        keys |= {"next.success"} & self._info.features.keys() | ({"task_index"} if self._tasks else set())
         table, num_rows = self._table(path, sorted(keys)), sum(e.length for e in episodes)
         if len(table) != num_rows:
             rule = f"must have the {num_rows} rows of its episodes in the metadata"
@@ -245,7 +237,7 @@ class LerobotReader(Reader):
             images = decode_images(where, frames, self.expansion) if frames else np.empty((0, *column.shape))
             images = images.reshape(*images.shape, *(() if images.ndim == 4 else (1,)))
             if images.shape[1:] != column.shape:
-                rule = f"must have the shape of {_INFO}, {list(column.shape)}"
+                rule = f"must have the shape of {INFO}, {list(column.shape)}"
                 raise DataError(where, rule, list(images.shape[1:]), LEAVE_OUT)
             arrays[column.name] = images
         for key, column in self._columns["video"].items():
@@ -253,7 +245,7 @@ class LerobotReader(Reader):
             arrays[column.name] = self._frames(*episode.videos[key], name, column, times)
         none = np.zeros(episode.length, np.bool_)
         done, truncated = arrays.get("terminated", none), arrays.get("truncated", none)
-        if "next.success" in self._features:
+        if "next.success" in self._info.features:
             truncated = truncated | (done & ~numbers("next.success", Column("success", "bool")))
         arrays["terminated"], arrays["truncated"] = done & ~truncated, truncated
         end_episode(arrays)
@@ -275,16 +267,13 @@ class LerobotReader(Reader):
         where, times, number = f"{path}: {name}", start + times, 0
         frames = np.empty((len(times), *column.shape), np.uint8)
         is_readable = DataError.on(where, "must be a readable video", av.FFmpegError, remedy=DAMAGED)
-        # Demuxers other than mp4's read files that a video names.
-        with is_readable, av.open(str(path), format="mp4") as container:
+        # Demuxers other than mp4's read files that a video names. FFmpeg gets no path: it could take one for
+        # the address of a protocol.
+        with is_readable, path.open("rb") as file, av.open(file, format="mp4") as container:
             stream = container.streams.best("video")
             if stream is None or stream.time_base is None:
                 raise DataError(str(path), "must hold a video", None, DAMAGED)
-            shape = (stream.height, stream.width, 3)
-            bits = max((part.bits for part in stream.format.components), default=0)
-            if shape != column.shape or bits > 8:
-                rule = f"must have frames of shape {list(column.shape)}, with 8 bits a channel"
-                raise DataError(str(path), rule, f"{list(shape)} with {bits} bits", LEAVE_OUT)
+            _check_stream(path, stream, column)
             stream.thread_type = "AUTO"
             if start:
                 container.seek(max(0, math.floor(start / stream.time_base) - 1), stream=stream)
@@ -298,12 +287,31 @@ class LerobotReader(Reader):
                     rule = f"must have frame {number} at {times[number]:.6f} s"
                     raise DataError(where, rule, f"{at:.6f} s", LEAVE_OUT)
                 if number < len(times):
+                    if (frame.height, frame.width, 3) != column.shape:
+                        rule = f"must have the shape {list(column.shape)} in all frames"
+                        raise DataError(where, rule, [frame.height, frame.width, 3], LEAVE_OUT)
                     frames[number] = frame.to_ndarray(format="rgb24")
                 number += 1
         if number != len(times):
             rule = f"must have {len(times)} frames, one for each row"
             raise DataError(where, rule, number, f"download the video again, or {LEAVE_OUT}")
         return frames
+
+
+def _check_stream(path: Path, stream: Any, column: Column) -> None:
+    """Raise unless a video stream is in a known codec and has the frames of its column."""
+    codec = stream.codec_context.codec.canonical_name if stream.codec_context else "none that is known"
+    if codec not in CODECS:
+        rule = f"must be in one of the codecs {', '.join(CODECS)}"
+        raise DataError(str(path), rule, codec, f"encode it again, or {LEAVE_OUT}")
+    pixels = stream.format
+    bits = max((part.bits for part in pixels.components), default=0) if pixels else 0
+    shape = (stream.height, stream.width, 3)
+    if shape != column.shape or not 0 < bits <= 8:
+        rule = f"must have frames of shape {list(column.shape)}, with 8 bits a channel"
+        raise DataError(str(path), rule, f"{list(shape)} with {bits} bits", LEAVE_OUT)
+    # FFmpeg allocates a frame of the size that the stream's packets state, rounded up.
+    stream.codec_context.options = {"max_pixels": str((stream.height + 256) * (stream.width + 256))}
 
 
 def _present(path: Path, remedy: str = _AGAIN) -> Path:

@@ -14,8 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.dataset_files import read_json
-from deepspeed_gear.data.ingest.source_checks import Expansion, pyarrow_for
+from deepspeed_gear.data.ingest.source_checks import (
+    Expansion,
+    check_description,
+    pyarrow_for,
+    read_source_json,
+)
 from deepspeed_gear.data.ingest.table_rows import read_table, readable
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
@@ -63,11 +67,23 @@ class Hdf5Store:
         where = self.where(number, *key)
         if not array.ndim:
             raise DataError(where, "must have a row per step", None, LEAVE_OUT)
+        if h5py.check_vlen_dtype(array.dtype) == np.uint8:
+            return decode_images(where, self._ragged(where, array), self._expansion)
+        reader.stored_dtype(where, array.dtype, LEAVE_OUT)  # before texts of any length are read
         rows = reader.read_rows(where, array, 0, len(array))
-        ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
-        if ragged or packed:
+        if packed:
             return decode_images(where, [row.tobytes() for row in rows], self._expansion)
+        return rows
+
+    def _ragged(self, where: str, array: h5py.Dataset) -> list[bytes]:
+        """Read rows of bytes of any length, each of which may have its content at the same place."""
+        rows, num_bytes, file_bytes = [], 0, array.file.id.get_filesize()
+        for number in range(len(array)):
+            (row,) = reader.read_rows(where, array, number, number + 1)
+            num_bytes += row.nbytes
+            self._expansion.check(where, num_bytes, file_bytes)
+            rows.append(row.tobytes())
         return rows
 
 
@@ -90,7 +106,7 @@ class MinariReader(Reader):
         """Check the layout by the first episode, and the metadata by all."""
         path = self.path
         folder = path / "data" if _is_minari(path / "data") else path.parent if path.is_file() else path
-        metadata = read_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
+        metadata = read_source_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
         metadata = metadata if "data_format" in metadata else {}
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
@@ -103,7 +119,9 @@ class MinariReader(Reader):
             rule = f"must hold the {metadata['total_episodes']} episodes that {_METADATA_FILE} counts"
             raise DataError(str(path), rule, len(numbers), "the data set is incomplete; download it again")
         facts = [self._store.facts(number) for number in numbers]
-        self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
+        rule = "must be a whole number in every episode"
+        with DataError.on(f"{path}: total_steps", rule, TypeError, ValueError, OverflowError):
+            self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
         self._names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
         self._keys = {k: n for k, n in self._names.items() if "/".join(k) in GROUPS or self.select(n)}
         self._values: dict[str, NDArray[np.int64]] = {}
@@ -120,6 +138,7 @@ class MinariReader(Reader):
         columns = [self._column(numbers[0], key, name) for key, name in self._keys.items()]
         self.columns = (*columns, *(Column(name, "int64", rows="1") for name in self._values))
         known = {key: metadata[key] for key in _DESCRIBED if key in metadata}
+        check_description(f"{folder / _METADATA_FILE}: {', '.join(known)}", known)
         self.description.update(known, episodes=len(numbers), steps=self.num_steps)
 
     def _open_store(self, folder: Path, metadata: dict[str, Any]) -> Hdf5Store | TableStore:
@@ -192,7 +211,7 @@ def _is_minari(folder: Path) -> bool:
     if (folder / _MAIN_FILE).is_file():
         return True
     with suppress(DataError):
-        return "data_format" in read_json(folder / _METADATA_FILE)
+        return "data_format" in read_source_json(folder / _METADATA_FILE)
     return False
 
 
@@ -220,7 +239,7 @@ class TableStore:
 
     def facts(self, number: int) -> dict[str, Any]:
         path = self._folder / str(number) / _METADATA_FILE
-        return read_json(path) if path.is_file() else {}
+        return read_source_json(path) if path.is_file() else {}
 
     def keys(self, number: int) -> list[Key]:
         return list(self._leaves(number))

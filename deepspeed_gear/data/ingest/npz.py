@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 import zipfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib import format as npy
 
-from deepspeed_gear.data.ingest.array_pickles import PICKLED, Record, load_pickle
+from deepspeed_gear.data.ingest.array_pickles import PICKLED, load_pickle
+from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes
 from deepspeed_gear.data.ingest.step_arrays import FLAG_KINDS, KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError
-
-_NPY = ".npy"
-_DEFLATES = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 class NpzReader(ArrayReader):
@@ -37,7 +34,7 @@ class NpzReader(ArrayReader):
     def recognises(cls, path: Path) -> bool:
         try:
             with zipfile.ZipFile(path) as archive:
-                return any(name.endswith(_NPY) for name in archive.namelist())
+                return any(name.endswith(NPY) for name in archive.namelist())
         except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
             return False
 
@@ -50,35 +47,21 @@ class NpzReader(ArrayReader):
         kind, rule = Exception, "must be a readable npz file"  # a malformed file can raise any
         is_readable = DataError.on(str(self.path), rule, kind, remedy=DAMAGED)
         with is_readable, zipfile.ZipFile(self.path) as archive:
-            entries = [entry for entry in archive.infolist() if entry.filename.endswith(_NPY)]
-            num_bytes = sum(entry.file_size for entry in entries)
-            self.expansion.check(str(self.path), num_bytes, self.path.stat().st_size)
-            for entry in entries:
-                name = entry.filename.removesuffix(_NPY)
-                arrays[name] = self._read(name, archive, entry)
+            for entry in archive.infolist():
+                if entry.filename.endswith(NPY):
+                    name = entry.filename.removesuffix(NPY)
+                    unpickle = partial(self._unpickled, name)
+                    arrays[name] = read_entry(f"{self.path}: {name}", archive, entry, unpickle)
         return arrays
 
-    def _read(self, name: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:
-        """Read one array; its header may not declare another size than the archive does."""
+    def _unpickled(self, name: str, content: bytes) -> Any:
         where = f"{self.path}: {name}"
-        if entry.compress_type not in _DEFLATES:  # others decompress a block at once
-            rule = "must be stored or deflated, as np.savez_compressed writes it"
-            raise DataError(where, rule, entry.compress_type)
-        with archive.open(entry) as file:
-            read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-            shape, _, dtype = read[npy.read_magic(file)](file)
-            num_bytes = entry.file_size - file.tell()
-            if dtype.hasobject:
-                if self.options.get("allow_pickle"):
-                    return self._objects(where, load_pickle(where, file.read()))
-                if name.split("/")[0] in KINDS:
-                    raise DataError(where, "must not be Python objects", str(dtype), PICKLED)
-                return np.empty(0, object)  # left out with a note
-            if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
-                rule = f"must have the size of its entry in the archive, {num_bytes} bytes"
-                raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
-        with archive.open(entry) as file:
-            return npy.read_array(file, allow_pickle=False)
+        if self.options.get("allow_pickle"):
+            file_bytes = self.path.stat().st_size
+            return self._objects(where, load_pickle(where, content, self.expansion, file_bytes))
+        if name.split("/")[0] in KINDS:
+            raise DataError(where, "must not be Python objects", "object", PICKLED)
+        return np.empty(0, object)  # left out with a note
 
     def _objects(self, where: str, values: Any) -> Any:
         if not isinstance(values, np.ndarray) or values.ndim != 1:
@@ -130,18 +113,18 @@ class PickleReader(NpzReader):
     def _load(self) -> Any:
         if not self.options.get("allow_pickle"):
             raise DataError(str(self.path), "must not be a pickle", None, PICKLED)
-        found = load_pickle(str(self.path), self.path.read_bytes())
+        content = self.path.read_bytes()
+        found = load_pickle(str(self.path), content, self.expansion, len(content))
         if isinstance(found, (list, tuple)):
             return [self._flat(f"{self.path}: trajectory {i}", part) for i, part in enumerate(found)]
         return self._flat(str(self.path), found)
 
     def _flat(self, where: str, found: Any) -> dict[str, Any]:
         """Return the arrays of a trajectory; those of a dict in it have the key "dict/key"."""
-        values = vars(found) if isinstance(found, Record) else found
-        if not isinstance(values, dict):
+        if not isinstance(found, dict):
             raise DataError(where, "must be a dict of arrays", type(found).__name__)
         arrays = {}
-        for key, value in values.items():
+        for key, value in found.items():
             for part, rows in value.items() if isinstance(value, dict) else (("", value),):
                 name = f"{key}/{part}" if part else str(key)
                 arrays[name] = self._as_array(f"{where}: {name}", rows, self.path.stat().st_size)

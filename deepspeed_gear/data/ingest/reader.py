@@ -15,7 +15,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, optional
+from deepspeed_gear.data.ingest.source_checks import DAMAGED, Expansion, check_no_pointer, optional
 from deepspeed_gear.data.trajectory_checks import CORRECT, cast
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import DTYPES, Column, Rows
@@ -24,6 +24,7 @@ _BLOCK_BYTES = 8 * 1024 * 1024
 _WIDER = {"uint16": "int32", "uint32": "int64", "uint64": "int64"}
 LEAVE_OUT = "leave it out with --columns"
 FLAGS = tuple(Column(role, "bool", role=role) for role in ("terminated", "truncated"))
+_IMAGE_HEADS = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"  # of JPEG and PNG
 SCALARS = ("reward", "terminated", "truncated")  # roles of one value a step
 
 
@@ -180,9 +181,15 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
 def decode_images(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
     """Decode JPEG or PNG files. Returns [N, height, width(, channels)], uint8."""
     Image = optional(where, "must be decoded, as it holds images", "pillow", "PIL.Image")
-    rule, kinds = "must hold images of one size, with 8 bits a channel", (OSError, ValueError)
-    with DataError.on(where, rule, *kinds, Image.DecompressionBombError, remedy=""):
-        images = [Image.open(io.BytesIO(frame)) for frame in frames]  # reads the headers
+    for frame in frames:
+        if not isinstance(frame, bytes) or not frame.startswith(_IMAGE_HEADS):
+            head = frame[:8] if isinstance(frame, bytes) else type(frame).__name__
+            raise DataError(where, "must hold images in the format JPEG or PNG", head, LEAVE_OUT)
+    # Pillow would take others by their content: of some it starts programs. A malformed one can raise any.
+    rule = "must hold JPEG or PNG images of one size, with 8 bits a channel"
+    with DataError.on(where, rule, Exception, remedy=""):
+        # This reads the headers.
+        images = [Image.open(io.BytesIO(frame), formats=("JPEG", "PNG")) for frame in frames]
         pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
         expansion.check(where, pixels, sum(map(len, frames)))
         if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:  # 16 bits, palettes
@@ -200,6 +207,11 @@ def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
 
 
 def open_hdf5(path: Path) -> h5py.File:
+    check_no_pointer(path)
+    if path.is_dir():
+        inside = next((file for file in sorted(path.iterdir()) if h5py.is_hdf5(file)), None)
+        remedy = f"give the file in it: {inside}" if inside else "check the path"
+        raise DataError(str(path), "must be an HDF5 file", "a folder", remedy)
     remedy = DAMAGED if h5py.is_hdf5(path) else "check the path"
     with DataError.on(str(path), "must be a readable HDF5 file", OSError, remedy=remedy):
         return h5py.File(path, "r")

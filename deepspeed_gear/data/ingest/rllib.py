@@ -105,7 +105,7 @@ class RllibReader(ArrayReader):
                 packed = b""
                 self._num_bytes += content.write(part)
                 self.expansion.check(where, self._num_bytes, self._file_bytes)
-        return load_pickle(where, content.getvalue())
+        return load_pickle(where, content.getvalue(), self.expansion, self._file_bytes)
 
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the rows of an episode in the order of `t`, as many as follow each other."""

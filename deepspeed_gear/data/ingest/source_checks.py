@@ -7,9 +7,11 @@ package neither.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import stat
+import zipfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import h5py
 
+from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.errors import ConfigError, DataError
 
 MAX_EXPANSION = 100.0  # default: bytes of arrays for each byte of their files
@@ -24,6 +27,7 @@ FLOOR_BYTES = 256 << 20  # which any source may take: constant columns compress 
 DAMAGED = "the file is damaged or incomplete; copy it again"
 _OWN = "take a source that holds its data itself"
 _POINTER = b"version https://git-lfs.github.com/spec/"
+_ZIP_ERRORS = OSError, ValueError, NotImplementedError, zipfile.BadZipFile
 
 
 def optional(where: str, rule: str, package: str, module: str) -> Any:
@@ -57,18 +61,25 @@ class Expansion:
 
 
 def check_source(path: Path, expansion: Expansion) -> None:
-    """Check a file or folder, and all HDF5 files in it.
+    """Check a file or folder, and all HDF5 and npz files in it.
 
     Raises:
-        DataError: A link leads out of it, an HDF5 file refers to other files or to nothing, or it declares
-            arrays that are too large for it; names file and key.
+        DataError: It is no file or folder, is a Git LFS pointer, has a link that leads out of it or nowhere,
+            an HDF5 file in it refers to other files or to nothing, or a file declares arrays that are too
+            large for it; names file and key.
     Cost: the links and headers of all files; no array is read.
     """
-    if path.is_file():
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise DataError(str(path), "must be a file or a folder", stat.filemode(mode), "copy it into a file")
+    is_file = stat.S_ISREG(mode)
+    if is_file:
         check_no_pointer(path)
-    for file in [path] if path.is_file() else _files_in(path):
+    for file in [path] if is_file else files_in(path):
         if h5py.is_hdf5(file):
             _check_hdf5(file, expansion)
+        elif (is_file or file.suffix == ".npz") and zipfile.is_zipfile(file):
+            check_archive(file, expansion)
 
 
 def check_no_pointer(path: Path) -> None:
@@ -76,6 +87,30 @@ def check_no_pointer(path: Path) -> None:
     if first_bytes(path, len(_POINTER)) == _POINTER:
         remedy = "run git lfs pull in the clone that it is from"
         raise DataError(str(path), "must be the data themselves", "a Git LFS pointer", remedy)
+
+
+def check_archive(path: Path, expansion: Expansion) -> None:
+    """Raise if a zip file declares more than it can be worth; a reader gets no more than is declared."""
+    with DataError.on(str(path), "must be a readable zip file", *_ZIP_ERRORS, remedy=DAMAGED):
+        with zipfile.ZipFile(path) as archive:
+            num_bytes = sum(entry.file_size for entry in archive.infolist())
+        expansion.check(str(path), num_bytes, path.stat().st_size)
+
+
+def read_source_json(path: Path) -> dict[str, Any]:
+    """Read a JSON file of a source that others made: an object."""
+    check_no_pointer(path)
+    with DataError.on(str(path), "must be readable JSON", OSError, ValueError, remedy=DAMAGED):
+        data = parse_json(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict):
+        raise DataError(str(path), "must hold a JSON object", type(data).__name__, DAMAGED)
+    return data
+
+
+def check_description(where: str, value: Any) -> None:
+    """Raise unless a value can be kept with the data set, as JSON."""
+    with DataError.on(where, "must be JSON of finite numbers", TypeError, ValueError, RecursionError):
+        json.dumps(value, allow_nan=False)
 
 
 def first_bytes(path: Path, count: int) -> bytes:
@@ -86,22 +121,31 @@ def first_bytes(path: Path, count: int) -> bytes:
         return file.read(count)
 
 
-def _files_in(folder: Path) -> Iterator[Path]:
-    root = folder.resolve()
+def files_in(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder in the order of their names; DataError for a link that leaves it."""
+    root = Path(os.path.realpath(folder))
     for at, folders, files in os.walk(folder):
+        folders.sort()
         for name in sorted([*folders, *files]):
             path = Path(at, name)
             if path.is_symlink():
-                if not path.resolve().is_relative_to(root):
-                    remedy = "if it is to be trusted, copy the folder with its targets: cp -rL"
-                    rule = f"must not be a link out of {folder}"
-                    raise DataError(str(path), rule, os.readlink(path), remedy)
+                _check_link(path, folder, root)
                 continue  # its target is checked at its own place
             mode = path.stat().st_mode
             if stat.S_ISREG(mode):
                 yield path
             elif not stat.S_ISDIR(mode):
                 raise DataError(str(path), "must be a file or a folder", stat.filemode(mode))
+
+
+def _check_link(path: Path, folder: Path, root: Path) -> None:
+    target = os.path.realpath(path)  # of a loop: a link in it
+    if not Path(target).is_relative_to(root):
+        remedy = "if it is to be trusted, copy the folder with its targets: cp -rL"
+        raise DataError(str(path), f"must not be a link out of {folder}", os.readlink(path), remedy)
+    if not os.path.exists(target):
+        remedy = "take a complete folder"
+        raise DataError(str(path), "must not be a link to nothing", os.readlink(path), remedy)
 
 
 def _check_hdf5(path: Path, expansion: Expansion) -> None:

@@ -17,7 +17,13 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
-from deepspeed_gear.data.ingest.source_checks import DAMAGED, FLOOR_BYTES, Expansion, pyarrow_for
+from deepspeed_gear.data.ingest.source_checks import (
+    DAMAGED,
+    FLOOR_BYTES,
+    Expansion,
+    check_no_pointer,
+    pyarrow_for,
+)
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError
 
@@ -125,6 +131,7 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
 
 
 def _opened(path: Path) -> Any:
+    check_no_pointer(path)
     if path.suffix not in _COMPRESSED:
         return path.open("rb")
     return io.BufferedReader(pyarrow_for(str(path)).input_stream(str(path), compression="detect"))
@@ -139,6 +146,7 @@ def record_batches(
     as a value that is repeated takes no bytes there.
     `choose` returns the columns of Parquet to read, of those that there are.
     """
+    check_no_pointer(path)
     arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
     source = arrow.memory_map(str(path))
     head = source.read(len(_ARROW_FILE))

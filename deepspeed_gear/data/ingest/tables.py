@@ -48,7 +48,7 @@ class TableReader(Reader):
     """
 
     format = "table"
-    takes = ("episode_id", "tokenize", "rows", "schema")
+    takes = ("episode_id", "tokenize", "schema")  # and "rows", of `open_rows` alone
 
     @classmethod
     def recognises(cls, path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Reference ops that read columns: windows into the tensors of a batch, packs, and pieces."""
+"""Reference ops that read columns: windows into the tensors of a batch, and packs."""
 
 from __future__ import annotations
 
@@ -221,18 +221,3 @@ def pack_(
     gather_(found, [], counters, columns, shifts, gains, every, None, unmasked, pad_values, 1)
     for out, values in zip(outs, found, strict=True):
         out.view(rows, values.size(1))[place[is_inside]] = values[is_inside]
-
-
-def copy_pieces_(out: Tensor, columns: Sequence[Tensor], pieces: Tensor) -> None:
-    """Copy pieces of columns into the bytes `out`, as the copy engines of a GPU do. `pieces` are column,
-    first byte in it, first byte in `out` and bytes, at least 1, [k, 4], int64, always in memory of the host;
-    no two overlap in `out`. ShapeError if one lies outside its column or `out`; nothing is copied.
-    """
-    stored = [column.reshape(-1).view(torch.uint8) for column in columns]
-    words = pieces.tolist()
-    for i, (column, begin, to, size) in enumerate(words):
-        is_known = 0 <= column < len(stored) and begin >= 0 and to >= 0 and size > 0
-        if not is_known or begin + size > len(stored[column]) or to + size > len(out):
-            raise ShapeError(f"piece {i}", "must lie in its column and in out", words[i])
-    for column, begin, to, size in words:
-        out[to : to + size] = stored[column][begin : begin + size]

@@ -10,7 +10,6 @@
 
 #include "bindings/device.h"
 #include "bindings/tensors.h"
-#include "copies/copies.h"
 #include "gather/gather.h"
 #include "returns/returns.h"
 
@@ -341,47 +340,6 @@ inline void Advantages(at::Tensor& advantage, at::Tensor& target, const at::Tens
                       truncated, mask, log_prob, behaviour_log_prob);
   device.Run(on::Estimate, a, Values<float>(advantage, "advantage"),
              Values<float>(target, "target", count));
-}
-
-// A row of `pieces`.
-struct Piece {
-  int64_t column, from, to, bytes;  // from, to: first byte in the column, and in `out`
-};
-
-// Copies as the copy engines of a GPU make them. The pieces lie on the host for every device, and
-// are not used after the call; the columns of a device are host memory that is registered with
-// CUDA.
-inline void CopyPieces(at::Tensor& out, at::TensorList columns, const at::Tensor& pieces) {
-  const auto* piece = Rows<Piece>(pieces, "pieces");
-  TORCH_CHECK(pieces.device().is_cpu(), "gear: pieces must be in memory of the host");
-  for (const at::Tensor& column : columns)
-    TORCH_CHECK(column.is_contiguous(), "gear: columns must be contiguous");
-  char* begin = Values<char>(out, "out");
-  const auto count = static_cast<size_t>(pieces.size(0));
-  const auto is_inside = [](int64_t first, int64_t bytes, int64_t size) {
-    return first >= 0 && bytes > 0 && bytes <= size && first <= size - bytes;
-  };
-  std::vector<const void*> from(count);
-  std::vector<void*> to(count);
-  std::vector<int64_t> bytes(count);
-  for (size_t i = 0; i < count; ++i) {
-    const auto [column, first, target, size] = piece[i];
-    const bool is_column = column >= 0 && column < static_cast<int64_t>(columns.size());
-    const at::Tensor* source = is_column ? &columns[static_cast<size_t>(column)] : nullptr;
-    TORCH_CHECK(source != nullptr && is_inside(first, size, source->nbytes()) &&
-                    is_inside(target, size, out.numel()),
-                "gear: piece ", i, " must lie in its column and in out: column ", column, " from ",
-                first, " to ", target, " bytes ", size);
-    from[i] = static_cast<const char*>(source->const_data_ptr()) + first;
-    to[i] = begin + target;
-    bytes[i] = size;
-  }
-  if constexpr (Device::kIsHost) {
-    for (size_t i = 0; i < count; ++i) std::memcpy(to[i], from[i], static_cast<size_t>(bytes[i]));
-  } else {
-    const Device device(out, "");
-    cuda::CopyPieces(from.data(), to.data(), bytes.data(), pieces.size(0), device.stream());
-  }
 }
 
 }  // namespace gear

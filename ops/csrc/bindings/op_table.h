@@ -21,8 +21,7 @@
   OP(gather_, Gather, \
      "Tensor(a!)[] outs, Tensor(b!)[] masks, Tensor(c!) counters, Tensor[] columns, " \
      "Tensor[] shifts, Tensor[] gains, Tensor resolutions, Tensor? n_steps, int[] spec, " \
-     "float[] pad_values, int threads, Tensor? order=None") \
-  OP(copy_pieces_, CopyPieces, "Tensor(a!) out, Tensor[] columns, Tensor pieces")
+     "float[] pad_values, int threads, Tensor? order=None")
 
 // Only on the host: draws, and changes of masses and priorities, of tables in host memory (a table on
 // a device has the ring's ops), what nodes exchange (draws, reports, rows), the goals of hindsight,

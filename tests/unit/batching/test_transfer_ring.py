@@ -1,17 +1,16 @@
-"""Ring entries on a device, releases of what it reads, calibration: what waits for which event."""
+"""Ring entries on a device, releases of what it reads: what waits for which event."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
-from deepspeed_gear.batching.transfer.copy_engine import DIRECT, STAGED
 from deepspeed_gear.batching.transfer.cuda_streams import (
     ALIGNMENT,
     DeferredRelease,
@@ -20,7 +19,14 @@ from deepspeed_gear.batching.transfer.cuda_streams import (
     HostStream,
     Packing,
 )
-from deepspeed_gear.batching.transfer.device_gather import PINNED, DeviceGatherer, FieldTransfer, Reach
+from deepspeed_gear.batching.transfer.device_gather import (
+    DIRECT,
+    PINNED,
+    STAGED,
+    DeviceGatherer,
+    FieldTransfer,
+    Reach,
+)
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import device_transfer
 
@@ -179,47 +185,3 @@ def test_a_selection_is_released_by_its_event() -> None:
         guards.settle()
         assert released == expected
         assert len(guards) == 3 - len(released)
-
-
-TABLES = torch.device("meta")  # stands for cuda:1: tensors of it can be made and multiplied anywhere
-
-
-class TimingEvent:
-    """A CUDA event that notes the stream of each of its records, as torch chooses it."""
-
-    recorded: ClassVar[list[object]] = []
-
-    def __init__(self, enable_timing: bool) -> None:
-        assert enable_timing
-
-    def record(self, stream: object = None) -> None:
-        self.recorded.append(torch.cuda.current_stream() if stream is None else stream)
-
-    def synchronize(self) -> None:
-        pass
-
-    def elapsed_time(self, last: TimingEvent) -> float:
-        return 2.0
-
-
-@pytest.fixture
-def current_device_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    def current_stream(device: Any = None) -> str:
-        return f"stream of {device or 'cuda:0'}"
-
-    monkeypatch.setattr(TimingEvent, "recorded", [])
-    monkeypatch.setattr(torch.cuda, "Event", TimingEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-
-
-@pytest.mark.usefixtures("current_device_is_another")
-def test_products_are_timed_on_the_stream_that_runs_them() -> None:
-    lane, gathered = HostStream(), list[torch.Tensor]()
-    lane.device = TABLES
-    records = torch.zeros(3, 8, dtype=torch.int64)
-    timings = device_transfer.measure(gathered.append, records, lane)
-    assert len(gathered) == 2 * device_transfer.ROUNDS
-    assert timings.slowed == 0.0
-    assert len(TimingEvent.recorded) == 2 * (1 + 2 * device_transfer.ROUNDS)
-    assert set(TimingEvent.recorded) == {"stream of meta"}

@@ -7,6 +7,7 @@ import struct
 import sys
 import types
 import zipfile
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from hypothesis import strategies as st
 from deepspeed_gear.cli import ingest as command
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.ingest import ingest, open_source
+from deepspeed_gear.data.ingest.array_pickles import load_pickle
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "data"
@@ -210,6 +213,146 @@ def test_hostile_pickles_are_refused(tmp_path: Path) -> None:
     for content, text in cases:
         path.write_bytes(content)
         assert text in refusal(path, allow_pickle=True), content[:40]
+
+
+def _name(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _kind(spec: str) -> bytes:
+    return _name("numpy", "dtype") + b"\x8c" + bytes([len(spec)]) + spec.encode() + b"\x85R"
+
+
+def _state(spec: str, size: int, content: bytes) -> bytes:
+    return b"(K\x01K" + bytes([size]) + b"\x85" + _kind(spec) + b"\x89" + content + b"t"
+
+
+def _viewed(array: bytes) -> bytes:
+    """A view of what `array` pushes, as unsigned numbers."""
+    return _name("numpy.core.numeric", "_frombuffer") + b"(" + array + _kind("u8") + b"K\x01\x85\x8c\x01CtR"
+
+
+EMPTY = _name("numpy.core.multiarray", "_reconstruct") + _name("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R"
+BYTES = _state("u8", 1, b"C\x08" + bytes(8))
+TRAJECTORY = _name("imitation.data.types", "Trajectory") + b")\x81"
+# Opcodes that could reach memory, or objects of other kinds: what the pickle holds, and how it is refused.
+LED_ASTRAY = {
+    "a view of an array of objects": (
+        EMPTY + _state("O", 1, b"](Ne") + b"bq\x010" + _viewed(b"h\x01"),
+        "an array of",
+    ),
+    "a view of an array": (EMPTY + BYTES + b"bq\x010" + _viewed(b"h\x01"), "an array of uint64"),
+    "a view of an empty array": (EMPTY + b"q\x010" + _viewed(b"h\x01"), "an array of uint64"),
+    "a second state": (EMPTY + BYTES + b"b" + BYTES + b"b", "a state of ndarray"),
+    "a second state by the memo": (
+        EMPTY + b"q\x01" + BYTES + b"b0h\x01" + BYTES + b"b",
+        "a state of ndarray",
+    ),
+    "a second state of a copy": (EMPTY + b"2" + BYTES + b"b0" + BYTES + b"b", "a state of _Pending"),
+    "no state": (EMPTY, "a value _Pending"),
+    "an array that holds itself": (EMPTY + b"q\x01" + _state("O", 1, b"](h\x01e") + b"b", "a value _Pending"),
+    "an item of an array": (EMPTY + BYTES + b"bK\x00K\x01s", "an item of a ndarray"),
+    "items of an array": (EMPTY + BYTES + b"b(K\x00K\x01u", "an item of a ndarray"),
+    "an item of a new array": (EMPTY + b"K\x00K\x01s", "an item of a _Pending"),
+    "an append to an array": (EMPTY + BYTES + b"bNa", "an item of a ndarray"),
+    "appends to a bytearray": (b"\x96" + struct.pack("<Q", 1) + b"x(K\x01e", "an item of a bytearray"),
+    "appends to a tuple": (b")(Ne", "an item of a tuple"),
+    "adds to a dict": (b"}(N\x90", "an item of a dict"),
+    "a state of a dict": (b"}}b", "a state of dict"),
+    "a state of a dtype twice": (
+        _kind("f8") + b"(K\x03\x8c\x01<NNNJ\xff\xff\xff\xfftq\x01bh\x01b",
+        "a state of a dtype",
+    ),
+    "fields of a dtype": (_kind("f8") + b"(K\x03\x8c\x01<N)NtbN", "a dtype with fields"),
+    "methods of a record": (TRAJECTORY + b"}K\x01Nsb", "a state of a Trajectory, dict"),
+    "a second state of a record": (TRAJECTORY + b"}b}b", "a state of dict"),
+    "a scalar of an object": (
+        _name("numpy.core.multiarray", "scalar") + _kind("O") + b"C\x08" + bytes(8) + b"\x86R",
+        "an array of object made of bytes",
+    ),
+    "an array of a class": (
+        EMPTY.replace(_name("numpy", "ndarray"), _name("builtins", "list")),
+        "of the class builtins.list",
+    ),
+    "an encoding": (_name("_codecs", "encode") + b"\x8c\x01x\x8c\x05rot13\x86R", "in the encoding 'rot13'"),
+    "bytes to encode": (
+        _name("_codecs", "encode") + b"C\x01x\x8c\x06latin1\x86R",
+        "in the encoding 'latin1'",
+    ),
+    "a factory": (_name("collections", "defaultdict") + b"\x8c\x01x\x85R", "a defaultdict of str"),
+    "a call of an argument": (_name("builtins", "dict") + b")R", "a call of builtins.dict"),
+    "a call of a value": (b"])R", "a call of list"),
+    "a global as a value": (_name("builtins", "list"), "a value builtins.list"),
+    "a dtype as a value": (_kind("f8"), "a value _Dtype"),
+    "a new array": (_name("numpy", "ndarray") + b"K\x00\x85\x85\x81", "a call of numpy.ndarray"),
+    "a new dtype": (_name("numpy", "dtype") + b"\x8c\x01O\x85\x81", "an object of numpy.dtype"),
+    "an old class": (b"(inumpy\nndarray\n", "the opcode INST"),
+    "an object": (b"(" + _name("numpy", "ndarray") + b"o", "the opcode OBJ"),
+    "keywords": (TRAJECTORY[:-2] + b")}\x92", "the opcode NEWOBJ_EX"),
+    "a persistent id": (b"NQ", "the opcode BINPERSID"),
+    "an extension": (b"\x82\x01", "the opcode EXT1"),
+    "a read-only view": (EMPTY + BYTES + b"b\x98", "the opcode READONLY_BUFFER"),
+    "an outer buffer": (b"\x97", "the opcode NEXT_BUFFER"),
+    "a deep key": (b"}" + b")" + b"\x85" * 100_000 + b"Ns", "a key tuple"),
+    "a deep member": (b"\x8f(" + b")" + b"\x85" * 100_000 + b"\x90", "a key tuple"),
+    "a large dtype": (EMPTY + _state("U999999", 1, b"C\x00") + b"b", "an array of shape (1,) with 0 bytes"),
+    "rows without values": (
+        EMPTY + b"(K\x01J\xff\xff\xff\x7fK\x00\x86" + _kind("u8") + b"\x89C\x00tb",
+        "at most 100 bytes",
+    ),
+    "a false size": (
+        EMPTY + _state("u8", 2, b"C\x08" + bytes(8)) + b"b",
+        "an array of shape (2,) with 8 bytes",
+    ),
+    "code points": (EMPTY + _state("U1", 1, b"C\x04" + b"\xff" * 4) + b"b", "a text that is not Unicode"),
+    "too few values": (b"0", "a stack without a mark"),
+    "bytes that are shared": (
+        b"](B"
+        + struct.pack("<I", 1 << 20)
+        + bytes(1 << 20)
+        + b"q\x010"
+        + b"".join(EMPTY + b"(K\x01J\x00\x00\x10\x00\x85" + _kind("u1") + b"\x89h\x01tb" for _ in range(130))
+        + b"e",
+        "at most 100 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LED_ASTRAY)
+def test_no_opcode_reaches_memory_or_other_objects(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
+    content, text = LED_ASTRAY[case]
+    with pytest.raises(DataError) as caught:
+        load_pickle("it", b"\x80\x04" + content + b".", Expansion(), len(content))
+    assert text in str(caught.value)
+
+
+def test_arrays_of_pickles_are_ordinary_ones() -> None:
+    """Shared and nested ones too, each with its own memory, which may be written."""
+    shared = np.arange(6.0).reshape(2, 3)
+    given = {
+        "a": [shared, shared],
+        "objects": np.array([shared, None, "text", [1]], object),
+        "flags": np.array([True, False]),
+        "text": np.array(["ab", "c"]),
+        "scalar": np.float32(2),
+        "ordered": OrderedDict(a=1, b=(2, 3)),
+        "of lists": defaultdict(list, {1: [2]}),
+        "big": np.arange(4, dtype=">i2").reshape(2, 2).T,
+    }
+    for protocol in range(2, 6):
+        content = pickle.dumps(given, protocol)
+        found = load_pickle("it", content, Expansion(), len(content))
+        assert found["a"][0] is found["a"][1]
+        for value in (found["a"][0], found["flags"], found["text"], found["objects"], found["big"]):
+            assert type(value) is np.ndarray
+            assert value.flags.writeable
+        np.testing.assert_array_equal(found["objects"][0], shared)
+        assert [*found["objects"][1:]] == [None, "text", [1]]
+        assert found["text"].tolist() == ["ab", "c"]
+        assert (found["scalar"], type(found["scalar"])) == (2, np.float32)
+        assert (found["ordered"], found["of lists"]) == ({"a": 1, "b": (2, 3)}, {1: [2]})
+        np.testing.assert_array_equal(found["big"], given["big"])
 
 
 def test_hostile_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

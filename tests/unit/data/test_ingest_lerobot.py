@@ -1,9 +1,12 @@
 """Ingest of LeRobot data sets: one that LeRobot wrote, layouts that the test writes, and broken ones."""
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from deepspeed_gear.data.ingest import ingest
+from deepspeed_gear.cli.main import main
+from deepspeed_gear.data.ingest import ingest, open_source
 from deepspeed_gear.data.ingest.lerobot import read_ahead
+from deepspeed_gear.data.ingest.reader import decode_images
+from deepspeed_gear.data.ingest.source_checks import Expansion
 from deepspeed_gear.errors import DataError
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "data" / "lerobot_v3"
@@ -183,6 +191,335 @@ def test_broken_sets_are_refused(tmp_path: Path, edit: Callable[[Path], Any], te
         ingest([tmp_path / "set"], tmp_path / "out")
     assert text in str(caught.value)
     assert os.listdir(tmp_path) == ["set"]
+
+
+def _metadata(key: str, value: Any, place: str = "") -> Callable[[Path], None]:
+    """Change a value of info.json; `place` is the key of the object that it is in."""
+
+    def edit(root: Path) -> None:
+        path = root / "meta" / "info.json"
+        info = json.loads(path.read_text())
+        holder = info
+        for part in place.split("/") if place else ():
+            holder = holder[part]
+        holder[key] = value
+        path.write_text(json.dumps(info))
+
+    return edit
+
+
+WRONG_PATH = (
+    "info.json: data_path must be a path below the folder, with episode_chunk, episode_index in braces"
+)
+ACTION = "features/action"
+MISTYPED: list[tuple[Callable[[Path], Any], str]] = [
+    *(
+        (_metadata("data_path", value), WRONG_PATH)
+        for value in (None, 3, "", "\0", "\ud800", "d" * 5000, "d" * 300)
+    ),
+    *(
+        (_metadata("data_path", value), WRONG_PATH)
+        for value in ("{}", "{0}", "{video_key}", "/etc/passwd", ["x"])
+    ),
+    *(
+        (_metadata("chunks_size", value), "info.json: chunks_size must be a whole number of at least 1")
+        for value in ("abc", [1], {}, float("nan"), 1e-300, 0, -1, True, 10**400)
+    ),
+    *(
+        (_metadata("total_episodes", value), "info.json: total_episodes must be a whole number of at least 0")
+        for value in (None, True, "5", 5.0, float("inf"), -5)
+    ),
+    *(
+        (_metadata("fps", value), "info.json: fps must be a number above 0, or null")
+        for value in (float("nan"), float("inf"), 10**400, "10", 0, -1, [])
+    ),
+    *(
+        (_metadata("robot_type", value), "info.json: robot_type must be a text, or null")
+        for value in (3, [], "\0")
+    ),
+    *(
+        (_metadata("codebase_version", value), "info.json: codebase_version must be one of")
+        for value in (None, 2, ["v2.1"], {}, "v2.1\0")
+    ),
+    (_metadata("features", None), "info.json: features must be an object of values by key, got 'NoneType'"),
+    (_metadata("features", [1]), "info.json: features must be an object"),
+    (_metadata("action", 3, "features"), "info.json: features: action must be an object"),
+    (_metadata("", {"dtype": "int64", "shape": [1]}, "features"), "info.json: features must be names of"),
+    (
+        _metadata("..", {"dtype": "int64", "shape": [1]}, "features"),
+        "info.json: features: .. must be a feature that",
+    ),
+    (_metadata("a\0", {"dtype": "int64", "shape": [1]}, "features"), "info.json: features must be names of"),
+    (_metadata("terminated", {"dtype": "bool", "shape": [1]}, "features"), "terminated, 2 times"),
+    *(
+        (
+            _metadata("shape", value, ACTION),
+            "info.json: features: action: shape must be a list of whole numbers",
+        )
+        for value in (None, "12", 4, [10**30], [float("inf")], [-1], [1.5], [[4]], {})
+    ),
+    *(
+        (_metadata("dtype", value, ACTION), "info.json: features: action")
+        for value in (None, 3, "S1000000000", "f4,f4", "object", "floaty", ["f4"], "(2,)f4")
+    ),
+    (_metadata("names", 3, ACTION), "info.json: features: action: names must be a list or an object"),
+    (
+        lambda root: (
+            _metadata("v", {"dtype": "video", "shape": [8, 8, 3]}, "features")(root),
+            _metadata("video_path", "v/{video_key:03d}.mp4")(root),
+        ),
+        "info.json: video_path must be a path below the folder, with video_key, episode_chunk",
+    ),
+]
+EPISODE = {"episode_index": 0, "length": 1, "tasks": TASKS}
+
+
+def _first_line(name: str, row: Any) -> Callable[[Path], None]:
+    def edit(root: Path) -> None:
+        path = root / "meta" / name
+        path.write_text("\n".join([json.dumps(row), *path.read_text().splitlines()[1:]]))
+
+    return edit
+
+
+MISTYPED += [
+    (
+        _first_line("episodes.jsonl", row),
+        f"episodes.jsonl: line 1{text}",
+    )
+    for row, text in [
+        ([], " must be an object of values by key, got 'list'"),
+        ({**EPISODE, "episode_index": "0"}, ": episode_index must be a whole number"),
+        ({**EPISODE, "episode_index": None}, ": episode_index must be a whole number"),
+        ({**EPISODE, "length": float("inf")}, ": length must be a whole number"),
+        ({**EPISODE, "length": -1}, ": length must be a whole number"),
+        ({**EPISODE, "tasks": 5}, ": tasks must be a list of texts"),
+        ({**EPISODE, "tasks": [5]}, ": tasks must be a list of texts"),
+        ({**EPISODE, "tasks": ["\ud800"]}, ": tasks must be a list of texts"),
+    ]
+]
+MISTYPED += [
+    (
+        _first_line("tasks.jsonl", row),
+        f"tasks.jsonl: line 1{text}",
+    )
+    for row, text in [
+        ({"task_index": "0", "task": 3}, ": task_index must be a whole number"),
+        ({"task_index": 0}, " must have a task_index and a text"),
+        ({"task_index": 0, "task": "\ud800"}, " must have a task_index and a text"),
+        (3, " must be an object"),
+    ]
+]
+
+
+def test_mistyped_metadata_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each names its file and key, also from the command line."""
+    write(tmp_path / "good", "v2.1", LENGTHS, **some_columns())
+    shutil.copytree(tmp_path / "good", tmp_path / "set")
+    for number, (edit, text) in enumerate(MISTYPED):
+        shutil.copytree(tmp_path / "good" / "meta", tmp_path / "set" / "meta", dirs_exist_ok=True)
+        edit(tmp_path / "set")
+        with pytest.raises(DataError) as caught:
+            open_source(tmp_path / "set")
+        assert text in str(caught.value), number
+        assert len(str(caught.value)) < 1000
+        if number % 8 == 0:
+            assert main(["ingest", str(tmp_path / "set"), str(tmp_path / "out"), "--quiet"]) == 2
+            assert text in capsys.readouterr().err
+
+
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    3,
+    2**63,
+    10**400,
+    0.5,
+    1e300,
+    float("nan"),
+    float("inf"),
+    "",
+    "abc",
+    "\0",
+    "\ud800",
+]
+JUNK += [
+    "x" * 5000,
+    "{video_key:03d}",
+    "{episode_index}",
+    "../x",
+    [],
+    [1],
+    [[[]]],
+    [None],
+    {},
+    {"a": 1},
+    {"": [1]},
+]
+
+
+def _places(value: Any, *path: Any) -> list[tuple[Any, ...]]:
+    """Return the paths of all values in a JSON value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, one in items for place in _places(one, *path, key))]
+
+
+def _replaced(value: Any, path: Sequence[Any], junk: Any) -> Any:
+    if not path:
+        return junk
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    changed = {key: _replaced(one, path[1:], junk) if key == path[0] else one for key, one in items}
+    return changed if isinstance(value, dict) else list(changed.values())
+
+
+@pytest.fixture(scope="module")
+def whole_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lerobot") / "set"
+    write(root, "v2.1", LENGTHS[:2], **{key: rows[:8] for key, rows in some_columns().items()})
+    _metadata(
+        FRONT, {"dtype": "video", "shape": [8, 8, 3], "names": ["height", "width", "channels"]}, "features"
+    )(root)
+    _metadata("video_path", "videos/{video_key}/{episode_index:06d}.mp4")(root)
+    _metadata("fps", 10)(root)
+    return root
+
+
+@given(data=st.data())
+def test_any_junk_in_the_metadata_is_a_data_error(whole_set: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["info.json", "episodes.jsonl", "tasks.jsonl"]))
+    columns = data.draw(st.sampled_from([["observation.state", "task"], None]))  # None: with the video
+    path = whole_set / "meta" / name
+    text = path.read_text()
+    first, *others = [text] if name == "info.json" else text.splitlines()
+    value = json.loads(first)
+    for _ in range(data.draw(st.integers(1, 2))):
+        place = data.draw(st.sampled_from(_places(value)))
+        value = _replaced(value, place, data.draw(st.sampled_from(JUNK)))
+    try:
+        path.write_text("\n".join([json.dumps(value), *others]) + "\n")
+        with contextlib.suppress(DataError), open_source(whole_set, columns=columns) as found:
+            assert len(list(found.episodes())) == 2
+    finally:
+        path.write_text(text)
+
+
+def _of_images(root: Path, frames: list[Any]) -> Path:
+    """Write a set of an episode of images, whose files are given."""
+    write(root, "v2.1", [len(frames)], action=np.zeros((len(frames), 1)))
+    _metadata(
+        FRONT, {"dtype": "image", "shape": [8, 8, 3], "names": ["height", "width", "channel"]}, "features"
+    )(root)
+    table = pq.read_table(root / FIRST)
+    images = pa.array([{"bytes": frame, "path": None} for frame in frames])
+    pq.write_table(table.append_column(FRONT, images), root / FIRST)
+    return root
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n%%EOF\n"
+
+
+def test_images_of_formats_that_are_not_named_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An EPS would start a program, gs, on what the file holds."""
+    image = pytest.importorskip("PIL.Image")
+    program = tmp_path / "gs"
+    program.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    files: dict[str, Any] = {"EPS": EPS, "text": "text", "empty": b""}
+    for form in ("JPEG", "PNG", "GIF", "BMP", "TIFF", "PPM", "WEBP"):
+        sink = io.BytesIO()
+        with contextlib.suppress(OSError, KeyError):  # an encoder that Pillow was built without
+            image.new("RGB", (8, 8), (9, 99, 199)).save(sink, form)
+            files[form] = sink.getvalue()
+    files["PNG with an EPS"] = files["PNG"][:8] + EPS
+    for number, (form, content) in enumerate(files.items()):
+        source = _of_images(tmp_path / str(number), [content] * 2)
+        if form in ("JPEG", "PNG"):
+            rows = ingest([source], tmp_path / form, reward="none").columns[FRONT]
+            np.testing.assert_allclose(rows[0, 0, 0], (9, 99, 199), atol=3)
+            continue
+        assert main(["ingest", str(source), str(tmp_path / "out"), "--reward", "none", "--quiet"]) == 2
+        assert f"{FRONT}, episode 0 must hold " in (shown := capsys.readouterr().err), form
+        assert "JPEG or PNG" in shown
+    assert not (tmp_path / "ran").exists()
+
+
+def test_damaged_images_are_data_errors() -> None:
+    image, rng = pytest.importorskip("PIL.Image"), np.random.default_rng(0)
+    for form in ("JPEG", "PNG"):
+        sink = io.BytesIO()
+        image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(sink, form)
+        for _ in range(200):
+            changed = np.frombuffer(sink.getvalue(), np.uint8).copy()
+            changed[rng.integers(2, min(len(changed), 120), 3)] = rng.integers(0, 256, 3)
+            with contextlib.suppress(DataError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                decode_images("it", [changed.tobytes()], Expansion())
+
+
+def _of_video(root: Path) -> Path:
+    write(root, "v2.1", [2], action=np.zeros((2, 1)))
+    _metadata(
+        FRONT, {"dtype": "video", "shape": [16, 32, 3], "names": ["height", "width", "channel"]}, "features"
+    )(root)
+    _metadata("video_path", "{video_key}")(root)
+    return root
+
+
+@pytest.mark.parametrize("codec", ["mjpeg", "mpeg1video", "png", "libx264", "libsvtav1"])
+def test_video_codecs_are_named(tmp_path: Path, codec: str) -> None:
+    av = pytest.importorskip("av")
+    source, size = _of_video(tmp_path / "set"), (64, 128)
+    _metadata("shape", [*size, 3], f"features/{FRONT}")(source)
+    with av.open(str(source / FRONT), "w", format="mp4") as file:
+        try:
+            form = {"mjpeg": "yuvj420p", "png": "rgb24"}.get(codec, "yuv420p")
+            stream = file.add_stream(codec, 25, width=size[1], height=size[0], pix_fmt=form)
+        except (av.FFmpegError, ValueError, LookupError):
+            pytest.skip(f"PyAV has no encoder {codec}")
+        for _ in range(2):
+            file.mux(
+                stream.encode(av.VideoFrame.from_ndarray(np.zeros((*size, 3), np.uint8), format="rgb24"))
+            )
+        file.mux(stream.encode(None))
+    with pytest.raises(DataError) as caught:
+        ingest([source], tmp_path / "out", reward="none")
+    known = (
+        "must have frame 1 at" if codec.startswith("lib") else "must be in one of the codecs av1, h264, hevc"
+    )
+    assert known in str(caught.value)
+
+
+def test_a_video_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by its content, a playlist, nor by its name, which FFmpeg could take for an address."""
+    pytest.importorskip("av")
+    source = _of_video(tmp_path / "set")
+    playlists = {
+        "concat": "ffconcat version 1.0\nfile /etc/passwd\n",
+        "hls": "#EXTM3U\n#EXTINF:1,\n/etc/passwd\n",
+        "sdp": "v=0\nm=video 9 RTP/AVP 96\n",
+    }
+    for content in playlists.values():
+        (source / FRONT).write_text(content)
+        with pytest.raises(DataError, match=rf"{FRONT}: episode 0 must be a readable video"):
+            ingest([source], tmp_path / "out", reward="none")
+    av = pytest.importorskip("av")
+    with av.open(str(source / FRONT), "w", format="mp4") as file:
+        stream = file.add_stream("mpeg4", 10, width=32, height=16, pix_fmt="yuv420p")
+        for _ in range(2):
+            file.mux(
+                stream.encode(av.VideoFrame.from_ndarray(np.zeros((16, 32, 3), np.uint8), format="rgb24"))
+            )
+        file.mux(stream.encode(None))
+    (source / f"concat:{FRONT}").write_text("no video")
+    _metadata("video_path", "concat:{video_key}")(source)
+    monkeypatch.chdir(source)
+    with pytest.raises(DataError, match=rf"concat:{FRONT}: episode 0 must be a readable video"):
+        ingest(["."], tmp_path / "out", reward="none")
 
 
 @pytest.mark.parametrize(

@@ -20,13 +20,12 @@ from replay_support import same, streams_of
 from torch import Tensor
 
 from deepspeed_gear import Batch, Column, Replay, Schema
-from deepspeed_gear.batching.transfer.copy_engine import STAGED, WAYS
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostEvent, HostStream
+from deepspeed_gear.batching.transfer.device_gather import STAGED, WAYS
 from deepspeed_gear.config import parse
 from deepspeed_gear.errors import ConfigError, StoreFullError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay import batch_assembler, device_transfer, priority_updates
-from deepspeed_gear.replay.device_transfer import TransferTimings, fastest
 
 WINDOW = {"offset": -2, "length": 5}
 FIELDS = {
@@ -174,37 +173,31 @@ def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int)
                 assert_same(kept, copy)
 
 
-def test_what_is_not_measured_is_the_first_possible_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device where no way is named."""
+def test_memory_that_the_device_reads_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device where no way is named; else batches are staged, for the reason that is shown."""
     monkeypatch.setattr("deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True)
-    large = {**FIELDS, "return_to_go": {"length": 5000}}  # 20 kB, for the copy engine
-    for calibrate, fields in ((False, FIELDS), (True, large), (True, FIELDS)):
-        options = {"transfer": {"calibrate": calibrate}, "fields": fields}
-        with online("auto", **options) as replay:
-            told = replay.statistics()["transfer"]
-            replay.sample()
-        if not calibrate:
-            assert told["way"] == "direct"
-            assert told["seconds"] == told["measured"] == {}
-        else:
-            assert set(told["seconds"]) == (set(WAYS) if fields is large else {"direct", "staged"})
-            assert told["way"] == min(told["seconds"], key=lambda way: told["seconds"][way]["busy_s"])
-            assert told["measured"]["samples"] == 8
-            assert all(figures["idle_s"] > 0 for figures in told["seconds"].values())
-            assert told["not_registered"] == {}
-            assert ("at least 16 KiB" in told["refused"].get("copies", "")) == (fields is FIELDS)
+    with online("auto") as replay:
+        transfer = replay.statistics()["transfer"]
+        replay.sample()
+    assert transfer == {"way": "direct", "refused": {}, "registered_bytes": 0, "not_registered": {}}
+    monkeypatch.setattr(device_transfer.DeviceTransfer, "_is_reached", lambda self, name: False)
+    with online("auto") as replay:
+        transfer = replay.statistics()["transfer"]
+        replay.sample()
+    assert transfer["way"] == "staged"
+    assert transfer["refused"] == {"direct": "the device reads no column in place"}
 
 
-def test_a_way_that_is_impossible_is_refused_by_name() -> None:
-    """One field that suits the copy engine is enough."""
-    window = {"column": "action", "length": 2}
-    with online("copies", fields={"window": window, "edge": {**window, "pad": "edge"}}) as replay:
-        assert replay.sample()["window"].shape == (8, 2, 2)
-    with pytest.raises(ConfigError, match=r"transfer\.way must be possible here, got 'copies'; no field"):
-        online("copies", fields={"task": {}})
+def test_a_way_that_is_impossible_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_transfer.DeviceTransfer, "_is_reached", lambda self, name: False)
+    reason = "the device reads no column in place; use auto or staged"
+    with pytest.raises(ConfigError, match=rf"way must be possible here, got 'direct'; {reason}"):
+        online("direct")
 
 
-@pytest.mark.parametrize("options", [{"way": "fast"}, {"register_bytes": -1}, {"calibrate": 1}, {"speed": 1}])
+@pytest.mark.parametrize(
+    "options", [{"way": "copies"}, {"register_bytes": -1}, {"calibrate": True}, {"speed": 1}]
+)
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"gear\.transfer.*{next(iter(options))}"):
         parse(config_of(transfer=options))
@@ -314,14 +307,6 @@ def test_a_field_may_change_in_place_while_another_is_kept_for_backward(way: str
             loss.backward()
 
 
-def test_the_fastest_way_that_leaves_the_device_to_others_is_taken() -> None:
-    staged, copies = TransferTimings(2, 4), TransferTimings(3, 3, 0.01)
-    found = fastest({"direct": TransferTimings(1, 1, 0.2), "copies": copies, "staged": staged})
-    assert found == "copies"
-    assert fastest({"direct": TransferTimings(1, 1, 0.04), "staged": staged}) == "direct"
-    assert fastest({"direct": TransferTimings(1, 1, 0.3), "copies": TransferTimings(3, 3, 0.2)}) == "copies"
-
-
 def fetched(values: Tensor) -> tuple[Tensor, Event]:
     host = torch.empty(len(values))
     host.copy_(values, non_blocking=True)
@@ -349,7 +334,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStub]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [False, True])
 def test_neither_sampling_nor_a_report_waits_for_the_device(stub: DeviceStub, way: str, steps: bool) -> None:
-    options = {"sampler": PRIORITIZED, "transfer": {"way": way, "calibrate": False}, "device": DEVICE}
+    options = {"sampler": PRIORITIZED, "transfer": {"way": way}, "device": DEVICE}
     fields = {**FIELDS, "reward": WINDOW}
     with online(way, fields=fields, n_step={"n": 3, "gamma": 0.9}, **options) as replay:
         assert replay.statistics()["transfer"]["way"] == way

@@ -1,0 +1,40 @@
+"""Arrays in npz files that others made: none takes more memory than its entry in the archive declares."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+from numpy.lib import format as npy
+
+from deepspeed_gear.data.ingest.source_checks import DAMAGED
+from deepspeed_gear.errors import DataError
+
+NPY = ".npy"
+_DEFLATES = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+def read_entry(
+    where: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo, unpickle: Callable[[bytes], Any]
+) -> Any:
+    """Read an array of an archive whose declared size has been checked (`check_archive`).
+
+    `unpickle` returns the value of an array of Python objects, whose content is a pickle.
+    """
+    if entry.compress_type not in _DEFLATES:  # others decompress a block at once
+        rule = "must be stored or deflated, as np.savez_compressed writes it"
+        raise DataError(where, rule, entry.compress_type)
+    with archive.open(entry) as file:
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+        shape, _, dtype = read[npy.read_magic(file)](file)
+        num_bytes = entry.file_size - file.tell()
+        if dtype.hasobject:
+            return unpickle(file.read())
+        # NumPy would allocate what the header declares.
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
+            rule = f"must have the size of its entry in the archive, {num_bytes} bytes"
+            raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
+    with archive.open(entry) as file:
+        return npy.read_array(file, allow_pickle=False)
