@@ -243,7 +243,7 @@ def actions(num_envs: int, rounds: int) -> Row:
                 request.reply(action=request["observation"] @ weights)
             elif not results.empty() or not process.is_alive():
                 break
-        seconds, waits = results.get(timeout=10)
+        seconds, waits = results.get(timeout=120)
         process.join()
     return {
         "what": "inference",

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from cluster_support import PROGRAMS, Cluster, rank_environment
 from gear_support import SCHEMA, lengths_of, prefix, trajectory, write_dataset
 from replay_cases import BATCH, FOLLOWING, WINDOWS, digests, prioritized
 from replay_support import streams_of
+from warm_python import PIPE, WarmProcess
 
 from deepspeed_gear import DatasetWriter, Replay
 from deepspeed_gear.errors import GearError
@@ -86,18 +86,12 @@ def test_no_kill_of_two_nodes_loses_a_checkpoint(cluster: Cluster, tmp_path: Pat
     """The ranks save over one tag; the next ones load it, wherever DeepSpeed's own file of it is whole."""
     kills, env = 200 if LONG else 3, {**rank_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
     common = ["engine", "--folder", str(tmp_path), "--kills", str(kills), "--master", "10.77.0.1"]
-    command = [sys.executable, str(KILLS), *common, "--port", "21000"]
+    command = [str(KILLS), *common, "--port", "21000", "--ranks"]
     nodes = [
-        subprocess.Popen(
-            cluster.command(node, *command, "--ranks", str(node)),
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        WarmProcess([*command, str(node)], env, PIPE, subprocess.STDOUT, inside=cluster.inits[node])
         for node in range(2)
     ]
-    outputs = [node.communicate(timeout=3500)[0] for node in nodes]
+    outputs = [node.communicate()[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(outputs)
     found = json.loads(outputs[0].splitlines()[-1])
     assert (found["kills"], found["lost"]) == (kills, 0)

@@ -289,7 +289,7 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
 
     (tmp_path / "call").mkdir()
     ranks = NodeRanks(cluster, CALL, write_call(tmp_path / "call", go_on, config, tmp_path, False, 99))
-    wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches", 60.0)
+    wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches")
     ranks.kill()
     before, commits, fills = lines()
     assert cluster.call_ranks(go_on, config, tmp_path, True, 4) == ["", ""]
@@ -315,7 +315,7 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
 
 
 def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path: Path) -> None:
-    """Two nodes, by pdsh, train four batches of four groups with a worker each; two ranks of one go on."""
+    """Two nodes, by pdsh, train two batches of four groups with a worker each; two ranks of one go on."""
     config = json.loads((ROOT / "configs" / "grpo_async.json").read_text())
     config["gear"]["rollout"]["groups"] = 4
     config["gear"]["tables"]["rollouts"]["group"].pop("where")  # so few right answers make few such groups
@@ -324,12 +324,10 @@ def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path
     options = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path), "--warm-accuracy", "0"]
     options += ["--goal", "2", "--workers", "1", "--max-lag", "1", "--save-every", "2"]
     program = ROOT / "examples" / "grpo_async.py"
-    first = cluster.run(program, *options, "--iterations", "4", timeout_s=240.0)
-    last, *_ = run_ranks(program, 2, *options, "--resume", "--iterations", "6")
+    first = cluster.run(program, *options, "--iterations", "2", timeout_s=280.0)
+    last, *_ = run_ranks(program, 2, *options, "--resume", "--iterations", "4")
     results = [json.loads(re.findall(r'{"greedy.*}', output)[-1]) for output in (first, last)]
-    assert [(found["ranks"], found["iterations"]) for found in results] == [(2, 4), (2, 6)]
-    assert [found["prompts"]["trained"] for found in results] == [
-        4 * 4 // 2,
-        4 * 6,
-    ]  # of the first node, of all
+    assert [(found["ranks"], found["iterations"]) for found in results] == [(2, 2), (2, 4)]
+    of_first_node, of_all = 2 * 4 // 2, 4 * 4
+    assert [found["prompts"]["trained"] for found in results] == [of_first_node, of_all]
     assert max(found["largest_lag"] for found in results) <= 1

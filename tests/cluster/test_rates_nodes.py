@@ -151,33 +151,29 @@ def test_who_is_left_goes_on(found: Run) -> None:
 
 def test_a_wait_ends_on_all_nodes_at_once(found: Run) -> None:
     for seen in found.seen:
-        (at_once, _), (what, seconds), before, behind, (drawn, _) = seen["late"]
+        at_once, what, before, behind, drawn = seen["late"]
         assert "must be filled first, as its rate limiter requires" in at_once, "all ranks wait: none adds"
         assert "NotReadyError" in what
         assert "must be filled within 0.5 s" in what
         assert "0 steps held by all nodes" in what
-        assert seconds < 20
         assert (before, behind, len(drawn)) == (False, True, 3)
-    assert max(seen["late"][1][1] for seen in found.seen) > 0.4, "who came first has waited for as long"
 
 
 def test_nobody_waits_for_a_rank_that_writes_itself(found: Run) -> None:
     for seen in found.seen:
-        (what, seconds), before, behind, (drawn, _), (again, _) = seen["collecting"]
+        what, before, behind, drawn, again = seen["collecting"]
         assert "NotReadyError" in what
         assert "call can_sample() first" in what
-        assert seconds < 20
         assert (before, behind, len(drawn)) == (False, True, 3)
         assert "NotReadyError" in again, "each was drawn once"
-    drawn = [number for seen in found.seen for number in seen["collecting"][3][0]]
+    drawn = [number for seen in found.seen for number in seen["collecting"][3]]
     assert len(set(drawn)) == 12
 
 
 def test_nobody_waits_for_items_whose_priorities_are_0(found: Run) -> None:
     for seen in found.seen:
-        (what, seconds), (drawn, _) = seen["without"]
+        what, drawn = seen["without"]
         assert "must hold what the sampler admits" in what
-        assert seconds < 20
         assert len(drawn) == 3
 
 
@@ -190,10 +186,10 @@ def test_ranks_of_all_nodes_act_and_learn(found: Run) -> None:
 
 
 def test_the_end_of_a_node_ends_the_waits_of_others(found: Run) -> None:
-    assert all(len(what) == 3 for seen in found.seen for what, _ in seen["ended"][:2])
+    assert all(len(what) == 3 for seen in found.seen for what in seen["ended"][:2])
     for seen in found.seen[:2]:
-        assert "PeerError" in seen["ended"][2][0]
-        assert "ended before global batch 2" in seen["ended"][2][0]
+        assert "PeerError" in seen["ended"][2]
+        assert "ended before global batch 2" in seen["ended"][2]
 
 
 # ---- on each rank: batches, and tables that actors of the nodes fill at full speed ----------------------
@@ -269,14 +265,12 @@ def learn(section: dict[str, Any], batches: int, lose: int | None, actors: list[
 # ---- waits for a rate limiter, and their ends ----------------------------------------------------------
 
 
-def tried(replay: Replay) -> list[Any]:
-    """What comes of a sample, and after how many seconds."""
-    begin = time.monotonic()
+def tried(replay: Replay) -> Any:
+    """What comes of a sample: its trajectories, or an error's text."""
     try:
-        what = sorted(replay.sample().trajectory_id.tolist())
+        return sorted(replay.sample().trajectory_id.tolist())
     except GearError as error:
-        what = f"{type(error).__name__}: {error}"
-    return [what, time.monotonic() - begin]
+        return f"{type(error).__name__}: {error}"
 
 
 def late() -> list[Any]:

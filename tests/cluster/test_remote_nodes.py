@@ -1,7 +1,6 @@
 """An actor on a node without a store streams to the gateway of another, over a cable that is pulled out."""
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -9,6 +8,7 @@ from cluster_support import Cluster
 from gear_support import ROOT
 from process_support import environment
 from remote_support import openssl_certificate, write_token
+from warm_python import PIPE, WarmProcess
 
 LEARNS = """
 import sys, threading
@@ -45,8 +45,8 @@ with RemoteWriter.connect("grpc+tls://10.77.0.1:4711", token=token, ca=chain, **
 
 
 def start(cluster: Cluster, node: int, program: str, *arguments: object) -> subprocess.Popen[str]:
-    command = cluster.command(node, sys.executable, "-c", program, *map(str, arguments))
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    inside = cluster.inits[node]
+    return WarmProcess(["-c", program, *arguments], environment(), PIPE, cwd=ROOT, inside=inside)
 
 
 def wait_for(process: subprocess.Popen[str], line: str) -> None:
@@ -67,9 +67,9 @@ def test_a_remote_actor_over_a_cable_that_is_pulled_out(cluster: Cluster, tmp_pa
             cluster.link(1, "down")
             time.sleep(12.0 if cut == 2 else 0.5)
             cluster.link(1, "up")
-        assert actor.wait(60) == 0
+        assert actor.wait() == 0
         wait_for(learner, "stored 100000")
-        assert learner.wait(20) == 0
+        assert learner.wait() == 0
     finally:
         cluster.link(1, "up")
         learner.kill()

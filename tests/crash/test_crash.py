@@ -433,11 +433,11 @@ def test_random_deaths(kind: str, unit: str) -> None:
         kill(children[peer])
         before, known = int(stream.position[0]), int(accepted[peer])
         check_whole(scene.table, scene.streams)
-        wait_until(lambda before=before: stream.position[0] > before + 2, "sampling of the others", 30)
+        wait_until(lambda before=before: stream.position[0] > before + 2, "sampling of the others")
         if has_priorities:
             assert value(peer) in ((known, known + 1) if known else (1, 2)), "a report is lost"
         children[peer] = start(peer, death + 9)
-        wait_until(lambda peer=peer, known=known: accepted[peer] > known, "work of the new one", 30)
+        wait_until(lambda peer=peer, known=known: accepted[peer] > known, "work of the new one")
     for child in children.values():
         kill(child)
     check_whole(scene.table, scene.streams)

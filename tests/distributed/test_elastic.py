@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ from engine_parts import Model
 from gear_support import config_of
 from page_support import run_program
 from process_support import CALL, environment, free_port, write_call
+from warm_python import WarmProcess
 
 from deepspeed_gear import Batch
 
 STEPS, BATCH, DIES_AT = 8, 12, 3
 
-# torchrun with its modules loaded. The second agent joins when the first has opened the rendezvous.
+# torchrun. The second agent joins when the first has opened the rendezvous.
 AGENT = """
 import socket, sys, time
 from torch.distributed import run
@@ -59,11 +59,11 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
         for name in ("first", "second"):
             log = stack.enter_context((tmp_path / f"{name}.log").open("w"))
             env = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", AGENT=name)
-            start = [sys.executable, "-c", AGENT, name, str(port), *command]
-            agent = subprocess.Popen(start, env=env, stdout=log, stderr=log, start_new_session=True)
+            start = ["-c", AGENT, name, str(port), *command]
+            agent = WarmProcess(start, env, log, log, start_new_session=True)
             stack.callback(end, agent)
             agents.append(agent)
-        status = agents[0].wait(timeout=200)
+        status = agents[0].wait()
     assert status == 0, (tmp_path / "first.log").read_text()
     assert agents[1].returncode == -signal.SIGKILL
     wanted = samples_of(alone({**gear, "batch_size": BATCH}, STEPS)).tolist()

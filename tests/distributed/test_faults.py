@@ -261,7 +261,7 @@ def test_kill_at_any_time_leaves_nothing_after_the_next_start(name: str, data: P
                 assert shared_files(name) == []  # neither its own nor those of the rounds before
                 time.sleep(chance.uniform(0, 0.5))
                 os.kill(run.pid(number // 4 % 2), signal.SIGKILL)
-                assert run.end(60) != 0
+                assert run.end(START_S) != 0
                 assert shared_files(name) == []
             continue
         if when == "all":
@@ -287,7 +287,7 @@ def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path
         run.wait_for("step")
         status = Path(f"/proc/{run.pid(0)}/stat").read_text().rpartition(")")[2].split()
         os.kill(int(status[1]), signal.SIGTERM)  # the process that has started the ranks
-        assert run.end(30) != 0  # the README says 10, on a machine that does nothing else
+        assert run.end(START_S) != 0
         assert shared_files(name) == []
 
 

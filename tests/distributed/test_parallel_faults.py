@@ -62,26 +62,23 @@ def test_a_rank_that_fails_or_ends_early(mode: str, dataset: Path) -> None:
         assert (failed or text) in errors[2][1]
         assert errors[5] is None if differs is None else differs in errors[5][1]
         assert [errors[n] for n in (0, 1, 3, 4, 6)] == [None] * 5
-        assert all(float(error[2]) < TIMEOUT_S for error in errors.values() if error)
         if failed:
-            kind, message, seconds = result["end"]
+            kind, message = result["end"]
             assert kind == "PeerError"
             rule, had = "must take as many batches as this rank", "it ended after 7 of 8 batch barriers"
             if by_error:
                 rule = "must train as long as the others"
                 had = "it failed after 7 of 8 batch barriers: KeyError: 'of this test'"
             assert f"rank {ranks - 1} {rule}; {had}" in message
-            assert float(seconds) < TIMEOUT_S
 
 
 def test_a_cut_that_fails_is_an_error_on_all_at_once(dataset: Path) -> None:
     """One rank finds no mass to draw from while the other waits for its reports; both can go on later."""
     sampler = {"kind": "prioritized", "initial": 1.0, "unit": "step", "anchors": "start"}
     for found in call_with_engines(2, without_masses, section(dataset, sampler=sampler)):
-        for kind, message, seconds in found["errors"]:
+        for kind, message in found["errors"]:
             assert kind in ("StoreError", "PeerError")
             assert "trajectories (24 steps) of priority 0" in message
-            assert float(seconds) < 3.5
         assert found["end"] is None
 
 
@@ -94,14 +91,13 @@ def test_a_rank_that_dies_or_stands_still(
     call = write_call(tmp_path, dying, mode, section(dataset, timeout_s=timeout_s), kind, victim)
     run = Ranks(CALL, ranks, call)
     try:
-        wait_until(lambda: all(Path(f"{call}.{rank}").exists() for rank in others), "the errors", 120)
+        wait_until(lambda: all(Path(f"{call}.{rank}").exists() for rank in others), "the errors")
         for found in (result_of(call, rank) for rank in others):
             assert found["errors"] == [None, None]
-            error, message, seconds = found["end"]
+            error, message = found["end"]
             assert error == "PeerError"
             assert message.startswith(f"rank {victim} must ")
             assert ("it died" if kind == "killed" else f"within {timeout_s} s") in message
-            assert float(seconds) < timeout_s + 5
     finally:
         run.kill()
     assert shared_files(prefix()) == []
@@ -166,11 +162,10 @@ def one_step(engine: Any) -> None:
 
 def attempt(engine: Any) -> list[str] | None:
     """Make a step; return its error."""
-    begin = time.monotonic()
     try:
         one_step(engine)
     except (GearError, ArithmeticError) as error:
-        return [type(error).__name__, str(error), f"{time.monotonic() - begin:.1f}"]
+        return [type(error).__name__, str(error)]
     return None
 
 
@@ -222,7 +217,7 @@ def without_masses(gear: dict[str, Any]) -> dict[str, Any]:
     errors = []
     for _ in range(2):
         errors.append(attempt(engine))
-        time.sleep(4)  # who still waits for this rank's reports must not wait for so long
+        dist.barrier()  # which a rank that still waits for this one's reports does not come to
     engine.gear.set_priorities([3], [1.0], [0])
     return {"errors": errors, "end": attempt(engine)}
 

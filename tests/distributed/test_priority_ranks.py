@@ -216,11 +216,9 @@ def stopping(case: dict[str, Any]) -> None:
         pids: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pids, os.getpid())
         if dist.get_rank() == 0:
-            begin, text = time.monotonic(), rf"local rank 1 \(process {pids[1]}\) has not requested the batch"
+            text = rf"local rank 1 \(process {pids[1]}\) has not requested the batch"
             with pytest.raises(PeerError, match=f"{text} after them"):
                 [replay.sample() for _ in range(20)]
-            passed, timeout_s = time.monotonic() - begin, case["section"]["timeout_s"]
-            assert timeout_s <= passed < timeout_s + 10, passed
         dist.barrier()
 
 

@@ -148,9 +148,9 @@ def test_ranks_and_actors_end_with_the_launcher(tmp_path: Path) -> None:
     """However early SIGTERM comes; the reapers remove what killed processes leave."""
     command = [str(EXAMPLES / "online.py"), "--config", own("online.json", tmp_path), "--steps", "100000"]
     with WarmProcess(command, environment(), PIPE, PIPE, cwd=ROOT) as process:
-        wait_until(lambda: len(shared_files(prefix())) == 2, "a store and a board", 180)
+        wait_until(lambda: len(shared_files(prefix())) == 2, "a store and a board")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate()
     assert process.returncode != 0
     wait_until(lambda: shared_files(prefix()) == [], "the end of all")
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from gear_support import ROOT, wait_until
 from process_support import CALL, Ranks, environment, results_of
+from warm_python import WarmProcess, run_warm
 
 SCRIPT = Path(__file__).resolve().parents[1] / "cluster" / "cluster.sh"
 PROGRAMS = Path(__file__).resolve().parents[1] / "cluster" / "programs"
@@ -30,7 +31,7 @@ FORWARDED = "DS_ACCELERATOR OMP_NUM_THREADS TORCH_EXTENSIONS_DIR GEAR_TEST_PREFI
 
 def why_no_cluster() -> str | None:
     """Say why this machine cannot run a cluster; None if it can."""
-    checked = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True, timeout=30)
+    checked = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True)
     return checked.stderr.strip() if checked.returncode else None
 
 
@@ -96,12 +97,13 @@ class Cluster:
         self.folder, self.num_nodes = folder, num_nodes
         self._env = {**os.environ, "GEAR_CLUSTER_DIR": str(folder / "state")}
         self._numbers = itertools.count()
-        subprocess.run([str(SCRIPT), "up", str(num_nodes)], env=self._env, check=True, timeout=60)
-        self._inits = [int((folder / "state" / f"init{node}").read_text()) for node in range(num_nodes)]
+        subprocess.run([str(SCRIPT), "up", str(num_nodes)], env=self._env, check=True)
+        #: Process 1 of each node, as this machine numbers it.
+        self.inits = [int((folder / "state" / f"init{node}").read_text()) for node in range(num_nodes)]
 
     def down(self) -> None:
         """End every process in every node."""
-        subprocess.run([str(SCRIPT), "down"], env=self._env, check=True, timeout=60)
+        subprocess.run([str(SCRIPT), "down"], env=self._env, check=True)
 
     def command(self, node: int, *command: str) -> list[str]:
         """Return the command that runs a command in a node, for subprocess."""
@@ -110,7 +112,14 @@ class Cluster:
     def call(
         self, node: int, *command: str, timeout_s: float = 180.0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in a node, in the checkout's root and with the environment of ranks, to its end."""
+        """Run a command in a node, in the checkout's root and with the environment of ranks, to its end.
+
+        A command of this interpreter runs in a warm process, see `warm_python`.
+        """
+        if command[0] == sys.executable:
+            merged = {**rank_environment(), **(env or {})}
+            inside = self.inits[node]
+            return run_warm(*command[1:], env=merged, cwd=ROOT, timeout_s=timeout_s, inside=inside)
         return subprocess.run(
             self.command(node, *command),
             env={**rank_environment(), **(env or {})},
@@ -203,7 +212,7 @@ class Cluster:
         The numbers are this machine's, not the node's: `os.kill` takes them.
         """
         found = []
-        for pid in _processes_of(self._inits[node]):
+        for pid in _processes_of(self.inits[node]):
             command = _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
             if command and not command.startswith("sshd:") and re.search(pattern, command):
                 found.append(pid)
@@ -211,21 +220,21 @@ class Cluster:
 
     def link(self, node: int, state: str) -> None:
         """Pull a node's cable out ("down") or plug it in again ("up")."""
-        subprocess.run([str(SCRIPT), "link", str(node), state], env=self._env, check=True, timeout=30)
+        subprocess.run([str(SCRIPT), "link", str(node), state], env=self._env, check=True)
 
     def sent_bytes(self, node: int) -> int:
         """Return what a node has sent since it started, with all headers."""
-        lines = Path(f"/proc/{self._inits[node]}/net/dev").read_text().splitlines()
+        lines = Path(f"/proc/{self.inits[node]}/net/dev").read_text().splitlines()
         fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
         return int(fields[8])
 
     def shm(self, node: int) -> Path:
         """Return where this machine sees a node's /dev/shm."""
-        return Path(f"/proc/{self._inits[node]}/root/dev/shm")
+        return Path(f"/proc/{self.inits[node]}/root/dev/shm")
 
     def sweep(self) -> None:
         """Plug all cables in, kill all processes, and remove what DeepSpeed leaves in /dev/shm."""
-        for node, init in enumerate(self._inits):
+        for node, init in enumerate(self.inits):
             self.link(node, "up")
             # Reapers end by themselves then, and remove stores.
             _kill([pid for pid in _processes_of(init) if _read(pid, "comm") != b"gear-reaper\n"])
@@ -235,7 +244,7 @@ class Cluster:
 
 
 class NodeRanks(Ranks):
-    """Ranks on the first nodes of a cluster, as many on each, without a launcher."""
+    """Ranks on the first nodes of a cluster, as many on each, without a launcher, in warm processes."""
 
     def __init__(
         self, cluster: Cluster, program: Path | str, *arguments: str, nodes: int = 2, ranks: int = 1
@@ -245,11 +254,9 @@ class NodeRanks(Ranks):
         super().__init__(PROGRAMS / program, nodes * ranks, *arguments, **env)
 
     def start(self, rank: int, program: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
-        local = f"LOCAL_RANK={rank % self.ranks}"
-        world = f"LOCAL_WORLD_SIZE={self.ranks}"
-        python = ["env", local, world, sys.executable, "-u", *program]
-        command, pipe = self.cluster.command(rank // self.ranks, *python), subprocess.PIPE
-        return subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        local = {"LOCAL_RANK": str(rank % self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
+        node = self.cluster.inits[rank // self.ranks]
+        return WarmProcess(program, {**env, **local}, subprocess.PIPE, subprocess.STDOUT, inside=node)
 
     def end(self, process: subprocess.Popen[str]) -> None:
         self.cluster.sweep()  # the process itself is only what has entered the namespaces

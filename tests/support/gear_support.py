@@ -106,8 +106,8 @@ def run_command(command: Any, *arguments: str) -> int:
     return status
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 60.0) -> None:
-    """Wait for something that another process does."""
+def wait_until(condition: Callable[[], Any], what: str, timeout_s: float = 280.0) -> None:
+    """Wait for something that another process does, for nearly as long as a test may take."""
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, f"{what} did not happen within {timeout_s} s"

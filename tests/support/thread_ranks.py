@@ -28,7 +28,7 @@ class ThreadPlane(ControlPlane):
 
 def on_ranks(count: int, action: Callable[[ThreadPlane], Any]) -> list[Any]:
     """Run an action on several ranks; give the result, or the error, of each."""
-    values, barrier = [None] * count, threading.Barrier(count, timeout=20.0)
+    values, barrier = [None] * count, threading.Barrier(count, timeout=280.0)
 
     def run(rank: int) -> Any:
         try:

@@ -15,7 +15,7 @@ def sourced(shell: str, folder: Path, code: str = SHOW, **env: str) -> subproces
     """Run code in a shell that stops at errors and unset variables, where nothing else is set."""
     command = [str(shutil.which(shell)), "-euc", code]
     variables = {"PATH": os.environ["PATH"], **env}
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def test_a_rank_trains_and_collects(paths: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "training.rank", "gear", str(tmp_path / "set"), "8"],
         input="".join(json.dumps(order) + "\n" for order in orders),
-        env=environment, capture_output=True, text=True, timeout=120,
+        env=environment, capture_output=True, text=True,
     )  # fmt: skip
     opened, trained, collected, closed, again = map(json.loads, done.stdout.splitlines())
     assert opened["others"] == 0, done.stderr

@@ -4,12 +4,15 @@
 
 One replay has a table with `remove: fifo` and one with `remove: uniform`. Each writer adds trajectories of 1
 to 5,000 steps to both and attaches anew from time to time; the rank samples both with priorities and checks
-every row. The parent reads /proc of the three processes twice a second. The first quarter is left out as the
-warm-up; of the others the median of the last third is compared with that of the first. Prints a line of JSON.
+every row. The parent reads /proc of the three processes whenever EVERY more trajectories were added, until
+the run has taken --seconds and has LEAST readings, however long a slow machine takes for them. The first
+quarter is left out as the warm-up; of the others the median of the last third is compared with that of the
+first. Prints a line of JSON.
 """
 
 import gc
 import json
+import mmap
 import os
 import statistics
 import sys
@@ -27,7 +30,8 @@ from torn import BATCH, COLUMNS, FIELDS, rows, start, wrong
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.store.records import Control
 
-MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 500
+MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 100
+EVERY, LEAST = 50, 32  # trajectories added from one reading of /proc to the next, and readings
 PREFIX = f"gearsoak{os.environ.get('GEAR_SOAK', '')}"
 REMOVE = {"oldest": "fifo", "any": "uniform"}  # by table
 SECTION: dict[str, Any] = {
@@ -52,6 +56,9 @@ SECTION: dict[str, Any] = {
     "shared_memory": {"prefix": PREFIX},
     "timeout_s": 60.0,
 }
+# Trajectories that were added, and how often writers have attached, in memory that all share; an entry each.
+COUNTS = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
+ATTACHED = WRITERS
 
 
 def read(pipe: Connection) -> None:
@@ -71,9 +78,9 @@ def read(pipe: Connection) -> None:
     pipe.send(found)
 
 
-def write(pipe: Connection, seed: int) -> None:
+def write(pipe: Connection, number: int) -> None:
     """Add to both tables at full speed until the end of the run."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(number)
     pool = [rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))) for _ in range(200)]
     TrajectoryWriter.attach(SECTION, table="any", wait_s=60).close()  # everything is imported now
     pipe.send("attached")
@@ -83,9 +90,11 @@ def write(pipe: Connection, seed: int) -> None:
             TrajectoryWriter.attach(SECTION, table="oldest", wait_s=60) as first,
             TrajectoryWriter.attach(SECTION, table="any", wait_s=60) as second,
         ):
+            COUNTS[ATTACHED + number] += 1
             for _ in range(ATTACH_EVERY):
                 for writer in (first, second):
                     writer.add(pool[int(random.integers(len(pool)))])
+                    COUNTS[number] += 1
 
 
 def measure(pid: int) -> dict[str, float]:
@@ -109,8 +118,8 @@ def shared_memory() -> dict[str, float]:
 
 # ---- what may grow, and how far ------------------------------------------------------------------
 
-# A writer that attaches anew has 6 descriptors and 4 maps fewer for an instant, which on a slow machine may
-# be a third of a short run. Its shared memory is what it has touched since then, and is not judged.
+# A writer that attaches anew has 6 descriptors and 4 maps fewer for an instant. Its shared memory is what it
+# has touched since then, and is not judged.
 MOST_GROWTH = {"anonymous_mib": 4.0, "descriptors": 6, "maps": 8, "threads": 0, "files": 0, "file_mib": 0.0}
 
 
@@ -143,10 +152,13 @@ def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
             assert pipe.recv() == "attached"
         series: dict[str, list[dict[str, float]]] = {"/dev/shm": [], **{who: [] for who in processes}}
         begin, told = time.monotonic(), 0.0
-        while time.monotonic() - begin < seconds:
-            time.sleep(0.5)
+        while time.monotonic() - begin < seconds or len(series["rank"]) < LEAST:
+            wanted = COUNTS[:WRITERS].sum() + EVERY
+            while COUNTS[:WRITERS].sum() < wanted:
+                time.sleep(0.01)
+                for who, process in processes.items():
+                    assert process.is_alive(), f"{who} has ended"
             for who, process in processes.items():
-                assert process.is_alive(), f"{who} has ended"
                 series[who].append(measure(process.pid or 0))
             series["/dev/shm"].append(shared_memory())
             if time.monotonic() - begin > told:
@@ -164,6 +176,7 @@ def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
             process.join()
     found = {who: growth(entries) for who, entries in series.items()}
     left = [path.name for path in Path("/dev/shm").glob(f"{PREFIX}-*")]
+    counts["attached"] = int(COUNTS[ATTACHED : ATTACHED + WRITERS].sum())
     return {**counts, "medians": found, "grown": grown(found), "left": left}
 
 

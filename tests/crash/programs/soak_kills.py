@@ -202,4 +202,4 @@ if __name__ == "__main__":
     os.environ.setdefault("GEAR_TEST_PREFIX", prefix())  # the same in all forks
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="soaksaves") as folder:
         found = soak(60 * options.minutes, options.seed, Path(folder))
-    end_with(found | {**vars(options), "left_in_shm": left_over(10.0)}, "failures", "left_in_shm")
+    end_with(found | {**vars(options), "left_in_shm": left_over(60.0)}, "failures", "left_in_shm")

@@ -5,12 +5,16 @@
 
 Two ranks sample, four processes write, every second one step by step; all extents are reused over and over;
 each row carries its step, the length and a checksum of its trajectory. With --kill the writers are killed
-with SIGKILL every 100 ms. With --stop so many times a writer is stopped with SIGSTOP for up to half of
-`timeout_s` and continued; all writers then still run at the end. It goes on until --least-added trajectories
-were added. At the end everything must be free, and no process may hold the lock. Prints a line of JSON.
+with SIGKILL: most after up to 60 calls, every fourth up to 0.2 s after its start. With --stop so many times a
+writer is stopped with SIGSTOP for up to 3 s and continued; all writers then still run at the end. It goes on
+until it has taken --seconds, --least-added trajectories were added, --least-sampled samples were checked,
+--least-killed writers were killed and all stops were made, however long a slow machine takes. At the end
+everything must be free, and no process may hold the lock. Prints a line of JSON.
 """
 
 import argparse
+import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
@@ -37,7 +41,8 @@ SCHEMA = Schema(
 )
 COLUMNS = {c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows} for c in SCHEMA}
 WINDOW, BATCH, WRITERS, MOST_STEPS, ENVIRONMENTS = 8, 256, 4, 60, 3
-MOST_LATE_S = 60.0  # how much longer a slow machine may take to add enough
+MOST_CALLS, MOST_STOP_S = 60, 3.0
+LEAST = ("least_added", "least_sampled", "least_killed")  # options
 PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
 FIELDS = {
     "mark": {"offset": 1 - WINDOW, "length": WINDOW},
@@ -59,8 +64,11 @@ SECTION: dict[str, Any] = {
     "fields": FIELDS,
     "batch_size": BATCH,
     "shared_memory": {"prefix": PREFIX},
-    "timeout_s": float(os.environ.get("GEAR_TORN_TIMEOUT", "30")),
+    "timeout_s": 30.0,
 }
+# What the processes of a run count, in memory that all share: calls of each writer's life, stops and kills.
+COUNTS = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
+STOPS, KILLS = WRITERS, WRITERS + 1
 
 
 def mix(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -102,15 +110,20 @@ Child = tuple[multiprocessing.process.BaseProcess, Connection]
 
 def start(function: Callable[..., None], *arguments: Any) -> Child:
     """Run a function in a forked child, with a pipe to this process as its first argument."""
+
+    def run_in_child(*given: Any) -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive this process
+        function(*given)
+
     ours, theirs = FORK.Pipe()
-    child = FORK.Process(target=function, args=(theirs, *arguments))
+    child = FORK.Process(target=run_in_child, args=(theirs, *arguments))
     child.start()
     theirs.close()
     return child, ours
 
 
-def read(pipe: Connection, rank: int, seconds: float, least: int) -> None:
-    """Sample for some seconds and until enough was added, then see that nothing is lost. A rank."""
+def read(pipe: Connection, rank: int, wanted: argparse.Namespace) -> None:
+    """Sample until enough was done, then see that nothing is lost. A rank."""
     os.environ["RANK"] = str(rank)
     dist.init_process_group("gloo")
     found = {"samples": 0, "wrong": 0}
@@ -118,15 +131,20 @@ def read(pipe: Connection, rank: int, seconds: float, least: int) -> None:
         table = replay.tables["main"]
         while replay.num_steps < 1000:
             time.sleep(0.01)
-        until = time.monotonic() + seconds
+        until = time.monotonic() + wanted.seconds
         going = [True]
         while going[0]:
             for _ in range(50):
                 batch = replay.sample()
                 found["samples"] += len(batch["key"])
                 found["wrong"] += wrong(batch)
-            late = time.monotonic() - until
-            going = [late < 0 or (late < MOST_LATE_S and table.control[Control.INSERTED] < least)]
+            going = [
+                time.monotonic() < until
+                or table.control[Control.INSERTED] < wanted.least_added
+                or 2 * found["samples"] < wanted.least_sampled
+                or COUNTS[STOPS] < wanted.stop
+                or COUNTS[KILLS] < wanted.least_killed
+            ]
             dist.broadcast_object_list(going, 0)
         found["added"] = int(table.control[Control.INSERTED])
         if rank == 0:
@@ -142,12 +160,13 @@ def read(pipe: Connection, rank: int, seconds: float, least: int) -> None:
     pipe.send(found)
 
 
-def write(seed: int) -> None:
+def write(number: int, seed: int) -> None:
     """Add at full speed until this process is killed."""
     random = np.random.default_rng(seed)
     with TrajectoryWriter.attach(SECTION, wait_s=60) as writer:
         while True:
             writer.add(rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))))
+            COUNTS[number] += 1
 
 
 def marks(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -155,7 +174,7 @@ def marks(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
     return np.stack([key, step, steps, mix(key, step, steps)], axis=1)
 
 
-def write_steps(seed: int) -> None:
+def write_steps(number: int, seed: int) -> None:
     """Publish steps of environments at full speed until this process is killed; some episodes are cut."""
     random = np.random.default_rng(seed)
     with TrajectoryWriter.attach(SECTION, wait_s=60) as writer:
@@ -172,57 +191,69 @@ def write_steps(seed: int) -> None:
             step += 1
             ended = step == steps
             vector.step(publish=True, mark=marks(key, step, steps), again=before, terminated=ended)
+            COUNTS[number] += 1
 
 
 def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> dict[str, int]:
     """Stop one busy writer after the other, and continue it in time; count those that held the lock."""
-    stops, held, random = 0, 0, np.random.default_rng(count)
+    held, random = 0, np.random.default_rng(count)
     writer = TrajectoryWriter.attach(SECTION, wait_s=60)
     holder = np.ndarray((1,), np.int64, buffer=writer._table.memory.buffer, offset=HOLDER_OFFSET)
-    while stops < count and not is_over:
-        stops += 1
-        child = children[int(random.integers(len(children)))]
-        time.sleep(random.uniform(0.5, 1.5))  # what has waited for the last one gets its turn
-        os.kill(child, signal.SIGSTOP)
+    while COUNTS[STOPS] < count and not is_over:
+        number = int(random.integers(len(children)))
+        calls, most = COUNTS[:WRITERS].sum(), int(random.integers(100))
+        while COUNTS[:WRITERS].sum() < calls + most and not is_over:
+            time.sleep(0.01)  # what has waited for the last one gets its turn
+        os.kill(children[number], signal.SIGSTOP)
         time.sleep(0.02)
-        held += int(holder[0]) == child
-        time.sleep(random.uniform(0, SECTION["timeout_s"] / 2))
-        os.kill(child, signal.SIGCONT)
+        held += int(holder[0]) == children[number]
+        time.sleep(random.uniform(0, MOST_STOP_S))
+        os.kill(children[number], signal.SIGCONT)
+        COUNTS[STOPS] += 1
     writer.close()
-    return {"stops": stops, "held": held}
+    return {"stops": int(COUNTS[STOPS]), "held": held}
 
 
-def host(pipe: Connection, kill: bool, stops: int) -> None:
-    """Keep writers going as forked children; with `kill` each lives for a tenth of a second."""
-    children: dict[int, float] = {}
+def host(pipe: Connection, wanted: argparse.Namespace) -> None:
+    """Keep writers going as forked children; with `kill` a child's life has a length by calls or by time."""
+    random = np.random.default_rng(11)
+    children: list[int] = [0] * WRITERS
+    ends: list[tuple[float, float]] = [(0, 0)] * WRITERS  # calls, and a time, of which the first ends a life
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     TrajectoryWriter.attach(SECTION, wait_s=60).close()  # so that children have everything loaded
     count, found = 0, {}
     while not stop:
-        while len(children) < WRITERS:
+        for number in [number for number, child in enumerate(children) if not child]:
             count += 1
+            COUNTS[number] = 0
             child = os.fork()
             if child == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                 try:
-                    (write_steps if count % 2 else write)(count + os.getpid() * 1000)
+                    (write_steps if number % 2 else write)(number, count + os.getpid() * 1000)
                 except Exception as error:  # the run has ended
                     print(f"a writer has ended: {error}", file=sys.stderr)
                 os._exit(1)
-            children[child] = time.monotonic() + 0.1 * (1 + count % WRITERS / WRITERS)
-        if stops:
-            found, stops = stop_and_continue(list(children), stops, stop), 0
-        time.sleep(0.02)
-        for child, until in list(children.items()):
+            children[number] = child
+            ends[number] = random.integers(1, MOST_CALLS), np.inf
+            if count % 4 == 0:  # this one may die while it attaches
+                ends[number] = np.inf, time.monotonic() + random.uniform(0, 0.2)
+        if wanted.stop and not found:
+            found = stop_and_continue(children, wanted.stop, stop)
+        time.sleep(0.002)
+        for number, (calls, until) in enumerate(ends):
+            child = children[number]
             ended, _ = os.waitpid(child, os.WNOHANG)
-            if ended == 0 and kill and time.monotonic() > until:
+            if ended == 0 and wanted.kill and (COUNTS[number] >= calls or time.monotonic() > until):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
                 ended = child
+                COUNTS[KILLS] += 1
             if ended:
-                del children[child]
-    for child in children:
+                children[number] = 0
+    for child in filter(None, children):
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     pipe.send({"writers": count, **found})
@@ -231,8 +262,8 @@ def host(pipe: Connection, kill: bool, stops: int) -> None:
 def run(options: argparse.Namespace) -> dict[str, int]:
     """Run readers and writers; return what they found."""
     os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
-    ranks = [start(read, rank, options.seconds, options.least_added) for rank in range(2)]
-    writers = start(host, options.kill, options.stop)
+    ranks = [start(read, rank, options) for rank in range(2)]
+    writers = start(host, options)
     try:
         assert ranks[0][1].recv() == "done"
         writers[0].terminate()
@@ -248,5 +279,5 @@ def run(options: argparse.Namespace) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    found = run(command_options(__doc__, "kill", seconds=60.0, least_added=0, stop=0))
+    found = run(command_options(__doc__, "kill", seconds=60.0, stop=0, **dict.fromkeys(LEAST, 0)))
     end_with(found, "wrong", "lost_rows", "used_slots")

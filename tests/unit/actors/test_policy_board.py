@@ -113,12 +113,12 @@ def test_never_torn_under_a_hammering_publisher(
         wait_until(lambda: stores(PREFIX), "publishing")
         with PolicyBoard.attach(stores(PREFIX)[0].name) as reader:
             module, seen = policy(width=20_000), set()
-            least, most = time.monotonic() + 1.0, time.monotonic() + 40.0
-            while time.monotonic() < least or len(seen) < 20:
+            num_reads = 0
+            while num_reads < 100 or len(seen) < 20:
                 version = reader.load_into(module)
                 assert value_of(module) == version % 8
                 seen.add(version)
-                assert time.monotonic() < most, "the publisher stands still"
+                num_reads += 1
             assert reader.is_published
             kill(child)
             child = 0

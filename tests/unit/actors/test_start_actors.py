@@ -165,7 +165,7 @@ def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) ->
         actors = start_actors(policies.counting, policy, num_actors=2, num_envs=1, replay=replay)
         pids, failed = actors.pids, actors._processes[1]
         with pytest.raises(PeerError, match=text), actors:
-            wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure", 120)
+            wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure")
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
@@ -177,7 +177,7 @@ def test_an_actor_that_waits_for_learners_stops() -> None:
             wait_until(lambda: len(replay) >= 60, "collecting")
             time.sleep(1.0)
             assert len(replay) <= 66
-        assert actors.results[0]["waited_s"] > 0.1
+        assert actors.results[0]["waited_s"] > 0
 
 
 PARENT = """

@@ -60,7 +60,7 @@ def test_a_thread_may_stop_itself() -> None:
     ready = threading.Event()
 
     def produce(i: int) -> int:
-        ready.wait(20)
+        ready.wait()
         box[0].stop()
         return i
 

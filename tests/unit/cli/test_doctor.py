@@ -161,7 +161,7 @@ def test_connections_are_tried_and_failures_named() -> None:
     here = f"127.0.0.1:{shown.getvalue().strip()}"
     assert ssh_hosts.ask("secret", [here]) == {}
     assert ssh_hosts.ask("public", [here]) == {here: "another program answers"}
-    server.join(timeout=20)
+    server.join()
     assert not server.is_alive()
     ((address, why),) = ssh_hosts.ask("secret", [here]).items()
     assert address == here

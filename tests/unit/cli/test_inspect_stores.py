@@ -103,7 +103,7 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     assert (entry["processes"], entry["run"]["name"]) == ([process.pid], "steps")
     assert {name: entry[name] for name in found} == found
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate()
     assert of_living(store) == found  # a look outlives the run: it is a map of its own
     with pytest.raises(StoreError, match=rf"process {process.pid} must be a running process of user"):
         run("--living", str(process.pid))

@@ -56,7 +56,7 @@ def views_of(watch: FailureDetector) -> dict[str, np.ndarray]:
 def loses(watch: FailureDetector, text: str, by: str = "check") -> None:
     """Wait until a rank or node is found to be lost, and check what its error says."""
     with pytest.raises(LostNodeError, match=text):
-        wait_until(lambda: getattr(watch, by)(), "the failure", 20.0)
+        wait_until(lambda: getattr(watch, by)(), "the failure")
 
 
 def lost(node: int) -> LostNodeError:

@@ -120,8 +120,8 @@ class Workshop:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that other processes bring about."""
-    assert wait_until(condition, 60, 0.02), "waited for a minute"
+    """Wait for something that other processes bring about, for nearly as long as a test may take."""
+    assert wait_until(condition, 280, 0.02), "waited in vain"
 
 
 def alive(pid: int) -> bool:

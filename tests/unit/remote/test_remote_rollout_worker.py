@@ -233,7 +233,7 @@ def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch:
         first.commit(responses(first))
         monkeypatch.setattr(worker._line, "call", lambda *_: pytest.fail("it sleeps"))
         worker._lock.acquire()  # as if it was stopped
-        wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session", 20)
+        wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session")
         monkeypatch.undo()
         worker._lock.release()
         for lease, text in ((first, "it was committed"), (second, "it was given back, by .* the end of its")):
@@ -261,16 +261,15 @@ def test_workers_that_wait_for_leases_hold_up_no_other(num_sessions: int, data: 
         leases = worker.lease(3)
         waits = [attach(gateway.url) for _ in range(3)]
         found: list[Any] = []
-        threads = [threading.Thread(target=lambda w=w: found.append(w.lease(1, timeout_s=9))) for w in waits]
+        take = [lambda w=w: found.append(w.lease(1, timeout_s=200)) for w in waits]
+        threads = [threading.Thread(target=one) for one in take]
         for thread in threads:
             thread.start()
         time.sleep(0.2)
-        begin = time.monotonic()
         for lease in leases:
             lease.heartbeat()
             lease.commit(responses(lease))
-        assert time.monotonic() - begin < 0.8
-        assert found == []
+        assert found == [], "none of them had to end first"
         list(replay.rollout())
         for thread in threads:
             thread.join()
@@ -409,7 +408,7 @@ def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path)
         with attach(url) as worker:
             (third,) = worker.lease()
             assert (third.number, check_books(replay)["leased"]) == (2, 3)
-            wait_until(lambda: check_books(replay)["returned"] == 2, "the end of the session", 20)
+            wait_until(lambda: check_books(replay)["returned"] == 2, "the end of the session")
             (first,) = worker.lease()
             first.commit(responses(first))
             gateway.kill()

@@ -1,7 +1,6 @@
 """Replay.update_priorities, set_priorities and priorities: shapes, dtypes, masks, refusals, late values."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -375,7 +374,7 @@ def device() -> Iterator[Device]:
     device.finish()
     for timer in device.timers:
         timer.join()
-    wait_until(lambda: not device.num_taken, "the memory of all values is given back", 10.0)
+    wait_until(lambda: not device.num_taken, "the memory of all values is given back")
 
 
 def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, device: Device) -> None:
@@ -397,12 +396,17 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
 @pytest.mark.parametrize(("call", "delay_s"), [("close", 0.2), ("sample", 1.2)])
 def test_what_needs_a_report_waits_for_it(data: Path, device: Device, call: str, delay_s: float) -> None:
     """Closing, and the selection, also where a device takes longer than the timeout."""
+    finished = threading.Event()
+
+    def finish() -> None:
+        finished.set()
+        device.finish()
+
     with made(data, device, timeout_s=0.5) as replay:
         reported(replay)
-        begin = time.monotonic()
-        device.later(delay_s, device.finish)
+        device.later(delay_s, finish)
         getattr(replay, call)()
-        assert time.monotonic() - begin >= delay_s - 0.01
+        assert finished.is_set()
 
 
 def test_what_is_wrong_is_raised_later_and_holds_nobody_up(data: Path, device: Device) -> None:
@@ -470,9 +474,7 @@ def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, 
 def test_a_device_that_hangs_holds_nobody_up_for_ever(data: Path, device: Device) -> None:
     replay = made(data, device, timeout_s=0.3)
     reported(replay)
-    begin = time.monotonic()
     replay.close()
-    assert time.monotonic() - begin < 20
 
 
 def _online(unit: str, prefetch: int, tmp_path: Path) -> Replay:

@@ -3,7 +3,6 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -161,7 +160,6 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
     scene = scenes(stream_spec(depth=4), lengths=LENGTHS, timeout_s=0.3)
     table, _ = scene.attach(1)
     draws(scene.streams[0], 0, 4)
-    begin = time.monotonic()
     text = (
         r"stream train: global batch 4 must find room in the ring of 4 selections in "
         r"gear.timeout_s = 0.3 s, got "
@@ -169,7 +167,6 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
     )
     with pytest.raises(PeerError, match=text):
         scene.streams[0].get(4)
-    assert time.monotonic() - begin >= 0.3
     table.close()
     draws(scene.streams[0], 4, 1)  # who has left is not waited for
 

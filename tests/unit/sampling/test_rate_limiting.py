@@ -184,7 +184,7 @@ def of_writers(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
-    section, (told, tell) = of_writers(timeout_s=20.0, prefetch=prefetch), os.pipe()
+    section, (told, tell) = of_writers(timeout_s=200.0, prefetch=prefetch), os.pipe()
 
     def write() -> None:
         os.read(told, 1)
@@ -205,7 +205,7 @@ def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
             with contextlib.suppress(NotReadyError):
                 streams_of(found)["train"].state.limiter_wait.timeout_s = 0.3
                 found.sample()
-        with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within 0\.[3-9]"):
+        with pytest.raises(NotReadyError, match=r"must hold what the sampler admits within \d"):
             found.sample()  # it lives, but adds no more
         os.write(tell, b".")
         assert exit_status(child) == 0

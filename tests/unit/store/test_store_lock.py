@@ -119,12 +119,10 @@ def test_what_leaves_work_unfinished(scene: Scene, error: BaseException, recover
 
 def test_timeout_names_the_holder(scene: Scene) -> None:
     child = scene.in_child_holding()
-    begin = time.monotonic()
     rule = r"must be free within 0.2 s \(gear.timeout_s\)"
     text = rf"the lock of {SHM / scene.name} {rule}, got 'held by process {child}'"
     with pytest.raises(StoreError, match=text), scene.make(scene.memory, 0.2):
         pass
-    assert time.monotonic() - begin >= 0.2
     kill(child)
     with scene.lock:  # the failed attempt holds nothing
         pass
@@ -134,10 +132,8 @@ def test_timeout_names_the_holder(scene: Scene) -> None:
 def test_ctrl_c_ends_a_wait(scene: Scene) -> None:
     child = scene.in_child_holding()
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), scene.lock:
+    with pytest.raises(KeyboardInterrupt), scene.make(scene.memory, 3600.0):
         pass
-    assert time.monotonic() - begin < 10  # of 20
     assert scene.native.mutex_owner(scene.lock._address) in (0, child)
     kill(child)
     with scene.lock:

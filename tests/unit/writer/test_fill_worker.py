@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gear_support import wait_until
 from group_support import add, section
 from process_support import exit_status, in_child
 
@@ -72,10 +73,7 @@ def test_a_killed_worker_returns_its_leases(config: dict[str, Any]) -> None:
             time.sleep(60)
 
         child = in_child(work)
-        until = time.monotonic() + 30
-        while replay.statistics()["late"]["main"]["reward"]["absent"] == 4:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: replay.statistics()["late"]["main"]["reward"]["absent"] < 4, "a fill")
         with FillWorker.attach(config, "reward") as worker:
             (free,) = worker.lease(9, timeout_s=0)
             assert free.trajectory_id == 3

@@ -61,9 +61,7 @@ def test_leases_end_in_any_order_and_groups_are_trained_in_that_of_leases(data: 
         assert [lease.number for lease in leases] == [0, 1, 2, 3, 4, 5]
         assert len({int(lease.prompt["index"]) for lease in leases}) == 6
         assert all((lease.prompt["tokens"] == lease.prompt["index"]).all() for lease in leases)
-        begin = time.monotonic()
         assert worker.lease(timeout_s=0.05) == []
-        assert time.monotonic() - begin >= 0.05
         for lease in leases[:0:-1]:  # the straggler is the first
             lease.commit(responses(lease))
             assert not replay.can_sample()

@@ -1,7 +1,5 @@
 """Simulators ask a rank's policy for actions through shared memory; their steps land in the store."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -93,11 +91,9 @@ def test_the_oldest_come_first_and_answers_in_any_order(
     scene: tuple[InferenceLoader, InferenceClient],
 ) -> None:
     loader, simulators = scene
-    begun = time.monotonic()
     none = next(loader)
     assert not none
     assert none["observation"].shape == (0, 3)
-    assert time.monotonic() - begun >= 0.02
     none.reply(**policy(none["observation"]))
     for envs in ([2], [0], [1, 3]):
         simulators.post(envs)
@@ -111,21 +107,19 @@ def test_the_oldest_come_first_and_answers_in_any_order(
         first.reply(**policy(first["observation"]))
 
 
-def test_a_batch_that_does_not_fill_comes_in_time(replay: Replay) -> None:
+def test_a_batch_that_does_not_fill_comes_when_no_others_can(replay: Replay) -> None:
+    """Or after the timeout, which in the second wait nothing outlasts."""
     with (
-        loader_of(replay, 8, timeout=1.0) as loader,
+        loader_of(replay, 8, timeout=0.1) as loader,
         InferenceClient(replay.writer(), 3, "next_step") as simulators,
     ):
         envs = Envs(range(3), "next_step", short)
         simulators.reset(observation=envs.look(), task=envs.task)
         simulators.post(np.array([1]))
-        begun = time.monotonic()
-        assert next(loader).simulators.tolist() == [1]
-        assert time.monotonic() - begun > 0.9  # others may have come
+        assert next(loader).simulators.tolist() == [1]  # others may have come
+        loader.timeout_s = 3600.0
         simulators.post()
-        begun = time.monotonic()
-        assert next(loader).simulators.tolist() == [0, 2]
-        assert time.monotonic() - begun < 0.9  # no others can come
+        assert next(loader).simulators.tolist() == [0, 2]  # no others can come
 
 
 # ---- several, and refusals -------------------------------------------------------------------------
