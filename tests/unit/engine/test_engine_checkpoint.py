@@ -138,7 +138,5 @@ def test_latest_follows_the_files(in_background: bool, tmp_path: Path) -> None:
         engine._commit_decoupled_checkpoint()
         assert (latest.read_text(), whole_tags.newest(tmp_path)) == ("global_step3", "second")
         (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"1")
-        with pytest.raises(
-            CheckpointError, match=r"must have 5 bytes, got '1 bytes'; .* is second: "
-        ):
+        with pytest.raises(CheckpointError, match=r"must have 5 bytes, got '1 bytes'; .* is second: "):
             engine.load_checkpoint(str(tmp_path))
