@@ -160,7 +160,8 @@ def read_lengths(path: Path) -> np.ndarray:
         if path.suffix == ".npy":
             found: np.ndarray = np.lib.format.open_memmap(path, mode="r")
         else:
-            found = np.loadtxt(path, ndmin=1)  # as an integer, 1.5 is 1 with older NumPy
+            with path.open("rb") as lines:  # a name that ends with .gz would be decompressed to any size
+                found = np.loadtxt(lines, ndmin=1)  # as an integer, 1.5 is 1 with older NumPy
             found = found.astype(np.int64) if (found % 1 == 0).all() else found
     if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or found.min() < 1:
         form = f"{found.dtype} {found.shape}"

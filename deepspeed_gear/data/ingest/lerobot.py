@@ -134,7 +134,8 @@ class LerobotReader(Reader):
         whole = self.path / "meta" / name
         if self._has_many:
             files = sorted(whole.glob("*/*.parquet")) or [whole.with_suffix(".parquet")]
-            return [row for file in files for row in self._table(_present(file), None).to_pylist()]
+            tables = (self._table(_present(file), None, True) for file in files)
+            return [row for table in tables for row in table.to_pylist()]
         path = _present(whole.with_suffix(".jsonl"))
         with DataError.on(str(path), "must hold a JSON object a line", TypeError, ValueError):
             rows = [parse_json(line) for line in path.read_text("utf-8").splitlines() if line.strip()]
@@ -204,8 +205,11 @@ class LerobotReader(Reader):
         ends = accumulate(episode.length for episode in episodes)
         return [(e, table.slice(end - e.length, e.length)) for e, end in zip(episodes, ends, strict=True)]
 
-    def _table(self, path: Path, keys: list[str] | None) -> Any:
-        """Read columns of a Parquet file, or all but the statistics, if they are worth what they take."""
+    def _table(self, path: Path, keys: list[str] | None, are_objects: bool = False) -> Any:
+        """Read columns of a Parquet file, or all but the statistics, if they are worth what they take.
+
+        `are_objects`: their rows are to become Python objects.
+        """
 
         def chosen(names: list[str]) -> list[str]:
             for key in keys or ():
@@ -213,7 +217,7 @@ class LerobotReader(Reader):
                     raise DataError(f"{path}: {key}", "must be a column of the file", names, LEAVE_OUT)
             return keys or [name for name in names if not name.startswith("stats/")]
 
-        return read_table(path, self.expansion, chosen)
+        return read_table(path, self.expansion, chosen, lambda _: are_objects)
 
     def _decode(self, pair: tuple[Episode, Any]) -> tuple[str, dict[str, NDArray[Any]]]:
         episode, table = pair
@@ -221,7 +225,7 @@ class LerobotReader(Reader):
         counters["episode_index"] = np.full(episode.length, episode.index)
         batches = table.combine_chunks().to_batches()
         empty = dict.fromkeys(table.column_names, np.empty(0))  # of an episode without frames
-        block = arrow_block(batches[0], False) if batches else empty
+        block = arrow_block(batches[0], False, str(episode.file)) if batches else empty
 
         def numbers(key: str, column: Column) -> NDArray[Any]:
             where, rows = f"{episode.file}: {key}, {name}", block[key]
@@ -242,7 +246,9 @@ class LerobotReader(Reader):
             frames = [*block.get(f"{key}.bytes", ())]
             if None in frames:
                 raise DataError(where, "must hold the images, not their paths", None, LEAVE_OUT)
-            images = decode_images(where, frames, self.expansion) if frames else np.empty((0, *column.shape))
+            images: NDArray[Any] = np.empty((0, *column.shape))
+            if frames:
+                images = decode_images(where, frames, self.expansion, episode.file.stat().st_size)
             images = images.reshape(*images.shape, *(() if images.ndim == 4 else (1,)))
             if images.shape[1:] != column.shape:
                 rule = f"must have the shape of {_INFO}, {list(column.shape)}"

@@ -51,7 +51,8 @@ class Hdf5Store:
 
     def facts(self, number: int) -> dict[str, Any]:
         """Return the metadata of an episode: id, seed, total_steps."""
-        return dict(self._file[f"episode_{number}"].attrs)
+        found = reader.single_attributes(self._file[f"episode_{number}"])
+        return {name: value for name, value in found.items() if isinstance(value, np.generic)}
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""
@@ -63,12 +64,25 @@ class Hdf5Store:
         where = self.where(number, *key)
         if not array.ndim:
             raise DataError(where, "must have a row per step", None, LEAVE_OUT)
+        if h5py.check_vlen_dtype(array.dtype) == np.uint8:
+            return self._images(where, array)
+        reader.stored_dtype(where, array.dtype, LEAVE_OUT)
         rows = reader.read_rows(where, array, 0, len(array))
-        ragged = h5py.check_vlen_dtype(array.dtype) == np.uint8
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
-        if ragged or packed:
-            return decode_images(where, [row.tobytes() for row in rows], self._expansion)
+        if packed:
+            frames = [row.tobytes() for row in rows]
+            return decode_images(where, frames, self._expansion, self._path.stat().st_size)
         return rows
+
+    def _images(self, where: str, array: h5py.Dataset) -> NDArray[Any]:
+        """Decode images of different lengths, counted one by one: a file may have one in many rows."""
+        frames: list[bytes] = []
+        num_bytes, file_bytes = 0, self._path.stat().st_size
+        for row in range(len(array)):
+            frames.append(reader.read_rows(where, array, row, row + 1)[0].tobytes())
+            num_bytes += len(frames[-1])
+            self._expansion.check(where, num_bytes, file_bytes)
+        return decode_images(where, frames, self._expansion, file_bytes)
 
 
 class MinariReader(Reader):
@@ -236,7 +250,9 @@ class TableStore:
         if array.null_count:
             raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
         if self._arrow.types.is_binary(array.type):
-            return decode_images(where, array.to_pylist(), self._expansion)
+            files = (self._folder / str(number)).glob(f"*.{self._form}")
+            size = sum(file.stat().st_size for file in files)
+            return decode_images(where, array.to_pylist(), self._expansion, size)
         if not self._arrow.types.is_fixed_size_list(array.type):
             return np.asarray(array.to_numpy(zero_copy_only=False))
         size = array.type.list_size

@@ -61,24 +61,14 @@ class NpzReader(ArrayReader):
     def _read(self, name: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:
         """Read one array; its header may not declare another size than the archive does."""
         where = f"{self.path}: {name}"
-        if entry.compress_type not in _DEFLATES:  # others decompress a block at once
-            rule = "must be stored or deflated, as np.savez_compressed writes it"
-            raise DataError(where, rule, entry.compress_type)
         with archive.open(entry) as file:
-            read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-            shape, _, dtype = read[npy.read_magic(file)](file)
-            num_bytes = entry.file_size - file.tell()
-            if dtype.hasobject:
+            if _header(where, file, entry)[1].hasobject:
                 if self.options.get("allow_pickle"):
                     return self._objects(where, load_pickle(where, file.read()))
                 if name.split("/")[0] in KINDS:
-                    raise DataError(where, "must not be Python objects", str(dtype), PICKLED)
+                    raise DataError(where, "must not be Python objects", "object", PICKLED)
                 return np.empty(0, object)  # left out with a note
-            if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
-                rule = f"must have the size of its entry in the archive, {num_bytes} bytes"
-                raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
-        with archive.open(entry) as file:
-            return npy.read_array(file, allow_pickle=False)
+        return read_entry(where, archive, entry)
 
     def _objects(self, where: str, values: Any) -> Any:
         if not isinstance(values, np.ndarray) or values.ndim != 1:
@@ -153,6 +143,28 @@ class PickleReader(NpzReader):
             return
         for i, arrays in enumerate(self._arrays):
             yield f"trajectory {i}", arrays, True
+
+
+def read_entry(where: str, archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Any:
+    """Read an array of an npz file, without Python objects, whose header declares the size of its entry."""
+    with archive.open(entry) as file:
+        shape, dtype = _header(where, file, entry)
+        num_bytes = entry.file_size - file.tell()
+        if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != num_bytes:
+            rule = f"must have the size of its entry in the archive, {num_bytes} bytes"
+            raise DataError(where, rule, f"{dtype} {list(shape)}", DAMAGED)
+    with archive.open(entry) as file:
+        return npy.read_array(file, allow_pickle=False)
+
+
+def _header(where: str, file: Any, entry: zipfile.ZipInfo) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and dtype of an entry, which is open at its start."""
+    if entry.compress_type not in _DEFLATES:  # others decompress a block at once
+        rule = "must be stored or deflated, as np.savez_compressed writes it"
+        raise DataError(where, rule, entry.compress_type)
+    read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    shape, _, dtype = read[npy.read_magic(file)](file)
+    return shape, dtype
 
 
 def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams:

@@ -17,6 +17,7 @@ from deepspeed_gear.data.ingest.table_rows import (
     numeric,
     object_blocks,
     plain,
+    plain_bytes,
     table_files,
 )
 from deepspeed_gear.data.ingest.token_rows import COLUMNS, TokenRows, has_tokens
@@ -65,6 +66,7 @@ class TableReader(Reader):
         if "rows" not in self.options and not table_files(self.path):
             rule = "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of such files"
             raise DataError(str(self.path), rule)
+        self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
         first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
         if first is None:
             raise DataError(str(self.path), "must hold at least one row", 0, "the table is empty")
@@ -85,8 +87,7 @@ class TableReader(Reader):
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
-            file_bytes = sum(file.stat().st_size for file in table_files(self.path))
-            self.expansion.check(f"{self.path}: columns of texts and objects", wide, file_bytes)
+            self.expansion.check(f"{self.path}: columns of texts and objects", wide, self._file_bytes)
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
@@ -101,6 +102,8 @@ class TableReader(Reader):
                     is_kept = name in _NAMES or name in COLUMNS or self.select(name)
                     known[name] = _Facts(where, name, self._row, name in uneven) if is_kept else None
                 if (facts := known[name]) is not None:
+                    if "rows" not in self.options and (name in uneven or not isinstance(value, np.ndarray)):
+                        self.expansion.check(where, plain_bytes(value), self._file_bytes)
                     facts.add(where, value, length)
         return [facts for facts in known.values() if facts is not None], number
 
