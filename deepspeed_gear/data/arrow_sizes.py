@@ -61,6 +61,7 @@ class ArrowSizes:
         self._check(len(array) * _POINTER_BYTES)  # which the costs take themselves
         if types.is_dictionary(kind):
             costs = self._costs(arrow, array.dictionary, are_objects or bool(array.null_count))
+            self._check_least(costs, len(array))
             return _taken(costs, np.asarray(array.indices.fill_null(0)))
         if types.is_run_end_encoded(kind):
             return self._costs_of_runs(arrow, array)
@@ -90,11 +91,18 @@ class ArrowSizes:
                 each = np.asarray(each.reshape(len(array), size).sum(axis=1))
                 size = 1
             return each * float(size) + _LIST_BYTES
+        self._check(len(array) * _TEXT_BYTES)
         return _costs_of_values(types, array)
+
+    def _check_least(self, costs: Costs, length: int) -> None:
+        """Check as many values as there are, at least, before each of them has a cost of its own."""
+        least = costs.min(initial=np.inf) if isinstance(costs, np.ndarray) else costs
+        self._check(int(least * length) if np.isfinite(least) else 0)
 
     def _costs_of_runs(self, arrow: Any, array: Any) -> Costs:
         """Return the costs of values that are repeated up to the element after each run's last one."""
         costs = self._costs(arrow, array.values, True)
+        self._check_least(costs, len(array))
         places = np.arange(len(array), dtype=np.int64) + array.offset
         return _taken(costs, np.searchsorted(np.asarray(array.run_ends), places, side="right"))
 

@@ -37,6 +37,7 @@ def optional(where: str, rule: str, package: str, module: str) -> Any:
 def pyarrow_for(where: str, rule: str = "must be read with pyarrow") -> Any:
     """Import pyarrow with Parquet; a DataError where it is absent."""
     optional(where, rule, "pyarrow", "pyarrow.parquet")
+    import_module("pyarrow.compute")
     return import_module("pyarrow")
 
 

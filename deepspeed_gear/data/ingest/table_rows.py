@@ -30,6 +30,7 @@ _MOST_COLUMNS = 4096
 _JSON_VALUE, _JSON_OBJECT = 64, 192  # bytes of a value of JSON, and of an object
 # Of values that pyarrow cannot make objects of, such as times of the year 10000.
 _UNKNOWN = ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError, RecursionError
+_OFFSET_BYTES, _LEVEL_BYTES = 4, 4  # of a text in Arrow, and of a value in lists while it is decoded
 _MOST_TYPE = 80  # characters of a type in an error
 _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -215,10 +216,11 @@ def _parquet_batches(
         if not any(column.path == name or column.path.startswith(f"{name}.") for name in chosen):
             continue
         where, width, longest, decoded = f"{path}: column {column.path}", value_width(column), 0, 0
+        least = (width or _OFFSET_BYTES) + (_LEVEL_BYTES if column.max_repetition_level else 0)
         for group in map(metadata.row_group, range(metadata.num_row_groups)):
             with DataError.on(where, "must have readable pages", ValueError, remedy=DAMAGED):
                 pages = column_pages(arrow, content, group.column(number), width, most)
-            stated += max(pages.num_values * max(1, width), pages.stored_bytes)
+            stated += max(pages.num_values * least, pages.stored_bytes)
             expansion.check(where, stated, file_bytes)
             longest, decoded = max(longest, pages.longest), decoded + pages.decoded_bytes
         rows = min(rows, max(1, most // max(1, longest)))
@@ -280,8 +282,13 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
         return _leaves(arrow, name, array.dictionary_decode())
     if types.is_struct(kind):
         divided: Block = {}
-        for field, one in zip(kind, array.flatten(), strict=True):
-            divided.update(_leaves(arrow, f"{name}.{field.name}", one))
+        for number, field in enumerate(kind):
+            inner = f"{name}.{field.name}"
+            if array.null_count and _has_no_nulls(arrow, field.type):
+                values = zip(_objects(arrow, array.field(number)), array.is_valid().to_pylist(), strict=True)
+                divided[inner] = [value if is_valid else None for value, is_valid in values]
+            else:
+                divided.update(_leaves(arrow, inner, arrow.compute.struct_field(array, number)))
         return divided
     if array.null_count:
         return {name: _objects(arrow, array)}
@@ -294,6 +301,13 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
         is_number = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
         return {name: array.to_numpy(zero_copy_only=False) if is_number else _objects(arrow, array)}
     return {key: _nested(rows, offsets - offsets[0]) for key, rows in _leaves(arrow, name, values).items()}
+
+
+def _has_no_nulls(arrow: Any, kind: Any) -> bool:
+    """Return whether a type has no nulls of its own: pyarrow ends a process that adds a struct's to it."""
+    while isinstance(kind, arrow.BaseExtensionType):
+        kind = kind.storage_type
+    return bool(arrow.types.is_union(kind) or arrow.types.is_run_end_encoded(kind))
 
 
 def _objects(arrow: Any, array: Any) -> list[Any]:

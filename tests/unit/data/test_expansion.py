@@ -164,9 +164,20 @@ def test_extension_types_inside(tmp_path: Path, name: str) -> None:
     refuse(write(tmp_path / "a.arrow", made[name](), True), "column value must hold values that Python has")
 
 
+@pytest.mark.parametrize("kind", ["union", "runs"])
+def test_nulls_of_structs(tmp_path: Path, kind: str) -> None:
+    """pyarrow ends the process that gives a union or runs the nulls of their struct."""
+    part = pa.UnionArray.from_sparse(zeros(3, np.int8), [pa.array(["a", "b", "c"])])
+    part = part if kind == "union" else runs(3, ["a"])
+    made = pa.StructArray.from_arrays([part, zeros(3)], ["x", "y"], mask=pa.array([False, True, False]))
+    with open_source(write(tmp_path / "a.arrow", made, True)) as reader:
+        values = [arrays["value.x"] for _, arrays in reader.episodes()]
+    assert values == [["a", None, "c" if kind == "union" else "a"]]
+
+
 def uneven() -> Any:
     """Numbers that become JSON: an array of 0.1 MB is a list of many times that."""
-    return pa.array([[[1] * LONG, [2] * (LONG + 1)]] * 2, pa.list_(pa.list_(pa.int8())))
+    return pa.array([[[1] * 20_000, [2] * 20_001]] * 2, pa.list_(pa.list_(pa.int8())))
 
 
 def test_numbers_that_become_json(tmp_path: Path) -> None:
