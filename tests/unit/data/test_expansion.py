@@ -237,6 +237,17 @@ def test_texts_have_their_own_size(tmp_path: Path, texts: list[Any], form: str) 
     assert run_command(command, str(source), str(dest), "--quiet", *given) == 0
 
 
+@pytest.mark.parametrize("tokens", [TEXTS, [[1], [1, 2]]])
+def test_tokens_of_another_kind(tmp_path: Path, tokens: list[Any]) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"tokens": [tokens]}))
+    tracemalloc.start()
+    try:
+        refuse(tmp_path / "a.jsonl", "row 0: tokens must be a list of numbers")
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_arrays_of_lists_with_texts() -> None:
     assert as_array([[1, 2], [3, 4]]).shape == (2, 2)
     assert as_array("text").shape == ()
