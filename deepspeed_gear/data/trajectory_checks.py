@@ -12,6 +12,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import opaque_rows
+from deepspeed_gear.data.array_values import holds_text
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.errors import DataError, known_names
 from deepspeed_gear.schema import DTYPES, Column, Schema
@@ -110,6 +111,8 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
             value = value.view(torch.uint16) if are_bits else value.float()
         array = value.numpy()
     else:
+        if isinstance(value, (list, tuple)) and holds_text(value):
+            raise DataError(name, f"must be convertible to {column.dtype}", "text")
         with DataError.on(name, "must be an array", ValueError, TypeError, RuntimeError):
             array = np.asarray(value)
         are_bits = array.dtype == np.uint16

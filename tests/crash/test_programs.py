@@ -51,6 +51,15 @@ def test_pickles_of_a_grammar_give_arrays_or_an_error() -> None:
     assert found["refused"] > found["programs"] // 20
 
 
+@pytest.mark.timeout(3600 if LONG else 300)
+def test_random_arrow_files_are_read_or_refused() -> None:
+    """The long form is a command of CONTRIBUTING.md."""
+    pytest.importorskip("pyarrow")
+    result = run("fuzz_arrow.py", "--files", 5000 if LONG else 60, "--seed", 1)
+    assert result["wrong"] == []
+    assert result["counts"].keys() == {"read", "refused", "too large", "not made"}
+
+
 def test_a_run_that_goes_on_does_not_grow() -> None:
     result = run("soak.py", "--seconds", 120 if LONG else 0, GEAR_SOAK=MARK)
     assert result["wrong"] == 0

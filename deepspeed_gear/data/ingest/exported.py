@@ -5,16 +5,18 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
+from deepspeed_gear.data.array_values import as_array
 from deepspeed_gear.data.ingest.npz_entries import NPY, read_entry
 from deepspeed_gear.data.ingest.reader import NEEDED, Reader
 from deepspeed_gear.data.ingest.source_checks import DAMAGED, first_bytes, pyarrow_for
-from deepspeed_gear.data.ingest.table_rows import arrow_block, record_batches
+from deepspeed_gear.data.ingest.table_rows import arrow_block, json_bytes, record_batches
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Schema
 
@@ -48,9 +50,13 @@ class ExportedReader(Reader):
     def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
         read = self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet
         names, number = [column.name for column in self.columns], 0
+        wide = sum(column.max_bytes for column in self.columns)  # rows of texts have their column's size
+        self._file_bytes = (self.path / ROWS_FILE if self.path.is_dir() else self.path).stat().st_size
         with DataError.on(str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED):
             for block in read(names):
                 for values in zip(*(block[name] for name in names), strict=True):
+                    where = f"{self.path}: columns of texts and objects"
+                    self.expansion.check(where, wide * (number + 1), self._file_bytes)
                     yield f"trajectory {number}", dict(zip(names, values, strict=True))
                     number += 1
 
@@ -59,23 +65,35 @@ class ExportedReader(Reader):
         with (self.path / ROWS_FILE).open("rb") as file:
             for line in file:
                 row = parse_json(line)
-                values = [row[c.name] if c.is_opaque else np.asarray(row[c.name]) for c in self.columns]
+                values = [row[c.name] if c.is_opaque else as_array(row[c.name]) for c in self.columns]
                 yield {c.name: [value] for c, value in zip(self.columns, values, strict=True)}
 
     def _npz(self, names: list[str]) -> Iterator[dict[str, Any]]:
+        block: dict[str, Any] = {}
         with zipfile.ZipFile(self.path) as archive:
             lengths = _array(self.path, archive, LENGTHS_KEY)
             block = {name: _array(self.path, archive, name) for name in names}
         ends = {"T": np.cumsum(lengths), "T+1": np.cumsum(lengths + 1)}
         for column in self.columns:
             if column.rows != "1":
-                block[column.name] = np.split(block[column.name], ends[column.rows])[:-1]
+                block[column.name] = _divided(block[column.name], ends[column.rows])
         yield block
 
     def _parquet(self, names: list[str]) -> Iterator[dict[str, Any]]:
         for batch in record_batches(self.path, self.expansion, lambda _: names)[1]:
-            block = arrow_block(batch, False)
-            yield block | {c.name: map(parse_json, block[c.name]) for c in self.columns if c.dtype == "json"}
+            block = arrow_block(batch, False, str(self.path))
+            texts = [column.name for column in self.columns if column.dtype == "json"]
+            yield block | {name: map(self._parsed, block[name]) for name in texts}
+
+    def _parsed(self, text: str) -> Any:
+        self.expansion.check(f"{self.path}: a JSON value", json_bytes(text.encode()), self._file_bytes)
+        return parse_json(text)
+
+
+def _divided(array: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the rows up to each end; a file of a few bytes can have any number of ends."""
+    for first, end in zip(chain((0,), ends), ends, strict=False):
+        yield array[first:end]
 
 
 def written_schema(kept: Schema, whole: Schema | None) -> dict[str, Any]:

@@ -10,7 +10,13 @@ import h5py
 import numpy as np
 
 from deepspeed_gear.arguments import parse_json
-from deepspeed_gear.data.ingest.reader import RowReader, hdf5_arrays, hdf5_members, open_hdf5
+from deepspeed_gear.data.ingest.reader import (
+    RowReader,
+    hdf5_arrays,
+    hdf5_members,
+    open_hdf5,
+    single_attributes,
+)
 from deepspeed_gear.data.ingest.source_checks import check_description
 from deepspeed_gear.data.ingest.step_arrays import KINDS, ArrayReader, Streams
 from deepspeed_gear.errors import DataError, known_names
@@ -74,7 +80,8 @@ class RobomimicReader(ArrayReader):
             if mask not in masks:
                 remedy = known_names(mask, sorted(masks))
                 raise DataError(f"{self.path}: --mask", "must be a filter of the file", mask, remedy)
-            chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in masks[mask][()]}
+            names = (masks[mask][i] for i in range(len(masks[mask])))  # not all: a file may repeat a text
+            chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in names}
             if unknown := sorted(chosen - set(self._names)):
                 rule = "must name demonstrations of the file"
                 raise DataError(f"{self.path}: mask/{mask}", rule, unknown[:8])
@@ -83,7 +90,7 @@ class RobomimicReader(ArrayReader):
         self._describe()
         if self._num_inner:
             self.notes.append(f"dones before the last step of {self._num_inner} demonstrations end nothing")
-        environment = self._data.attrs.get("env_args", "{}")
+        environment = single_attributes(self._data).get("env_args", "{}")
         with DataError.on(f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError):
             environment = parse_json(environment)
         check_description(f"{self.path}: data: env_args", environment)
@@ -95,7 +102,8 @@ class RobomimicReader(ArrayReader):
                 key: RowReader(f"{self.path}: {name}/{key}", node)
                 for key, node in hdf5_arrays(self._data[name]).items()
             }
-            for key in [key for key in arrays if KINDS.get(key) == "done" and arrays[key].ndim]:
+            flags = [key for key in arrays if KINDS.get(key) == "done" and arrays[key].ndim]
+            for key in (key for key in flags if arrays[key].dtype.kind != "O"):
                 dones = arrays[key][()]
                 self._num_inner += bool(np.any(dones[:-1]))
                 arrays[key] = np.asarray(dones[-1:].reshape(-1)[0]) if dones.size else dones

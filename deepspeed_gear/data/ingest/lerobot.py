@@ -145,7 +145,7 @@ class LerobotReader(Reader):
         return [
             CheckedValues(f"{file}: row {number}", row)
             for file in files
-            for number, row in enumerate(self._table(_present(file), None).to_pylist())
+            for number, row in enumerate(self._table(_present(file), None, True).to_pylist())
         ]
 
     def _episode(self, row: CheckedValues) -> Episode:
@@ -209,8 +209,11 @@ class LerobotReader(Reader):
         ends = accumulate(episode.length for episode in episodes)
         return [(e, table.slice(end - e.length, e.length)) for e, end in zip(episodes, ends, strict=True)]
 
-    def _table(self, path: Path, keys: list[str] | None) -> Any:
-        """Read columns of a Parquet file, or all but the statistics, if they are worth what they take."""
+    def _table(self, path: Path, keys: list[str] | None, are_objects: bool = False) -> Any:
+        """Read columns of a Parquet file, or all but the statistics, if they are worth what they take.
+
+        `are_objects`: their rows are to become Python objects.
+        """
 
         def chosen(names: list[str]) -> list[str]:
             for key in keys or ():
@@ -218,7 +221,7 @@ class LerobotReader(Reader):
                     raise DataError(f"{path}: {key}", "must be a column of the file", names, LEAVE_OUT)
             return keys or [name for name in names if not name.startswith("stats/")]
 
-        return read_table(path, self.expansion, chosen)
+        return read_table(path, self.expansion, chosen, lambda _: are_objects)
 
     def _decode(self, pair: tuple[Episode, Any]) -> tuple[str, dict[str, NDArray[Any]]]:
         episode, table = pair
@@ -226,7 +229,7 @@ class LerobotReader(Reader):
         counters["episode_index"] = np.full(episode.length, episode.index)
         batches = table.combine_chunks().to_batches()
         empty = dict.fromkeys(table.column_names, np.empty(0))  # of an episode without frames
-        block = arrow_block(batches[0], False) if batches else empty
+        block = arrow_block(batches[0], False, str(episode.file)) if batches else empty
 
         def numbers(key: str, column: Column) -> NDArray[Any]:
             where, rows = f"{episode.file}: {key}, {name}", block[key]
@@ -247,7 +250,9 @@ class LerobotReader(Reader):
             frames = [*block.get(f"{key}.bytes", ())]
             if None in frames:
                 raise DataError(where, "must hold the images, not their paths", None, LEAVE_OUT)
-            images = decode_images(where, frames, self.expansion) if frames else np.empty((0, *column.shape))
+            images: NDArray[Any] = np.empty((0, *column.shape))
+            if frames:
+                images = decode_images(where, frames, self.expansion, episode.file.stat().st_size)
             images = images.reshape(*images.shape, *(() if images.ndim == 4 else (1,)))
             if images.shape[1:] != column.shape:
                 rule = f"must have the shape of {INFO}, {list(column.shape)}"

@@ -57,7 +57,8 @@ class Hdf5Store:
 
     def facts(self, number: int) -> dict[str, Any]:
         """Return the metadata of an episode: id, seed, total_steps."""
-        return dict(self._file[f"episode_{number}"].attrs)
+        found = reader.single_attributes(self._file[f"episode_{number}"])
+        return {name: value for name, value in found.items() if isinstance(value, np.generic)}
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""
@@ -70,17 +71,21 @@ class Hdf5Store:
         if not array.ndim:
             raise DataError(where, "must have a row per step", None, LEAVE_OUT)
         if h5py.check_vlen_dtype(array.dtype) == np.uint8:
-            return decode_images(where, self._ragged(where, array), self._expansion)
+            file_bytes = array.file.id.get_filesize()
+            frames = self._ragged(where, array, file_bytes)
+            return decode_images(where, frames, self._expansion, file_bytes)
         reader.stored_dtype(where, array.dtype, LEAVE_OUT)  # before texts of any length are read
         rows = reader.read_rows(where, array, 0, len(array))
         packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
         if packed:
-            return decode_images(where, [row.tobytes() for row in rows], self._expansion)
+            frames = [row.tobytes() for row in rows]
+            return decode_images(where, frames, self._expansion, array.file.id.get_filesize())
         return rows
 
-    def _ragged(self, where: str, array: h5py.Dataset) -> list[bytes]:
+    def _ragged(self, where: str, array: h5py.Dataset, file_bytes: int) -> list[bytes]:
         """Read rows of bytes of any length, each of which may have its content at the same place."""
-        rows, num_bytes, file_bytes = [], 0, array.file.id.get_filesize()
+        rows: list[bytes] = []
+        num_bytes = 0
         for number in range(len(array)):
             (row,) = reader.read_rows(where, array, number, number + 1)
             num_bytes += row.nbytes
@@ -274,7 +279,9 @@ class TableStore:
         if array.null_count:
             raise DataError(where, "must not have empty values", array.null_count, LEAVE_OUT)
         if self._arrow.types.is_binary(array.type):
-            return decode_images(where, array.to_pylist(), self._expansion)
+            files = (self._folder / str(number)).glob(f"*.{self._form}")
+            size = sum(file.stat().st_size for file in files)
+            return decode_images(where, array.to_pylist(), self._expansion, size)
         if not self._arrow.types.is_fixed_size_list(array.type):
             return np.asarray(array.to_numpy(zero_copy_only=False))
         size = array.type.list_size

@@ -220,8 +220,13 @@ def convert(where: str, array: NDArray[Any], column: Column) -> NDArray[Any]:
     return cast(array, column, where, LEAVE_OUT if column.role == "other" else CORRECT)
 
 
-def decode_images(where: str, frames: list[bytes], expansion: Expansion) -> NDArray[np.uint8]:
-    """Decode JPEG or PNG files. Returns [N, height, width(, channels)], uint8."""
+def decode_images(
+    where: str, frames: list[bytes], expansion: Expansion, file_bytes: int
+) -> NDArray[np.uint8]:
+    """Decode JPEG or PNG files of a source, which may repeat them in its `file_bytes` bytes.
+
+    Returns [N, height, width(, channels)], uint8.
+    """
     Image = optional(where, "must be decoded, as it holds images", "pillow", "PIL.Image")
     for frame in frames:
         if not isinstance(frame, bytes) or not frame.startswith(_IMAGE_HEADS):
@@ -233,7 +238,7 @@ def decode_images(where: str, frames: list[bytes], expansion: Expansion) -> NDAr
         # This reads the headers.
         images = [Image.open(io.BytesIO(frame), formats=("JPEG", "PNG")) for frame in frames]
         pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
-        expansion.check(where, pixels, sum(map(len, frames)))
+        expansion.check(where, pixels, min(file_bytes, sum(map(len, frames))))
         if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:  # 16 bits, palettes
             raise ValueError(f"an image of mode {images[0].mode}")
         return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
@@ -264,6 +269,12 @@ def hdf5_arrays(group: h5py.Group) -> dict[str, h5py.Dataset]:
     found: dict[str, Any] = {}
     group.visititems(lambda key, node: found.update({key: node}))
     return {key: node for key, node in found.items() if getattr(node, "shape", None) is not None}
+
+
+def single_attributes(node: Any) -> dict[str, Any]:
+    """Return the attributes of a group or array with one value each: those with more may repeat one text."""
+    shapes = {name: node.attrs.get_id(name).shape for name in node.attrs}
+    return {name: node.attrs[name] for name, shape in shapes.items() if shape == ()}
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:

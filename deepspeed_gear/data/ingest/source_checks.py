@@ -41,6 +41,7 @@ def optional(where: str, rule: str, package: str, module: str) -> Any:
 def pyarrow_for(where: str, rule: str = "must be read with pyarrow") -> Any:
     """Import pyarrow with Parquet; a DataError where it is absent."""
     optional(where, rule, "pyarrow", "pyarrow.parquet")
+    import_module("pyarrow.compute")
     return import_module("pyarrow")
 
 
@@ -52,9 +53,13 @@ class Expansion:
             raise ConfigError("max_expansion", "must be a number of at least 1", most)
         self.most = most
 
+    def most_bytes(self, file_bytes: int) -> int:
+        """Return the most bytes of arrays for those of their files."""
+        return int(max(FLOOR_BYTES, self.most * file_bytes))
+
     def check(self, where: str, num_bytes: int, file_bytes: int) -> None:
         """Raise if the bytes of arrays, as declared or read so far, are too many for those of their files."""
-        if num_bytes > max(FLOOR_BYTES, self.most * file_bytes):
+        if num_bytes > self.most_bytes(file_bytes):
             rule = f"must hold at most {self.most:g} bytes for each of the {file_bytes} bytes of its files"
             remedy = "if the source is to be trusted, raise --max-expansion, or max_expansion of open_source"
             raise DataError(where, rule, num_bytes, remedy)

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data.array_values import as_array
 from deepspeed_gear.data.ingest.reader import (
     FLAGS,
     LEAVE_OUT,
@@ -20,6 +21,7 @@ from deepspeed_gear.data.ingest.reader import (
     convert,
     end_episode,
     make_column,
+    stored_dtype,
 )
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column, Rows
@@ -77,6 +79,8 @@ class Steps:
             if kind not in _KEYS and (not array.ndim or array.dtype.kind == "O"):
                 self.left_out.append(key)
                 continue
+            if array.dtype.kind == "O":  # whose rows may be many times as large as the source
+                stored_dtype(f"{where}{key}", array.dtype)
             if name in self.keys:
                 raise DataError(f"{where}column {name}", "must come from one key only", None, LEAVE_OUT)
             self.keys[name], self.arrays[name] = key, array
@@ -233,7 +237,7 @@ class ArrayReader(Reader):
     def _as_array(self, where: str, value: Any, file_bytes: int) -> NDArray[Any]:
         """Make an array of nested lists; those of a pickle may hold one list many times.
 
-        Lists of unequal lengths become an array of Python objects, which are left out or refused.
+        Texts and lists of unequal lengths become an array of Python objects, which are left out or refused.
         """
         size, part = 8, value
         for _ in range(64):  # dimensions
@@ -243,7 +247,7 @@ class ArrayReader(Reader):
         self._num_bytes += size * int(getattr(part, "size", 1))
         self.expansion.check(where, self._num_bytes, file_bytes)
         try:
-            return np.asarray(value)
+            return as_array(value)
         except ValueError:
             return np.empty(len(value), object)
 

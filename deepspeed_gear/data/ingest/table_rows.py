@@ -17,6 +17,7 @@ import numpy as np
 
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
+from deepspeed_gear.data.arrow_sizes import NUMBER_BYTES, ROW_BYTES, ArrowSizes
 from deepspeed_gear.data.ingest.source_checks import (
     DAMAGED,
     FLOOR_BYTES,
@@ -25,12 +26,18 @@ from deepspeed_gear.data.ingest.source_checks import (
     pyarrow_for,
 )
 from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.parquet_pages import column_pages, value_width
 from deepspeed_gear.errors import DataError
 
 Block = dict[str, Any]
 _FIRST_ROWS, _BLOCK_ROWS = 16, 1024  # the first block is read to recognise a table
 _BLOCK_BYTES = 16 << 20
 _MOST_COLUMNS = 4096
+_JSON_VALUE, _JSON_OBJECT = 64, 192  # bytes of a value of JSON, and of an object
+# Of values that pyarrow cannot make objects of, such as times of the year 10000.
+_UNKNOWN = ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError, RecursionError
+_OFFSET_BYTES, _LEVEL_BYTES = 4, 4  # of a text in Arrow, and of a value in lists while it is decoded
+_MOST_TYPE = 80  # characters of a type in an error
 _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
     **dict.fromkeys((".arrow", ".feather", ".ipc", ".arrows"), "arrow"),
@@ -68,8 +75,8 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
             continue
         with readable(file):
-            for batch in record_batches(file, expansion)[1]:
-                yield arrow_block(batch, is_nested)
+            for batch in record_batches(file, expansion, are_objects=_stays if is_nested else None)[1]:
+                yield arrow_block(batch, is_nested, str(file))
 
 
 def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
@@ -85,7 +92,7 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
         pyarrow_for(where)
         for table in source.with_format("arrow").iter(batch_size=_BLOCK_ROWS):
             for batch in table.combine_chunks().to_batches():
-                yield arrow_block(batch, is_nested)
+                yield arrow_block(batch, is_nested, where)
     else:
         yield from row_blocks(source, where, is_nested)
 
@@ -120,7 +127,7 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
             where = f"{path}: line {number}"
             is_array = number == 1 and line.lstrip()[:1] == b"["
             line += file.read(FLOOR_BYTES) if is_array else b""
-            num_bytes += len(line)
+            num_bytes += json_bytes(line)
             expansion.check(str(path), num_bytes, file_bytes)
             if len(line) >= FLOOR_BYTES:
                 most, remedy = f"must have less than {FLOOR_BYTES} bytes", "write an object per line"
@@ -128,6 +135,14 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
             with DataError.on(where, rule, ValueError, remedy="correct the line"):
                 found = parse_json(line) if line.strip() else []
             yield from found if is_array or not line.strip() else [found]
+
+
+def json_bytes(text: bytes) -> int:
+    """Return the bytes of a JSON text and of the objects that are made of it, about.
+
+    It is at most 100 for each byte of the text: only compressed ones can be too large for their file.
+    """
+    return len(text) + _JSON_VALUE * (text.count(b",") + text.count(b"[")) + _JSON_OBJECT * text.count(b"{")
 
 
 def _opened(path: Path) -> Any:
@@ -138,27 +153,25 @@ def _opened(path: Path) -> Any:
 
 
 def record_batches(
-    path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None = None
+    path: Path,
+    expansion: Expansion,
+    choose: Callable[[list[str]], list[str]] | None = None,
+    are_objects: Callable[[Any], bool] | None = None,
 ) -> tuple[Any, Iterator[Any]]:
     """Return the schema of a file, and its record batches: valid, and not too large for the file.
 
-    Sizes that the file states are checked before anything is decompressed. Parquet is read in small batches,
-    as a value that is repeated takes no bytes there.
-    `choose` returns the columns of Parquet to read, of those that there are.
+    Sizes that the file states are checked before anything is decompressed, and those of the values that a
+    batch declares before it is converted. Parquet is read in small batches, as a value that is repeated takes
+    no bytes there.
+    `choose` returns the columns of Parquet to read, of those that there are; `are_objects` whether the
+    numbers of a field become Python objects, as texts do, and not an array.
     """
     check_no_pointer(path)
     arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
     source = arrow.memory_map(str(path))
     head = source.read(len(_ARROW_FILE))
     if table_form(path) != "arrow" or head.startswith(_PARQUET):
-        file = arrow.parquet.ParquetFile(source)
-        groups = map(file.metadata.row_group, range(file.metadata.num_row_groups))
-        stated = sum(max(0, group.total_byte_size) for group in groups)
-        expansion.check(str(path), stated, file_bytes)
-        rows = _BLOCK_BYTES // max(1, stated // max(1, file.metadata.num_rows))
-        columns = choose(file.schema_arrow.names) if choose else None
-        schema = file.schema_arrow
-        batches = file.iter_batches(min(max(2, rows), _BLOCK_ROWS), columns=columns)
+        schema, batches = _parquet_batches(path, expansion, choose)
     else:
         is_file = head == _ARROW_FILE
         source.seek(len(_ARROW_FILE) if is_file else 0)
@@ -172,23 +185,71 @@ def record_batches(
         if is_file:
             batches = map(file.get_batch, range(file.num_record_batches))
 
+    def sizes(where: str, before: int) -> ArrowSizes:
+        return ArrowSizes(lambda more: expansion.check(where, before + more, file_bytes))
+
     def checked() -> Iterator[Any]:
         num_bytes = 0
         for batch in batches:
-            num_bytes += batch.nbytes
-            expansion.check(str(path), num_bytes, file_bytes)
+            num_bytes += batch.num_rows * ROW_BYTES
+            expansion.check(f"{path}: {batch.num_rows} rows", num_bytes, file_bytes)
+            batch.validate()  # of sizes alone: all values could be many
+            for field, column in zip(batch.schema, batch.columns, strict=True):
+                where = f"{path}: column {field.name} of {str(field.type)[:_MOST_TYPE]}"
+                is_object = are_objects is not None and are_objects(field)
+                num_bytes += sizes(where, num_bytes).column_bytes(arrow, column, is_object)
             batch.validate(full=True)
             yield batch
 
     return schema, checked()
 
 
+def _parquet_batches(
+    path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None
+) -> tuple[Any, Iterator[Any]]:
+    """Return the schema of a Parquet file, and batches of as many rows as have a bounded size.
+
+    A text that repeats takes its whole size in a batch, so a batch has fewer rows if its dictionary has a
+    long one. In lists that is no limit: if they could be too large, their texts stay in dictionaries.
+    """
+    arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
+    file = arrow.parquet.ParquetFile(arrow.memory_map(str(path)))
+    metadata, names = file.metadata, file.schema_arrow.names
+    chosen = choose(names) if choose else names
+    most, stated, rows = expansion.most_bytes(file_bytes), 0, _BLOCK_ROWS
+    in_lists: list[str] = []
+    content = memoryview(arrow.memory_map(str(path)).read_buffer()).cast("B")
+    for number in range(metadata.num_columns):
+        column = metadata.schema.column(number)
+        if not any(column.path == name or column.path.startswith(f"{name}.") for name in chosen):
+            continue
+        where, width, longest, decoded = f"{path}: column {column.path}", value_width(column), 0, 0
+        least = (width or _OFFSET_BYTES) + (_LEVEL_BYTES if column.max_repetition_level else 0)
+        for group in map(metadata.row_group, range(metadata.num_row_groups)):
+            with DataError.on(where, "must have readable pages", ValueError, remedy=DAMAGED):
+                pages = column_pages(arrow, content, group.column(number), width, most)
+            stated += max(pages.num_values * least, pages.stored_bytes)
+            expansion.check(where, stated, file_bytes)
+            longest, decoded = max(longest, pages.longest), decoded + pages.decoded_bytes
+        rows = min(rows, max(1, most // max(1, longest)))
+        if not width and decoded > most and column.max_repetition_level:
+            in_lists.append(column.path)
+    wide = _BLOCK_BYTES // max(1, stated // max(1, metadata.num_rows))
+    if in_lists:
+        file = arrow.parquet.ParquetFile(arrow.memory_map(str(path)), read_dictionary=in_lists)
+    batches = file.iter_batches(min(max(2, wide), rows), columns=chosen if choose else None)
+    return file.schema_arrow, batches
+
+
 def read_table(
-    path: Path, expansion: Expansion, choose: Callable[[list[str]], list[str]] | None = None
+    path: Path,
+    expansion: Expansion,
+    choose: Callable[[list[str]], list[str]] | None = None,
+    are_objects: Callable[[Any], bool] | None = None,
 ) -> Any:
     """Read a file whole, as a pyarrow.Table; arguments as of `record_batches`. DataError: it is damaged."""
     with readable(path):
-        schema, batches = record_batches(path, expansion, choose)
+        schema, batches = record_batches(path, expansion, choose, are_objects)
         read = list(batches)
         return pyarrow_for(str(path)).Table.from_batches(read, read[0].schema if read else schema)
 
@@ -199,15 +260,22 @@ def readable(path: Path) -> AbstractContextManager[None]:
     return DataError.on(str(path), f"must be a readable {form} file", *kinds, remedy=DAMAGED)
 
 
-def arrow_block(batch: Any, is_nested: bool) -> Block:
+def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
     """Return the columns of a record batch; lists as arrays where all rows have one shape."""
     arrow, block = pyarrow_for("batch"), {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        if is_nested and "struct<" in str(field.type):
-            block[field.name] = column.to_pylist()
-        else:
-            block.update(_leaves(arrow, field.name, column))
+        name, rule = f"{where}: column {field.name}", "must hold values that Python has"
+        with DataError.on(name, rule, *_UNKNOWN, remedy="write the file without it"):
+            if is_nested and _stays(field):
+                block[field.name] = _objects(arrow, column)
+            else:
+                block.update(_leaves(arrow, field.name, column))
     return block
+
+
+def _stays(field: Any) -> bool:
+    """Return whether a nested field holds objects, which `is_nested` does not divide."""
+    return "struct<" in str(field.type)
 
 
 def _leaves(arrow: Any, name: str, array: Any) -> Block:
@@ -218,14 +286,20 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
     if isinstance(kind, arrow.BaseExtensionType):
         return _leaves(arrow, name, array.storage)
     if types.is_dictionary(kind):
+        _check_inside(arrow, kind)
         return _leaves(arrow, name, array.dictionary_decode())
     if types.is_struct(kind):
         divided: Block = {}
-        for field, one in zip(kind, array.flatten(), strict=True):
-            divided.update(_leaves(arrow, f"{name}.{field.name}", one))
+        for number, field in enumerate(kind):
+            inner = f"{name}.{field.name}"
+            if array.null_count and _has_no_nulls(arrow, field.type):
+                values = zip(_objects(arrow, array.field(number)), array.is_valid().to_pylist(), strict=True)
+                divided[inner] = [value if is_valid else None for value, is_valid in values]
+            else:
+                divided.update(_leaves(arrow, inner, arrow.compute.struct_field(array, number)))
         return divided
     if array.null_count:
-        return {name: array.to_pylist()}
+        return {name: _objects(arrow, array)}
     if types.is_list(kind) or types.is_large_list(kind):
         offsets = np.asarray(array.offsets)
         values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
@@ -233,8 +307,33 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
         offsets, values = np.arange(len(array) + 1) * kind.list_size, array.flatten()
     else:
         is_number = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
-        return {name: array.to_numpy(zero_copy_only=False) if is_number else array.to_pylist()}
+        return {name: array.to_numpy(zero_copy_only=False) if is_number else _objects(arrow, array)}
     return {key: _nested(rows, offsets - offsets[0]) for key, rows in _leaves(arrow, name, values).items()}
+
+
+def _has_no_nulls(arrow: Any, kind: Any) -> bool:
+    """Return whether a type has no nulls of its own: pyarrow ends a process that adds a struct's to it."""
+    while isinstance(kind, arrow.BaseExtensionType):
+        kind = kind.storage_type
+    return bool(arrow.types.is_union(kind) or arrow.types.is_run_end_encoded(kind))
+
+
+def _objects(arrow: Any, array: Any) -> list[Any]:
+    """Return Python objects of a column."""
+    _check_inside(arrow, array.type)
+    values: list[Any] = array.to_pylist()
+    return values
+
+
+def _check_inside(arrow: Any, kind: Any) -> None:
+    """Raise if a type has an extension type inside, of which pyarrow ends the process in some layouts."""
+    waiting = [kind]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, arrow.BaseExtensionType):
+            raise TypeError(f"the extension type {part} inside {str(kind)[:_MOST_TYPE]}")
+        waiting += [part.field(i).type for i in range(part.num_fields)]
+        waiting += [part.value_type] if arrow.types.is_dictionary(part) else []
 
 
 def _nested(values: Any, offsets: np.ndarray) -> Any:
@@ -275,6 +374,19 @@ def plain(where: str, value: Any) -> Any:
     """Return a value with arrays as lists, as JSON holds it; a DataError if it is nested too deeply."""
     with DataError.on(where, "must not be nested too deeply", RecursionError, remedy=""):
         return _plain(value)
+
+
+def plain_bytes(value: Any) -> int:
+    """Return the bytes of the numbers that `plain` makes of arrays."""
+    waiting, num_bytes = [value], 0
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, np.ndarray):
+            num_bytes += part.size * NUMBER_BYTES
+        elif isinstance(part, (list, tuple, Mapping)):
+            parts = part.values() if isinstance(part, Mapping) else part
+            waiting += [one for one in parts if isinstance(one, (list, tuple, Mapping, np.ndarray))]
+    return num_bytes
 
 
 def _plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ from deepspeed_gear.data.ingest.table_rows import (
     numeric,
     object_blocks,
     plain,
+    plain_bytes,
     table_files,
 )
 from deepspeed_gear.data.ingest.token_rows import COLUMNS, TokenRows, has_tokens
@@ -70,6 +71,7 @@ class TableReader(Reader):
         if "rows" not in self.options and not table_files(self.path):
             rule = "must be named .parquet, .arrow, .feather, .jsonl or .json, or be a folder of such files"
             raise DataError(str(self.path), rule)
+        self._file_bytes = sum(file.stat().st_size for file in table_files(self.path))
         first = next((block for block in self._blocks(True) if any(map(len, block.values()))), None)
         if first is None:
             raise DataError(str(self.path), "must hold at least one row", 0, "the table is empty")
@@ -92,8 +94,7 @@ class TableReader(Reader):
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
-            file_bytes = sum(file.stat().st_size for file in table_files(self.path))
-            self.expansion.check(f"{self.path}: columns of texts and objects", wide, file_bytes)
+            self.expansion.check(f"{self.path}: columns of texts and objects", wide, self._file_bytes)
         self.counted = tuple(c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1")
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
@@ -113,6 +114,8 @@ class TableReader(Reader):
                     if (facts := known[name]) is not None and number > 1:
                         facts.lack(first)
                 if (facts := known[name]) is not None:
+                    if "rows" not in self.options and (name in uneven or not isinstance(value, np.ndarray)):
+                        self.expansion.check(where, plain_bytes(value), self._file_bytes)
                     facts.add(where, value, length)
             for name in known.keys() - arrays.keys():
                 if (facts := known[name]) is not None:

@@ -75,7 +75,8 @@ class TokenRows:
         row = {name: value for name, value in given.items() if value is not None}
         check_no_pairs(where, row, self._tokenize)
         ids, lists = row.get(_first(row, _WHOLE) or ""), (list, np.ndarray)
-        if isinstance(ids, lists) and len(ids) == 1 and np.ndim(ids[0]) == 1:  # a batch of one, as of NeMo-RL
+        inner = numeric(ids[0]) if isinstance(ids, lists) and len(ids) == 1 else None
+        if inner is not None and inner.ndim == 1:  # a batch of one, as of NeMo-RL
             row = {key: v[0] if isinstance(v, lists) and len(v) == 1 else v for key, v in row.items()}
         messages = next((name for name in _MESSAGES if isinstance(row.get(name), lists)), None)
         if self._tokenize:

@@ -463,10 +463,10 @@ def test_images_are_bounded_before_they_are_decoded() -> None:
     sink = io.BytesIO()
     image.new("RGB", (3000, 3000)).save(sink, "JPEG")
     with pytest.raises(DataError, match="it must hold at most 100 bytes for each"):
-        decode_images("it", [sink.getvalue()] * 100, Expansion())
+        decode_images("it", [sink.getvalue()] * 100, Expansion(), 1 << 30)
     small = io.BytesIO()
     image.new("RGB", (8, 8)).save(small, "JPEG")
-    assert decode_images("it", [small.getvalue()] * 2, Expansion()).shape == (2, 8, 8, 3)
+    assert decode_images("it", [small.getvalue()] * 2, Expansion(), 1 << 30).shape == (2, 8, 8, 3)
 
 
 def test_lengths_are_no_archive(tmp_path: Path) -> None:

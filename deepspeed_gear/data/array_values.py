@@ -1,0 +1,46 @@
+"""Arrays of nested lists, of which NumPy would make texts as long as the longest of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+_TEXTS = (str, bytes, bytearray)
+_TEXT_KINDS = "SU"
+
+
+def as_array(value: Any) -> np.ndarray:
+    """Return `np.asarray(value)`; for lists with texts anywhere an array of objects, one for each element.
+
+    NumPy makes 3 GiB of 20,000 letters and one text of 40,000 characters. An array of texts becomes one of
+    objects too: joined with another, it would take the length of the longest text of both.
+    """
+    if not holds_text(value):
+        return np.asarray(value)
+    length = len(value) if isinstance(value, (list, tuple)) or np.ndim(value) else None
+    made = np.empty(() if length is None else length, object)
+    made[...] = value if length is None else None
+    return made
+
+
+def holds_text(value: Any) -> bool:
+    """Return whether a value is a text or an array of texts, or a nested list that holds one.
+
+    Cost: one visit of each list, also of one that is in others many times.
+    """
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, _TEXTS):
+            return True
+        if isinstance(part, np.ndarray) and part.dtype.kind in _TEXT_KINDS:
+            return True
+        if not isinstance(part, (list, tuple)) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if set(map(type, part)) <= {bool, int, float}:
+            continue
+        waiting += [one for one in part if isinstance(one, (*_TEXTS, list, tuple, np.ndarray))]
+    return False
