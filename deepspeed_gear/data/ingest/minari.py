@@ -56,9 +56,13 @@ class Hdf5Store:
         return f"{self._path}: episode_{number}" + "".join(f"/{part}" for part in key)
 
     def facts(self, number: int) -> dict[str, Any]:
-        """Return the metadata of an episode: id, seed, total_steps."""
+        """Return the metadata of an episode: id, seed and other numbers; total_steps also if it is none."""
         found = reader.single_attributes(self._file[f"episode_{number}"])
-        return {name: value for name, value in found.items() if isinstance(value, np.generic)}
+        return {
+            name: value
+            for name, value in found.items()
+            if isinstance(value, np.generic) or name == "total_steps"
+        }
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""

@@ -532,7 +532,7 @@ def test_damaged_images_are_data_errors() -> None:
             changed[rng.integers(2, min(len(changed), 120), 3)] = rng.integers(0, 256, 3)
             with contextlib.suppress(DataError), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                decode_images("it", [changed.tobytes()], Expansion())
+                decode_images("it", [changed.tobytes()], Expansion(), 1 << 30)
 
 
 def _of_video(root: Path) -> Path:

@@ -253,7 +253,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, int, dict[str, Any]]] = {
     "npz bomb": (_archive("a.npz", obs=ZEROS, acts=ZEROS), f"a.npz {TOO_LARGE}", 2, {}),
     "export bomb": (_archive("a.npz", gear_schema=ZEROS), f"a.npz {TOO_LARGE}", 2, {}),
     "zip bomb": (_archive("a", obs=ZEROS), f"a {TOO_LARGE}", 2, {}),
-    "parquet bomb": (_parquet, f"a.parquet {TOO_LARGE}", 1, {}),
+    "parquet bomb": (_parquet, f"a.parquet: column observation.list.element {TOO_LARGE}", 1, {}),
     "arrow bomb": (_arrow, f"a.arrow {TOO_LARGE}", 1, {}),
     "gzip bomb": (_file("a.jsonl.gz", gzip.compress(ZEROS)), f"a.jsonl.gz {TOO_LARGE}", 1, {}),
     "bzip2 bomb": (_file("a.jsonl.bz2", bz2.compress(ZEROS)), f"a.jsonl.bz2 {TOO_LARGE}", 1, {}),
