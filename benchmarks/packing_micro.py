@@ -23,7 +23,7 @@ from support.report import Row
 
 from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.rollout_columns import RolloutColumns
 
 TOKENS, STEPS, TURNS = 16384, 8, 6
 GATHER_BOUND, OVER_BOUND_US = 1.15, 200.0
@@ -131,7 +131,7 @@ def _measure(case: Case, quick: bool) -> Row:
                     micro.append((perf_counter_ns() - begin) / 1e3)
                     begin = perf_counter_ns()
                 packs += [
-                    _Pack(rollout._data, pack, shape.rows)
+                    _Pack(rollout.reader.columns, pack, shape.rows)
                     for pack, shape in zip(step.packs.packs, step.packs.shapes, strict=True)
                 ]
         ops, limits = _ops_and_limits(packs)
@@ -158,17 +158,17 @@ class _Pack:
     """A pack that is gathered again and again into the same buffers, by the op or by memcpy.
 
     Args:
-        data: The rollout batch.
+        columns: Those of the rollout batch.
         pack: Its trajectories. [S], int64.
         rows: N.
     """
 
-    def __init__(self, data: RolloutData, pack: np.ndarray, rows: int) -> None:
-        part, lengths = data.parts[0], data.lengths[pack]
+    def __init__(self, columns: RolloutColumns, pack: np.ndarray, rows: int) -> None:
+        part, lengths = columns.tables[0], columns.records.lengths[pack]
         self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows, rows)
-        self._records = part.rows[torch.from_numpy(data._row[pack])].contiguous()
+        self._records = part.rows[torch.from_numpy(columns.records.row[pack])].contiguous()
         self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
-        self._arrays = [np.ascontiguousarray(v) for v in _pieces(data, self._records.numpy(), self.outs)]
+        self._arrays = [np.ascontiguousarray(v) for v in _pieces(columns, self._records.numpy(), self.outs)]
         self._pointers = [ctypes.c_void_p(values.ctypes.data) for values in self._arrays]
         self._count, self._copy = ctypes.c_int64(len(self._arrays[0])), library("limit").CopyPieces
 
@@ -194,10 +194,10 @@ def _ops_and_limits(packs: Sequence[_Pack]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pieces(
-    data: RolloutData, records: np.ndarray, outs: dict[str, torch.Tensor]
+    columns: RolloutColumns, records: np.ndarray, outs: dict[str, torch.Tensor]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the source, target and bytes of each piece that memcpy copies. [pieces] each."""
-    gatherer = data.parts[0].gatherer
+    gatherer = columns.tables[0].gatherer
     found: list[list[np.ndarray]] = [[], [], []]
     steps = records[:, Resolution.NUM_STEPS]
     before = np.cumsum(steps) - steps

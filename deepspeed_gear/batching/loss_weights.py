@@ -13,12 +13,33 @@ packs.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from deepspeed_gear.config.options import ConstantConfig, LossConfig
 from deepspeed_gear.errors import ConfigError
+
+
+@dataclass
+class GradientDivisor:
+    """What the framework divides the sum of all ranks' gradients by: losses are multiplied by it.
+
+    A replay owns one. Micro batches read it when they compute a loss: a model may be set until then.
+    """
+
+    value: float
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+class StepLoss(NamedTuple):
+    """The loss of one optimizer step, over all ranks."""
+
+    num_tokens: int  # loss tokens
+    weights: np.ndarray  # of the loss tokens of each trajectory of the rollout batch. [n], float64
 
 
 def loss_weights(

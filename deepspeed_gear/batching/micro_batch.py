@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.gather import SharedRows
+from deepspeed_gear.batching.loss_weights import GradientDivisor, StepLoss
+from deepspeed_gear.batching.pack_media import MediaReader, PackMedia
 from deepspeed_gear.batching.packed_models import PackedModel, mask_inputs, named_inputs
 from deepspeed_gear.batching.packing_plan import Prefixes
-from deepspeed_gear.errors import ConfigError, FieldError, ShapeError
+from deepspeed_gear.batching.rollout_records import RolloutRecords, TableRecords
+from deepspeed_gear.errors import ConfigError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.public_names import PublicNames
 
@@ -88,66 +91,106 @@ class PackShape:
         return (shared or SharedRows.none(len(records))).runs(records, places, skipped)
 
 
+class PlannedStep(Protocol):
+    """The packs of one optimizer step."""
+
+    @property
+    def loss(self) -> StepLoss:
+        """Counted when it is first read: forward passes do not read it."""
+
+
+class SequenceRanks(Protocol):
+    """The ranks that share the sequences of a pack."""
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks, with gradients. Collective."""
+
+
 @dataclass
 class PackLoss:
     """The part of a pack in the loss of its optimizer step."""
 
-    mask: torch.Tensor  # which places count. [1, rows of this rank], bool.
-    weigh: Callable[[], tuple[torch.Tensor, float]]  # returns `weights`; forward passes do not call it
-    divisor: Callable[[], float]  # returns what the framework divides the sum of all ranks' gradients by
-    # Returns the sum of a tensor over the ranks that share this pack's sequences, with gradients; None: there
-    # is one.
-    reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    host_mask: torch.Tensor  # which places of this rank count. [1, rows], bool, in host memory
+    mask: torch.Tensor  # the same, on the device
+    shape: PackShape
+    index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
+    step: PlannedStep
+    divisor: GradientDivisor
+    ranks: SequenceRanks | None = None  # None: this rank has whole sequences
     # What a sequence of the loss is: a trajectory, or all those of one member of a group.
     by: Literal["trajectory", "member"] = "trajectory"
 
     @cached_property
-    def weights(self) -> tuple[torch.Tensor, float]:
-        """The weight of each place, without the divisor, 0 where the mask is False, [rows of this rank],
-        float32; and the part of the step's loss tokens that they have.
+    def weights(self) -> torch.Tensor:
+        """The weight of each place without the divisor, 0 outside of the mask. [rows], float32."""
+        own = self.step.loss.weights[self.index].astype(np.float32)
+        weights = torch.from_numpy(self.shape.spread(own))
+        return weights.mul_(self.host_mask[0]).to(self.mask.device)
+
+    @cached_property
+    def share(self) -> float:
+        """The part of the step's loss tokens that this rank's places have."""
+        return int(np.count_nonzero(self.host_mask.numpy())) / max(self.step.loss.num_tokens, 1)
+
+
+class ColumnWriter(Protocol):
+    """Stores columns that a program computes in a forward pass."""
+
+    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+        """Store a column's values of a micro batch.
+
+        Raises:
+            ShapeError: Values of another shape.
         """
-        return self.weigh()
+
+
+class ForwardPass:
+    """A pass over micro batches, each of which the program fills with columns.
+
+    Args:
+        names: The columns.
+        num_packs: Micro batches of this rank.
+        writer: What stores the values.
+    """
+
+    def __init__(self, names: Sequence[str], num_packs: int, writer: ColumnWriter) -> None:
+        self._num_packs, self._writer = num_packs, writer
+        self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
+
+    def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
+        """Store columns of one of the micro batches.
+
+        Raises:
+            FieldError: A column is not one of the pass.
+        """
+        for name, values in columns.items():
+            if name not in self._filled:
+                rule = f"must be one of those that forward names ({', '.join(self._filled)})"
+                raise FieldError(f"column {name!r}", rule)
+            self._writer.write(name, micro, values)
+            self._filled[name].add(micro.sources.number)
+
+    def check_filled(self) -> None:
+        """Raise StoreError unless every column was filled in each micro batch."""
+        for name, numbers in self._filled.items():
+            if len(numbers) != self._num_packs:
+                at = f"column {name!r}"
+                rule = f"must be filled in each of the {self._num_packs} micro batches"
+                remedy = f"call micro.fill({name}=...) in the loop"
+                raise StoreError(f"forward: {at}", rule, len(numbers), remedy)
 
 
 @dataclass(frozen=True)
-class PackMedia:
-    """The media that places of a pack name: each item once.
-
-    Attributes:
-        columns: Rows of each media column, item after item. [rows, *shape], on the device.
-        counts: Rows of each item, by column. [items], int64, in host memory.
-        place: The places of this rank that name an item, ascending. [names], int64, on the device.
-        item: Which item each of them names. [names], int64, in host memory.
-    """
-
-    columns: dict[str, torch.Tensor]
-    counts: dict[str, torch.Tensor]
-    place: torch.Tensor
-    item: torch.Tensor
-
-    def per_place(self) -> dict[str, torch.Tensor]:
-        """Return the rows of the items that places name, place after place: what is named twice is there
-        twice, as the processors of transformers do. [rows, *shape].
-        """
-        found = {}
-        for name, rows in self.columns.items():
-            parts = torch.split(rows, self.counts[name].tolist())
-            found[name] = torch.cat([rows[:0], *(parts[item] for item in self.item.tolist())])
-        return found
-
-
-@dataclass
 class PackSources:
-    """What a micro batch reports back to its rollout batch, whose arrays are read on demand."""
+    """The trajectories of a micro batch in its rollout batch, whose records are read on demand."""
 
-    index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64.
-    of: Any  # the rollout batch: `records` of all its trajectories, `source` (table), `item` and `is_weight`
+    records: RolloutRecords  # of the whole rollout batch
+    index: np.ndarray  # trajectories of the pack, as indices into the rollout batch. [S], int64
     at: Any  # `index`, or a slice of as many
-    # Takes columns of this rank's places: `MicroBatch.fill`; None: it does not take any.
-    fill: Callable[[MicroBatch, Mapping[str, torch.Tensor]], None] | None = None
-    opaque: dict[str, list[Any]] = field(default_factory=dict)
-    # Reads the media of this rank's places; None: there is no field of the role media.
-    media: Callable[[], PackMedia] | None = None
+    number: int = 0  # of the pack among those of this rank
+    opaque: Mapping[str, list[Any]] = field(default_factory=dict)
+    media: MediaReader | None = None  # None: there is no field of the role media
+    forward: ForwardPass | None = None  # the pass that fills it; None: it is trained
 
 
 class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
@@ -211,11 +254,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def reported(self) -> torch.Tensor:  # resolutions of its trajectories. [S, 8], int64, in host memory
-        return torch.from_numpy(self.sources.of.records.numpy()[self.sources.at])
+        return torch.from_numpy(self.sources.records.resolutions.numpy()[self.sources.at])
 
     @property
     def host_source(self) -> torch.Tensor:  # the table of each. [S], int64, in host memory
-        return torch.from_numpy(self.sources.of.source[self.sources.at])
+        return torch.from_numpy(self.sources.records.source[self.sources.at])
 
     @cached_property
     def trajectory_id(self) -> torch.Tensor:
@@ -225,12 +268,12 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @cached_property
     def group(self) -> torch.Tensor:
         """The item of each trajectory: those of one group have one number. [S], int64."""
-        return torch.from_numpy(self.sources.of.item[self.sources.at]).to(self._device)
+        return torch.from_numpy(self.sources.records.item[self.sources.at]).to(self._device)
 
     @cached_property
     def is_weight(self) -> torch.Tensor:
         """The PER weight of each trajectory. [S], float32."""
-        return torch.from_numpy(self.sources.of.is_weight[self.sources.at]).to(self._device)
+        return torch.from_numpy(self.sources.records.is_weight[self.sources.at]).to(self._device)
 
     def opaque(self, name: str) -> list[Any]:
         """Return the opaque values of its trajectories, such as byte strings.
@@ -253,7 +296,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         if self.sources.media is None:
             rule = "must have a field of a column of the role media"
             raise FieldError("gear.fields", rule, None, 'name the column: "fields": {"image": {}}')
-        return self.sources.media()
+        return self.sources.media.read()
 
     @property
     def num_trajectories(self) -> int:
@@ -348,7 +391,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
     @property
     def weight(self) -> torch.Tensor:
         """The loss weight of each place, with the framework's divisor. [1, N], float32."""
-        return self._loss.weights[0][None] * self._loss.divisor()
+        return self._loss.weights[None] * self._loss.divisor.value
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return this micro batch's part of the loss, for `backward`.
@@ -363,7 +406,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Raises:
             ShapeError: Another shape.
         """
-        return (self._kept(values) * self._loss.weights[0]).sum() * self._loss.divisor()
+        return (self._kept(values) * self._loss.weights).sum() * self._loss.divisor.value
 
     def _kept(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values, 0 outside of the loss mask. [N], float32."""
@@ -379,7 +422,7 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         Its part of the optimizer step's loss tokens, with the framework's divisor: over all micro batches and
         ranks the weights of such terms sum to 1.
         """
-        return self._loss.weights[1] * self._loss.divisor()
+        return self._loss.share * self._loss.divisor.value
 
     def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
         """Return the mean or the sum over the loss tokens of each trajectory, at every place of it.
@@ -406,8 +449,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         owner = torch.where(owner == PADDING, self.num_trajectories, owner)
         sums = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, kept)
         counts = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, mask.float())
-        if self._loss.reduce is not None:  # the sequence continues on other ranks
-            sums, counts = self._loss.reduce(sums), self._loss.reduce(counts)
+        if self._loss.ranks is not None:  # the sequence continues on other ranks
+            sums = self._loss.ranks.sum(sums)
+            counts = self._loss.ranks.sum(counts)
         if how == "mean":
             sums = sums / counts.clamp(min=1)
         sums = torch.cat([sums[:-1], sums.new_zeros(1)])
@@ -422,11 +466,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             ShapeError, DataError: Another shape; or a value is not finite, and the table's must be.
             FieldError: The micro batch is not one of `forward`, or a column is not one that it names.
         """
-        if self.sources.fill is None:
+        if self.sources.forward is None:
             rule = "must be filled in micro batches of Rollout.forward or Replay.forward"
             remedy = "for example rollout.forward('old_logp')"
             raise FieldError(f"columns {', '.join(columns)}", rule, None, remedy)
-        self.sources.fill(self, columns)
+        self.sources.forward.fill(self, columns)
 
     def flat(self, name: str, values: torch.Tensor) -> torch.Tensor:
         """Return values of this rank's places in one dimension; ShapeError: others."""
@@ -439,3 +483,40 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             rule = f"must have shape [1, {rows}] or [{rows}]"
             raise ShapeError(name, rule, got, "one value for each place, or for each trajectory")
+
+
+@dataclass(frozen=True)
+class _Untrained:
+    """A pack that no optimizer step has."""
+
+    loss: StepLoss
+
+
+def pack_of_tokens(
+    tokens: torch.Tensor, shape: PackShape, name: str | None, device: torch.device
+) -> MicroBatch:
+    """Return a micro batch of tokens that are in no rollout batch, to check a model with.
+
+    Args:
+        tokens: Of this rank's places. [1, rows], int64.
+        shape: Where their trajectories stand.
+        name: Of the field with the tokens; None: there is none.
+        device: Of the micro batch.
+    """
+    count = len(shape.lengths)
+    index = np.arange(count)
+    records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
+    records[:, Resolution.NUM_STEPS] = torch.from_numpy(shape.lengths)
+    none = torch.zeros(count, dtype=torch.int64)
+    known = RolloutRecords.of([TableRecords(records, none.float(), none, none.bool())])
+    mask = torch.zeros(tokens.shape, dtype=torch.bool)
+    step = _Untrained(StepLoss(0, np.zeros(count)))
+    return MicroBatch(
+        {} if name is None else {name: tokens.to(device)},
+        None,
+        shape,
+        PackLoss(mask, mask.to(device), shape, index, step, GradientDivisor(1.0)),
+        PackSources(known, index, index),
+        name,
+        device,
+    )

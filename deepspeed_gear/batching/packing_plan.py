@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError, DataError, ShapeError
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.constants import MOST_PACK_TOKENS, MOST_PACK_WIDTH, MOST_TOTAL_BITS
@@ -128,3 +130,71 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
     ops.plan_packs_(*map(torch.from_numpy, found), lengths.contiguous(), *budgets)
     micro, rank, num_micro = found
     return PackingPlan(int(num_micro[0]), width, micro, rank)
+
+
+class PlannedPacks:
+    """The packs of all replicas (ranks that train on different samples): rows and costs of each. Pure."""
+
+    def __init__(
+        self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prefixes: Prefixes | None = None
+    ) -> None:
+        (linear, quadratic), most = pack.cost, pack.max_trajectories or MOST_PACK_TOKENS
+        budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
+        width = pack.plan_width or replicas
+        self.prefixes, places = prefixes, lengths
+        squares = np.square(lengths.astype(np.float64))
+        if prefixes is None:
+            plan = plan_packs(torch.from_numpy(lengths.copy()), budget, width, ops)
+        else:  # whose steps attend to each other once
+            places = lengths - prefixes.steps
+            squares -= np.square(prefixes.steps.astype(np.float64))
+            bundle = np.unique(prefixes.leader, return_inverse=True)[1].reshape(-1)
+            sizes = np.bincount(bundle, places).astype(np.int64)  # exact: below 2^53
+            plan = plan_packs(torch.from_numpy(sizes), budget, width, ops)
+            plan = replace(plan, micro=plan.micro[bundle], rank=plan.rank[bundle])
+        self.plan = plan
+        #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
+        self.per_rank = width // replicas
+        size, shape = plan.num_micro * width, (plan.num_micro, width)
+        # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
+        bins = plan.micro * width + plan.rank
+        costs = np.bincount(bins, linear * places + quadratic * squares, size)
+        #: [K, replicas, per_rank], float64.
+        self.costs = costs.reshape(plan.num_micro, replicas, self.per_rank)
+        tokens_of = np.bincount(bins, places, size).astype(np.int64)  # exact: below 2^53
+        #: N of a pack without trajectories.
+        self._least = budget.tokens if pack.pad.to == "budget" else budget.multiple
+        rows = np.maximum(-(-tokens_of // budget.multiple).reshape(shape) * budget.multiple, self._least)
+        if pack.pad.to == "step":
+            rows = np.broadcast_to(rows.max(axis=1, keepdims=True), shape)
+        #: N of every pack, padding included: without trajectories the least. [K, width], int64.
+        self.rows: np.ndarray = rows
+
+    def extend(self, longest: Sequence[Sequence[int]], pack: PackConfig) -> None:
+        """Add packs without trajectories at the end, for as many micro steps as any plan has.
+
+        `longest` has the largest N of each micro step, of the plan of each rank: of another node another one.
+        With packs padded to the step, they are as long as there.
+        """
+        most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
+        missing, num_micro = len(most) - self.plan.num_micro, len(most)
+        if missing:
+            self.plan = replace(self.plan, num_micro=num_micro)
+            self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
+        if pack.pad.to == "step":
+            self.rows = np.broadcast_to(most[:, None], self.rows.shape)
+
+    def sort(self) -> np.ndarray:
+        """Renumber the trajectories by rank and micro step, so that packs are ranges; return their order."""
+        plan = self.plan
+        packs = plan.rank * plan.num_micro + plan.micro
+        least = np.min_scalar_type(plan.width * plan.num_micro)  # of 16 bits: sorted by radix
+        order = np.argsort(packs.astype(least), kind="stable")
+        self.plan = replace(plan, micro=plan.micro[order], rank=plan.rank[order])
+        return order
+
+    @property
+    def imbalance(self) -> float:
+        """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
+        total, replicas = self.costs.sum(), self.costs.shape[1]
+        return float(self.costs.max(axis=1).sum() * replicas / total - 1) if total else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,11 +28,47 @@ def check_process_group(topology: Topology, group: Any) -> None:
         raise ConfigError("process_group", rule, f"{ranks} of {world} ranks", remedy)
 
 
+@dataclass(frozen=True)
+class SequenceSum:
+    """The sum of tensors over the ranks that share this rank's sequences, with gradients."""
+
+    group: Any  # of torch, with these ranks
+    control_plane: ControlPlane  # names a lost rank where the sum fails
+    waits_on_device: bool  # the work of NCCL is waited for on the device
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over the ranks. Collective; and so is its backward pass."""
+        total: torch.Tensor = _Sum.apply(values, self)  # type: ignore[no-untyped-call]
+        return total
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum without gradients. Collective."""
+        found = values.clone()
+        if self.waits_on_device:
+            dist.all_reduce(found, group=self.group)
+        else:
+            self.control_plane.run(lambda: dist.all_reduce(found, group=self.group, async_op=True))
+        return found
+
+
+class _Sum(torch.autograd.Function):
+    """The losses of all ranks depend on the sum: the gradient of a part is the sum of their gradients."""
+
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, ranks: SequenceSum) -> torch.Tensor:
+        context.ranks = ranks
+        return ranks.total(values)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> Any:
+        return context.ranks.total(gradients[0]), None
+
+
 def sequence_sum(
-    topology: Topology, device: torch.device, timeout_s: float, group: Any, exchange: ControlPlane
-) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    topology: Topology, device: torch.device, timeout_s: float, group: Any, control_plane: ControlPlane
+) -> SequenceSum | None:
     """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
-    `group` are the ranks that the topology counts; `exchange` names a lost one where the sum fails.
+    `group` are the ranks that the topology counts.
     """
     place = topology.place
     if place.sequence_world == 1:
@@ -42,27 +78,10 @@ def sequence_sum(
     for rank, other in enumerate(topology.places):
         key = other.data_rank, other.tensor_rank, other.pipe_rank
         parts.setdefault(key, []).append(known[rank])
-    backend, own = "nccl" if device.type == "cuda" else "gloo", known[topology.rank]
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    own = known[topology.rank]
     groups = [tuple(part) for part in parts.values()]
-    made = lane(next(part for part in groups if own in part), "sequence", timeout_s, backend, groups)
-
-    def total(values: torch.Tensor) -> torch.Tensor:
-        found = values.clone()
-        if backend == "nccl":  # its work is waited for on the device
-            dist.all_reduce(found, group=made)
-        else:
-            exchange.run(lambda: dist.all_reduce(found, group=made, async_op=True))
-        return found
-
-    class Sum(torch.autograd.Function):
-        """The losses of all ranks depend on the sum: the gradient of a part is the sum of their gradients."""
-
-        @staticmethod
-        def forward(_: Any, values: torch.Tensor) -> torch.Tensor:
-            return total(values)
-
-        @staticmethod
-        def backward(_: Any, *gradients: torch.Tensor) -> torch.Tensor:
-            return total(gradients[0])
-
-    return Sum.apply
+    own_group = next(part for part in groups if own in part)
+    return SequenceSum(
+        lane(own_group, "sequence", timeout_s, backend, groups), control_plane, backend == "nccl"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from deepspeed_gear.config.options import PackConfig
@@ -11,6 +10,7 @@ from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.replay import TRAIN, Replay
+from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import TrainStep
 
 
@@ -26,11 +26,15 @@ class PackedSteps:
     A train step's gradients are those of one optimizer step: the next train step must not begin before
     `engine.step()`, and `engine.step()` must not run before all micro batches went through `backward`.
     Afterwards `global_samples` counts the trajectories of the step; those of a step that was skipped for an
-    overflow are not counted, and are not sampled again for it; `skipped` is called after such a step.
+    overflow are not counted, and are not sampled again for it.
+
+    Args:
+        engine: Of DeepSpeed.
+        metrics: Count skipped steps: those of a replay that was made for the engine, else None.
     """
 
-    def __init__(self, engine: Any, skipped: Callable[[], None]) -> None:
-        self._engine, self._skipped = engine, skipped
+    def __init__(self, engine: Any, metrics: Metrics | None) -> None:
+        self._engine, self._metrics = engine, metrics
         self._step: TrainStep | None = None  # begun, and not followed by `engine.step()`
 
     def begin(self, step: TrainStep) -> None:
@@ -58,8 +62,8 @@ class PackedSteps:
         if step is not None:  # else gradients of other data: DeepSpeed's count stays
             is_applied = bool(self._engine.was_step_applied())
             self._engine.global_samples = before + (step.num_trajectories if is_applied else 0)
-            if not is_applied:
-                self._skipped()
+            if not is_applied and self._metrics is not None:
+                self._metrics.add(skipped=1)
         return result
 
 
@@ -72,7 +76,7 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
         remedy = "call engine.gear_step(), or engine.gear_rollout() for several optimizer steps"
         raise ConfigError("engine.gear_sample", "must not be called with gear.pack", None, remedy)
 
-    steps = PackedSteps(engine, partial(replay.metrics.add, skipped=owns))
+    steps = PackedSteps(engine, replay.metrics if owns else None)
     deepspeed_compat.wrap(engine, "step", steps.step)
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
     engine.gear_step, engine.gear_rollout = replay.step, replay.rollout

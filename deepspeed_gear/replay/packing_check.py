@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.micro_batch import MicroBatch, PackShape, pack_of_tokens
 from deepspeed_gear.batching.packed_models import ONE_EACH, PackedModel
 from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.replay.rollout_data import PackSettings
+from deepspeed_gear.replay.rollout_context import PackSettings
 
 _EXACT, _ROUNDED = 1e-4, 3e-2  # of float32, and of 16 bits
 
@@ -64,12 +64,11 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
     if pack.pad.to == "multiple" and pack.pad.multiple == 1:
         rows = sum(lengths)
     tokens = torch.randint(vocabulary, (1, rows), generator=torch.Generator().manual_seed(0))
-    none, steps, prefixes = torch.zeros(0), np.array(lengths, np.int64), None
+    steps = np.array(lengths, np.int64)
+    prefixes = None
     if pack.prefix == "share":  # every second one goes on after half of the one before it
         number = np.arange(len(steps))
         prefixes = Prefixes(np.where(number % 2, steps[number // 2 * 2] // 2, 0), number // 2 * 2)
         steps = steps + prefixes.steps
     shape = PackShape(steps, rows, 0, rows, prefixes)
-    fields = {} if settings.token is None else {settings.token: tokens.to(settings.device)}
-    loss, sources = PackLoss(none, lambda: (none, 0.0), lambda: 1.0), PackSources(none.numpy(), None, None)
-    return MicroBatch(fields, None, shape, loss, sources, settings.token, settings.device)
+    return pack_of_tokens(tokens, shape, settings.token, settings.device)

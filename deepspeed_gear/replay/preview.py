@@ -14,6 +14,7 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.gather import N_STEP_DTYPES
+from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config import GearConfig, ResolvedField
 from deepspeed_gear.config.cross_checks import N_STEP_NAMES, check_ranks
 from deepspeed_gear.config.field_checks import read_fields
@@ -26,7 +27,6 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay.replay import Replay
-from deepspeed_gear.replay.rollout_data import PlannedPacks
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
 FIRST_IDS = 4

@@ -16,6 +16,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.loss_weights import GradientDivisor
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
@@ -24,7 +25,7 @@ from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
-from deepspeed_gear.replay import metrics, priority_updates, table_access
+from deepspeed_gear.replay import metrics, priority_updates, table_access, table_forward
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
@@ -34,7 +35,7 @@ from deepspeed_gear.replay.packing_check import check_packing
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.replay.replay_checkpoint import ReplayCheckpoint
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_loader import RolloutLoader, forward
+from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
@@ -102,14 +103,12 @@ class Replay(ReplayBase):
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.late_updates
         self._passes = Evaluation(parts)
-        #: What the framework divides the sum of all ranks' gradients by: packed losses are multiplied by it.
-        self.gradient_divisor = float(plan.topology.place.data_world)
+        self._divisor = GradientDivisor(float(plan.topology.place.data_world))
         self._loader: BatchLoader | RolloutLoader
         if plan.config.pack is None:
             self._loader = BatchLoader(parts, self.metrics, turns)
         else:
-            divisor = partial(getattr, self, "gradient_divisor")
-            self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, divisor)
+            self._loader = RolloutLoader(parts, self.metrics, engine_dtype, to, self._divisor)
         self._checkpoint = ReplayCheckpoint(parts, self._loader, self._passes)
         # On each node for its own store.
         self._warnings = warnings_of(parts.train if plan.topology.leads_node else [])
@@ -267,7 +266,7 @@ class Replay(ReplayBase):
         """
         self._check_open()
         rollout.check_open()
-        data = rollout.data
+        reader = rollout.reader
 
         def copy() -> int:
             target, report = self.store(table), None
@@ -275,9 +274,9 @@ class Replay(ReplayBase):
                 self._priorities(table)  # raises where there are none
                 report = partial(self._report_by_id, table=table)
             add = partial(self.add, table=table)
-            return table_access.copy_items(data, target, add, report, chosen, priorities)
+            return table_access.copy_items(reader.columns, target, add, report, chosen, priorities)
 
-        return data.session.agree(copy)
+        return reader.context.agree(copy)
 
     def forward(
         self, *names: str, tokens: int | None = None, table: str | None = None
@@ -299,7 +298,8 @@ class Replay(ReplayBase):
             StoreError, PeerError: As `Rollout.forward`.
         """
         packed, sampled = self._packed(), self.config.sampled_tables
-        return forward(self.tables[self._table_name(table, sampled, sampled)], names, tokens, packed)
+        target = self.tables[self._table_name(table, sampled, sampled)]
+        return table_forward.forward(target, names, tokens, packed)
 
     def writer(self, table: str | None = None) -> TrajectoryWriter:
         """Return a writer of trajectories for simulators in this process.
@@ -463,7 +463,16 @@ class Replay(ReplayBase):
         Raises:
             ConfigError: There is no one divisor, or it is not known.
         """
-        self.gradient_divisor = gradient_divisor(model)
+        self._divisor.set(gradient_divisor(model))
+
+    @property
+    def gradient_divisor(self) -> float:
+        """What the framework divides the sum of all ranks' gradients by, which losses are multiplied by."""
+        return self._divisor.value
+
+    @gradient_divisor.setter
+    def gradient_divisor(self, value: float) -> None:
+        self._divisor.set(value)
 
     def check_packing(
         self, model: Any, attention: str | None = None, tolerance: float | None = None
@@ -483,11 +492,11 @@ class Replay(ReplayBase):
         Raises:
             ConfigError: The logits differ, `model_inputs` refuses the model, or there is no `gear.pack`.
         """
-        return check_packing(model, attention, tolerance, self._packed().settings)
+        return check_packing(model, attention, tolerance, self._packed().context.settings)
 
     def observe_steps(self, begun: Callable[[TrainStep], None]) -> None:
         """Call a function with each train step before its first micro batch; all ranks raise its error."""
-        self._packed().session.observers.append(begun)
+        self._packed().context.observers.append(begun)
 
     def _warn(self) -> None:
         for warning in self._warnings:

@@ -1,5 +1,4 @@
-"""Rollout loader: the rollout batches of one rank, one after the other; and forward passes over a table, of
-the trajectories that lack late columns, which are filled.
+"""Rollout loader: selects, holds and consumes the rollout batches of one rank, one after the other.
 
 A batch whose size is in items is a selection. One whose size is in tokens has the items that fit, from the
 rest of a selection and the next one: what is left begins the next batch, so nothing is lost.
@@ -8,35 +7,33 @@ rest of a selection and the next one: what is left begins the next batch, so not
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, cached_property, partial
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.gather import PackGatherer
-from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.batching.loss_weights import GradientDivisor
+from deepspeed_gear.batching.rollout_records import TableRecords, item_numbers
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.distributed.sequence_sum import sequence_sum
-from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import CheckpointError, ConfigError, StoreError
-from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay import rollout_data
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.batch_loader import give_up
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import LossWarning, Metrics
+from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
-from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.table_part import Records, RolloutSession, TablePart, item_numbers
+from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
+from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
 from deepspeed_gear.sampling.mass_rules import key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.late_columns import absent, fill_each
 
 
 class SelectedItems:
@@ -44,7 +41,7 @@ class SelectedItems:
     and its trajectories in each table, `parts`, those of one item side by side.
     """
 
-    def __init__(self, key: int, heads: list[list[int]], parts: list[Records]) -> None:
+    def __init__(self, key: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
         self.key, self.heads, self.parts = key, heads, parts
         items = [item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts]
         counts = [int(item[-1]) + 1 if len(item) else 0 for item in items]
@@ -63,13 +60,14 @@ class SelectedItems:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def trajectories(self, first: int, end: int) -> list[Records]:
+    def trajectories(self, first: int, end: int) -> list[TableRecords]:
         """Return the trajectories of a range of items, by table."""
         if end - first == len(self):
             return self.parts
         chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
         return [
-            Records(*(column[own] for column in part)) for own, part in zip(chosen, self.parts, strict=True)
+            TableRecords(*(column[own] for column in part))
+            for own, part in zip(chosen, self.parts, strict=True)
         ]
 
 
@@ -82,19 +80,22 @@ class RolloutLoader:
         metrics: Metrics,
         engine_dtype: torch.dtype,
         device: torch.device,
-        divisor: Callable[[], float],
+        divisor: GradientDivisor,
     ) -> None:
         plan = parts.plan
         config = plan.config
         assert config.pack is not None
         assert config.rollout_size is not None
-        self._spread, self.topology = parts.exchange.trajectories, plan.topology
-        self._metrics, self._size = metrics, config.rollout_size
-        self._tables, self._streams = config.sampled_tables, parts.train
+        self.topology = plan.topology
+        self._leads_node = plan.topology.leads_node
+        self._leads_first_node = plan.topology.leads_node and plan.topology.node == 0
+        self._spread = parts.exchange.trajectories
+        self._size = config.rollout_size
         self._is_rollout = config.batch is None
+        self._tables, self._streams = config.sampled_tables, parts.train
         first = self._tables[0]
         group = config.resolved_tables[first].group
-        self.settings = rollout_data.PackSettings(
+        settings = PackSettings(
             pack=config.pack,
             loss=config.loss,
             size=self._size,
@@ -105,18 +106,26 @@ class RolloutLoader:
             fields=tuple(plan.needs.fields),
             opaque=tuple(plan.needs.opaque),
             member=None if group is None else group.member,
-            reduce=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
+            ranks=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
+        )
+        warning = None
+        if plan.exchange.rank == 0:
+            mask = settings.schema.role("loss_mask")
+            warning = LossWarning(None if mask is None else mask.name, settings.predicts)
+        self.context = RolloutContext(
+            settings=settings,
+            control_plane=plan.exchange,
+            barrier=parts.barrier,
+            is_spread=bool(self._spread),
+            divisor=divisor,
+            metrics=metrics,
+            loss_warning=warning,
         )
         statistics = plan.statistics(plan.needs.fields)
         self._gatherer = partial(PackGatherer, statistics=statistics, engine_dtype=engine_dtype)
-        gathered = self.settings.gathered()
+        gathered = settings.gathered()
         self._gatherers = [self._gatherer(gathered, stream.table) for stream in self._streams]
         self._of_forward: dict[str, PackGatherer] = {}  # by table
-        self.session = RolloutSession(plan.exchange, parts.barrier, bool(self._spread), divisor)
-        if plan.exchange.rank == 0:
-            mask = self.settings.schema.role("loss_mask")
-            warning = LossWarning(None if mask is None else mask.name, self.settings.predicts)
-            self.session.observers.append(warning.count)
         self._epoch = 0  # of the latest selection
         self._current: Rollout | None = None
         self.seek(LoaderPosition(position.start(self._tables)))
@@ -124,7 +133,9 @@ class RolloutLoader:
     def seek(self, to: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
         self.abandon()
-        self._at = to.at  # after the last selection of which no item is left
+        self._start = to.at
+        # Heads of the last selection of which no item is left; None: `_start` is the position.
+        self._ended: list[list[int]] | None = None
         #: The number of the next selection.
         self.next_key = position.batches(to.at)
         known = to.rollout or {"number": self.next_key, "first_item": 0}
@@ -135,14 +146,14 @@ class RolloutLoader:
         self._num_taken = 0  # items of the batch that was taken last, until it is consumed
         self._resumed, self._current = to, None  # what the next rollout batch goes on with
 
-    def forward_gatherer(self, settings: rollout_data.PackSettings, table: Table) -> PackGatherer:
+    def forward_gatherer(self, settings: PackSettings, table: Table) -> PackGatherer:
         """Return the gatherer of the passes over a table, which have one `settings`: with the loss mask."""
         found = self._of_forward.get(table.spec.name)
         if found is None:
             fields, mask = settings.gathered(), settings.schema.role("loss_mask")
             if mask is not None and mask.dtype == "bool":
                 follows = int(settings.predicts)
-                fields.append(ResolvedField(rollout_data.MASK, mask, offset=follows, dtype="bool"))
+                fields.append(ResolvedField(MASK, mask, offset=follows, dtype="bool"))
             found = self._of_forward[table.spec.name] = self._gatherer(fields, table)
         return found
 
@@ -150,30 +161,36 @@ class RolloutLoader:
         """Select and return the next rollout batch; the one before it is consumed. Collective."""
         if self._current is not None:
             self._current.close()
-        begin, resumed = time.perf_counter(), self._resumed
-        parts, leads = [], self.topology.leads_node
-        for gatherer, stream, records in zip(self._gatherers, self._streams, self._take(), strict=True):
-            table, spread = stream.table, self._spread.get(stream.table.spec.name)
-            copies = leads and (spread is not None or self.topology.node == 0)  # each node holds all of it
-            parts.append(TablePart(gatherer, table, records, self.session, spread, copies))
-        ops, number = self._streams[0].table.ops, self._number
-        data = RolloutData(parts, self.settings, ops, self.session, number, self._metrics)
+        begin = time.perf_counter()
+        columns = RolloutColumns(self._rows(self._take()), self.context)
+        resumed = self._resumed
         known = resumed.rollout or {}
-        num_tokens = known.get("num_tokens")
+        saved_tokens = known.get("num_tokens")
 
         def check_tokens() -> None:
-            if data.num_tokens != num_tokens:
-                rule = f"must have the {num_tokens} steps with which it was saved"
+            if columns.records.num_tokens != saved_tokens:
+                rule = f"must have the {saved_tokens} steps with which it was saved"
                 remedy = "load it with its run's gear.pack: where it truncates, tokens decides the lengths"
-                raise CheckpointError(f"rollout batch {number}", rule, data.num_tokens, remedy)
+                name = f"rollout batch {self._number}"
+                raise CheckpointError(name, rule, columns.records.num_tokens, remedy)
 
-        if num_tokens is not None:
-            self.session.agree(check_tokens)
-        made = Rollout(data, self._consume, known.get("steps_done", 0))
-        data.columns.update(resumed.columns)
+        if saved_tokens is not None:
+            self.context.agree(check_tokens)
+        columns.filled.update(resumed.columns)
+        made = Rollout(self._number, PackReader(columns), self._consume, known.get("steps_done", 0))
         self._resumed, self._current = LoaderPosition(resumed.at), made
-        self._metrics.used(self._epoch, time.perf_counter() - begin)
+        self.context.metrics.used(self._epoch, time.perf_counter() - begin)
         return made
+
+    def _rows(self, records: Sequence[TableRecords]) -> list[TableRows]:
+        """Return the rows of a rollout batch in each table."""
+        rows = []
+        for gatherer, stream, of_table in zip(self._gatherers, self._streams, records, strict=True):
+            table, spread = stream.table, self._spread.get(stream.table.spec.name)
+            # Without a spread each node holds the whole table, and the first one makes all copies.
+            copies = self._leads_first_node if spread is None else self._leads_node
+            rows.append(TableRows(gatherer, table, of_table, self.context, spread, copies))
+        return rows
 
     def step(self) -> TrainStep:
         """Return the one step of the next batch, whose size is `gear.batch`."""
@@ -182,30 +199,34 @@ class RolloutLoader:
             raise ConfigError("gear.batch", "must be given for steps without a rollout batch", None, remedy)
         return self.next().step(0)
 
-    def _take(self) -> list[Records]:
+    def _take(self) -> list[TableRecords]:
         """Return the next batch's trajectories by table; a too long item is a batch. Errors take none."""
         while not self._next_items()[1]:
             self._held.append(self._select())
-        first, left = self._first_item, self._next_items()[0]
-        self._num_taken, taken = left, []
+        self._num_taken = left = self._next_items()[0]
+        first = self._first_item  # in the selection that is next
+        taken = []
         for items in self._held:
             end = min(first + left, len(items))
             taken.append(items.trajectories(first, end))
-            first, left = 0, left - (end - first)
+            left -= end - first
+            first = 0
             if not left:
                 break
         by_table = zip(*taken, strict=True)
-        return [Records(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
+        return [TableRecords(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
     def _consume(self) -> None:
         """Consume the rollout batch that was taken: rows of which no batch has an item may be evicted."""
-        self._number, self._first_item, ended = self._number + 1, self._first_item + self._num_taken, None
+        self._number += 1
+        self._first_item += self._num_taken
         self._num_taken = 0
+        ended = None  # to release a selection releases those before it
         while self._held and self._first_item >= len(self._held[0]):
             ended = self._held.pop(0)
             self._first_item -= len(ended)
         if ended is not None:
-            self._at = position.after(self._tables, ended.heads)
+            self._ended = ended.heads
             for stream in self._streams:
                 stream.release(ended.key)
 
@@ -226,7 +247,7 @@ class RolloutLoader:
         return count, bool(is_full)
 
     def _select(self) -> SelectedItems:
-        key, longest = self.next_key, self.settings.pack.room
+        key, longest = self.next_key, self.context.settings.pack.room
 
         def select() -> list[Selection]:
             for stream in self._streams:
@@ -234,7 +255,7 @@ class RolloutLoader:
             return [stream.get(key) for stream in self._streams]
 
         try:
-            selections = self.session.agree(select)
+            selections = self.context.agree(select)
         except StoreError as error:
             give_up(self._streams, error)
             raise
@@ -252,7 +273,7 @@ class RolloutLoader:
             is_cut = records[:, Resolution.NUM_STEPS] > longest
             records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
             weights = stream.weights(head, records)
-            parts.append(Records(records, weights, origins[: len(records)].clone(), is_cut))
+            parts.append(TableRecords(records, weights, origins[: len(records)].clone(), is_cut))
         return SelectedItems(key, heads, parts)
 
     @property
@@ -268,9 +289,11 @@ class RolloutLoader:
     @property
     def position(self) -> LoaderPosition:
         """The position, with the rollout batch after it; between two that are a selection each without."""
-        current = self._under_way
+        current, at = self._under_way, self._start
+        if self._ended is not None:
+            at = position.after(self._tables, self._ended)
         if current is None and self._size.tokens is None:
-            return LoaderPosition(self._at)
+            return LoaderPosition(at)
         rollout = {
             "number": self._number,
             "first_item": self._first_item,
@@ -278,7 +301,7 @@ class RolloutLoader:
             "num_tokens": None if current is None else current.num_tokens,
             "size": self._size.model_dump(),
         }
-        return LoaderPosition(self._at, rollout, {} if current is None else current.columns)
+        return LoaderPosition(at, rollout, {} if current is None else current.columns)
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError unless a rollout batch that is being trained has the size of this config."""
@@ -291,135 +314,3 @@ class RolloutLoader:
         """End the rollout batch that is being trained without consuming it."""
         if self._current is not None:
             self._current.abandon()
-
-
-class StoredTrajectories(RolloutData):
-    """Trajectories that no selection pins: their rows are looked up under the lock for each pack."""
-
-    @cached_property
-    def item(self) -> np.ndarray:
-        """As of a rollout batch; those of an item, of equal sample numbers, may not be neighbours."""
-        numbers = self.records[:, Resolution.SAMPLE_NUMBER].numpy()
-        return np.unique(numbers, return_inverse=True)[1].reshape(-1)
-
-    @cached_property
-    def mask(self) -> np.ndarray:
-        """As of a rollout batch, False where they were evicted; packs with the loss mask do not read it."""
-        part = self.parts[0]
-        with part.table.lock:
-            has_rows = placed(part, part.records.resolutions.numpy(), slice(None))
-            return np.asarray(super().mask & has_rows.repeat(self.lengths))
-
-    def pack(self, packs: rollout_data.PackSequence, number: int, fill: Any = None) -> MicroBatch:
-        part = self.parts[0]
-        with part.table.lock:
-            at = packs.at[number]
-            self.has_rows = placed(part, part.rows.numpy()[at], at)  # a range, so they are not copied
-            return super().pack(packs, number, fill)
-
-
-def placed(part: TablePart, records: np.ndarray, at: Any) -> np.ndarray:
-    """Set the rows of trajectories now in records, [n, 8], and of the prompts that others hold for them; row
-    0 of evicted ones. They are those `at` these places of the part. Returns which have any. Needs the lock.
-    """
-    slots = part.table.slots.take(records[:, Resolution.SLOT], axis=0)
-    has_rows = slots[:, Slot.STATE] == SlotState.COMMITTED  # then it has all of its group
-    has_rows &= slots[:, Slot.ID] == records[:, Resolution.ID]
-    np.multiply(slots[:, Slot.FIRST_ROW], has_rows, out=records[:, Resolution.FIRST_ROW])
-    if part.shared is not None:
-        holders = records[:, Resolution.MASS]  # as `absent` has them
-        part.shared.first_row[at] = part.table.slots[holders, Slot.FIRST_ROW] * has_rows
-    return np.asarray(has_rows)
-
-
-def fill_place(table: Table, of: RolloutLoader) -> RankCoordinates:
-    """Return this rank's place among the replicas that fill what its store holds: those of its node.
-
-    Raises:
-        ConfigError: The table lies on several nodes, and so do the ranks of a replica.
-    """
-    topology, shard, nodes = of.topology, table.spec.shard, dict[int, int]()  # of each replica
-    if shard is None or shard.count == 1:
-        return of.settings.place
-    for place, node in zip(topology.places, topology.nodes, strict=True):
-        first = nodes.setdefault(place.data_rank, node)
-        if first != node:
-            rule = "must have the ranks of each replica on one node for forward()"
-            remedy = "place tensor and sequence ranks on one node, or fill() it by trajectory"
-            given = f"replica {place.data_rank} on the nodes {first} and {node}"
-            raise ConfigError(f"table {table.spec.name}", rule, given, remedy)
-    replicas = sorted(replica for replica, node in nodes.items() if node == topology.node)
-    index = replicas.index(topology.place.data_rank)
-    return replace(topology.place, data_rank=index, data_world=len(replicas))
-
-
-def forward(
-    table: Table, names: Sequence[str], tokens: int | None, of: RolloutLoader
-) -> Iterator[MicroBatch]:
-    """Yield this rank's micro batches of trajectories that lack one of the columns; as `Replay.forward`."""
-    to, topology = of.settings, of.topology
-    scalars = [c for c in table.schema.late_columns if not (c.shape or c.is_opaque or c.rows == "T+1")]
-    late, lineage = {column.name: column.rows for column in scalars}, table.lineage
-
-    def listed() -> np.ndarray | None:
-        for name in [name for name in names if name not in late]:
-            rule, has = "must be late, with one number per step or trajectory", ", ".join(late) or "none"
-            raise ConfigError(f"table {table.spec.name}: column {name!r}", rule, None, f"there are: {has}")
-        fill_place(table, of)
-        if not topology.leads_node:
-            return None
-        with table.lock:
-            return absent(table, *names)
-
-    # Its collectives are those of all ranks, whether they train together or not.
-    session = replace(of.session, barrier=None, is_spread=True)
-    lists = session.exchange.collect("a rollout batch", listed)  # of the leader of each node
-    session.agree_on("forward: table, columns and tokens", (table.spec.name, names, tokens))
-    every = np.concatenate([one for one in lists if one is not None])[:, Resolution.NUM_STEPS]
-    records = np.asarray(lists[topology.peers[0]])
-    place = fill_place(table, of)
-    # For a plan of 8 ranks and 4 replicas, 3 of them here, the plan is of 6.
-    width = (to.pack.plan_width or to.place.data_world) // to.place.data_world * place.data_world
-    pack = to.pack.model_copy(update={"plan_width": width, "tokens": tokens or to.pack.tokens})
-    offsets = {field.column.name: int(field.offset) for field in to.fields if field.column is not None}
-    early = [[f for f in all_of if not (f.column and f.column.late)] for all_of in (to.fields, to.opaque)]
-    settings = replace(to, fields=tuple(early[0]), opaque=tuple(early[1]), place=place)
-
-    @cache
-    def planned() -> rollout_data.PlannedPacks:
-        rollout_data.check_tokens(to.pack, every, tokens)
-        return rollout_data.PlannedPacks(records[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
-
-    longest = session.exchange.collect("a rollout batch", lambda: planned().rows.max(axis=1).tolist())
-
-    def made() -> rollout_data.PackSequence:
-        planned().extend(longest, to.pack)
-        own, size = records[planned().sort()], len(records)
-        given = own, np.ones(size, np.float32), own[:, Resolution.SLOT].copy(), np.zeros(size, bool)
-        known = Records(*map(torch.from_numpy, given))
-        part = TablePart(of.forward_gatherer(settings, table), table, known, session)
-        with table.lock:
-            for column in filter(None, map(settings.schema.role, ("token", "loss_mask"))):
-                part.check_filled(column.name)
-        found = StoredTrajectories([part], settings, table.ops, session)
-        if all(field.name != rollout_data.MASK for field in part.gatherer.fields):
-            assert len(found.mask) == found.num_tokens  # it is read before packs hold the lock
-        return rollout_data.PackSequence(found, np.arange(size), tokens, planned())
-
-    packs = session.agree(made)
-    stored, predicts = packs.data.parts[0].rows.numpy(), int(to.predicts)
-
-    def write(name: str, micro: MicroBatch, values: torch.Tensor) -> None:
-        shape, by_step, offset = micro.pack_shape, late[name] == "T", offsets.get(name, predicts)
-        micro.check_shape(name, values, shape.end - shape.first if by_step else micro.num_trajectories)
-        given = values.detach()
-        if by_step and to.reduce is not None:  # other ranks have other places
-            whole = given.new_zeros(shape.rows)
-            whole[shape.first : shape.end] = given.reshape(-1)
-            given = to.reduce(whole)
-        if to.place.reports:  # place i has the value of step i + offset
-            own: Any = (given.cpu() if given.dtype == torch.bfloat16 else given.cpu().numpy()).reshape(-1)
-            own, offset = (own[: shape.num_tokens], offset) if by_step else (own, 0)
-            fill_each(table, table.schema[name], stored[micro.sources.at], own, lineage, offset)
-
-    yield from packs.data.forward(packs, names, write)

@@ -16,7 +16,7 @@ from deepspeed_gear.data.media import Media
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError, DataError, NotReadyError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
-from deepspeed_gear.replay.rollout_data import RolloutData
+from deepspeed_gear.replay.rollout_columns import RolloutColumns
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.sampling.priority_log import check_priorities
@@ -141,7 +141,7 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
 
 
 def copy_items(
-    data: RolloutData,
+    columns: RolloutColumns,
     target: Table,
     add: Callable[[dict[str, Any]], int],
     report: Callable[[list[int], np.ndarray], int] | None,
@@ -152,11 +152,13 @@ def copy_items(
 
     Nothing is added unless every item fits. Cost: of an addition for each.
     """
-    of_target = np.zeros(data.num_items, bool)
-    of_target[data.item[np.array([part.table is target for part in data.parts])[data.source]]] = True
+    records = columns.records
+    is_target = np.array([rows.table is target for rows in columns.tables])
+    of_target = np.zeros(records.num_items, bool)
+    of_target[records.item[is_target[records.source]]] = True
     wanted = ~of_target if chosen is None else arguments.array("chosen", chosen)
     if wanted.dtype != bool or wanted.shape != of_target.shape:
-        rule = f"must have shape [{data.num_items}], one bool for each item"
+        rule = f"must have shape [{records.num_items}], one bool for each item"
         raise ShapeError("chosen", rule, f"{wanted.dtype} {list(wanted.shape)}")
     name = target.spec.name
     if (wanted & of_target).any():
@@ -164,29 +166,29 @@ def copy_items(
         raise DataError("chosen", f"must be items of other tables than {name}", at, "it is stored there")
     given = None if priorities is None else arguments.array("priorities", priorities)
     if given is not None and given.shape != of_target.shape:
-        raise ShapeError("priorities", f"must have shape [{data.num_items}]", list(given.shape))
+        raise ShapeError("priorities", f"must have shape [{records.num_items}]", list(given.shape))
     if given is not None:
         with np.errstate(over="ignore"):
             check_priorities(given.astype(np.float32))
     names = [column.name for column in target.schema]
-    for part in data.parts:
-        if part.table is target:
+    for rows in columns.tables:
+        if rows.table is target:
             continue
-        if unknown := [one for one in names if one not in part.table.schema]:
-            rule = f"must be a column of table {part.table.spec.name}, whose items are copied"
+        if unknown := [one for one in names if one not in rows.table.schema]:
+            rule = f"must be a column of table {rows.table.spec.name}, whose items are copied"
             raise ConfigError(f"gear.tables.{name}.schema.columns.{unknown[0]}", rule)
-        for column in part.table.schema.late_columns:
+        for column in rows.table.schema.late_columns:
             if column.name in names and not target.schema[column.name].late:
-                part.check_filled(column.name)
+                rows.check_filled(column.name)
     ids, items, first = list[int](), list[int](), 0
-    for part in data.parts:
-        own, table, late = part.copied, part.table, part.table.schema.late_bits
-        own = own[wanted[data.item[first + own]]]
-        items.extend(data.item[first + own].tolist())
-        first += len(part.rows)
-        for record in part.records.resolutions[own].tolist():
+    for rows in columns.tables:
+        own, table, late = rows.copied, rows.table, rows.table.schema.late_bits
+        own = own[wanted[records.item[first + own]]]
+        items.extend(records.item[first + own].tolist())
+        first += len(rows.rows)
+        for record in rows.records.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
-            trajectory = values(table, rows := table.rows(slot), _media(table, rows, table.lock))
+            trajectory = values(table, stored := table.rows(slot), _media(table, stored, table.lock))
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
     if report is not None and given is not None and ids:

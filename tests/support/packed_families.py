@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from deepspeed_gear.batching.micro_batch import MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.micro_batch import MicroBatch, PackShape, pack_of_tokens
 from deepspeed_gear.batching.packing_plan import Prefixes
 
 VOCABULARY = 64
@@ -89,16 +89,8 @@ def pack(
     """Return a pack of random tokens; `part`: the places of a sequence rank."""
     part = part or slice(0, rows)
     tokens = torch.randint(3, VOCABULARY - 1, (1, rows), generator=torch.Generator().manual_seed(0))
-    none = torch.zeros(0)
-    return MicroBatch(
-        {"tokens": tokens[:, part]},
-        None,
-        PackShape(np.array(lengths, np.int64), rows, part.start, part.stop, prefixes),
-        PackLoss(none, lambda: (none, 0.0), lambda: 1.0),
-        PackSources(*[none.numpy() for _ in range(3)]),
-        "tokens",
-        torch.device("cpu"),
-    )
+    shape = PackShape(np.array(lengths, np.int64), rows, part.start, part.stop, prefixes)
+    return pack_of_tokens(tokens[:, part], shape, "tokens", torch.device("cpu"))
 
 
 def places(micro: MicroBatch) -> list[Tensor]:

@@ -11,12 +11,14 @@ import numpy as np
 from gear_support import prefix
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.loss_weights import GradientDivisor
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
+from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.table_part import RolloutSession
+from deepspeed_gear.replay.rollout_columns import RolloutColumns
+from deepspeed_gear.replay.rollout_context import RolloutContext
 
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},
@@ -87,12 +89,13 @@ def micros(rollout: Rollout) -> list[MicroBatch]:
 
 def seen_by(rollout: Rollout, place: RankCoordinates) -> Rollout:
     """Return a rollout batch as the rank with other coordinates sees it, without collectives."""
-    data = rollout._data
-    settings = replace(data.settings, place=place)
-    session = RolloutSession(ControlPlane(), None, False, lambda: float(place.data_world))
-    there = RolloutData(data.parts, settings, data.ops, session, data.number)
-    there.columns = dict(data.columns)
-    return Rollout(there, lambda: None)
+    columns = rollout.reader.columns
+    settings = replace(columns.context.settings, place=place)
+    divisor = GradientDivisor(float(place.data_world))
+    context = RolloutContext(settings, ControlPlane(), None, False, divisor)
+    there = RolloutColumns(columns.tables, context)
+    there.filled.update(columns.filled)
+    return Rollout(rollout.number, PackReader(there), lambda: None)
 
 
 def ranks_of(world: int, sequence: int = 1) -> list[RankCoordinates]:

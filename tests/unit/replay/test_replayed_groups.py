@@ -34,9 +34,9 @@ def generate(worker: RolloutWorker, count: int) -> None:
 
 def groups_of(rollout: Rollout) -> list[tuple[int, int]]:
     """Return the table of each item, and its number."""
-    data, numbers = rollout.data, rollout.values("prompt").numpy()
-    first = np.unique(data.item, return_index=True)[1]
-    return list(zip(data.source[first].tolist(), numbers[first].tolist(), strict=True))
+    numbers = rollout.values("prompt").numpy()
+    first = np.unique(rollout.group.numpy(), return_index=True)[1]
+    return list(zip(rollout.table.tolist(), numbers[first].tolist(), strict=True))
 
 
 def train(rollout: Rollout) -> None:

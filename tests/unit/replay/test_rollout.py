@@ -290,13 +290,13 @@ def test_whitened_columns_have_mean_0_and_deviation_1(rollout: Any) -> None:
     assert found.shape == (rollout.num_trajectories,)
     rollout.set("a", np.arange(rollout.num_tokens, dtype=np.float32))
     rollout.whiten("a", over="token")
-    counted = rollout.column("a").numpy()[rollout._data.mask]
+    counted = rollout.column("a").numpy()[rollout.reader.columns.mask]
     assert counted.mean() == pytest.approx(0, abs=1e-6)
     assert counted.std(ddof=1) == pytest.approx(1, abs=1e-6)
     rollout.set("b", np.arange(rollout.num_trajectories, dtype=np.float32))
     rollout.whiten("b", over="sequence")
-    has = rollout._data.counts > 0
-    values = rollout.column("b").numpy()[rollout._data.starts][has]
+    has = rollout.reader.columns.counts > 0
+    values = rollout.column("b").numpy()[rollout.reader.columns.records.starts][has]
     assert (values.mean(), values.std(ddof=1)) == pytest.approx((0, 1), abs=1e-6)
 
 
@@ -378,7 +378,7 @@ def test_means_of_metrics(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None
     def total(sums: torch.Tensor) -> torch.Tensor:
         return sums + torch.eye(len(sums), dtype=sums.dtype)[-1]  # another rank has a fault
 
-    monkeypatch.setattr(step._data.session.exchange, "sum", total)
+    monkeypatch.setattr(step._context.control_plane, "sum", total)
     with pytest.raises(
         PeerError, match=r"logp must have a number for each of the .*, got 'other numbers on 1"
     ):

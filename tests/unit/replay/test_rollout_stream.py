@@ -13,13 +13,14 @@ import torch
 from rollout_support import COLUMNS, TABLE, filled, micros, responses, section
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.rollout_records import TableRecords
 from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves
 from deepspeed_gear.errors import CheckpointError, DataError, NotReadyError, PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import RolloutData
-from deepspeed_gear.replay.table_part import Records, TablePart
+from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
 from deepspeed_gear.store.table_spec import Shard
 
 
@@ -58,7 +59,7 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
         for _ in range(4):
             rollout = replay.rollout()
             assert rollout.num_tokens <= 400
-            source = rollout._data.source
+            source = rollout.reader.columns.records.source
             assert abs((source == 1).mean() - 0.25) <= 1 / len(source)
             for table, ids in taken.items():
                 ids += rollout.trajectory_id[torch.from_numpy(source == table)].tolist()
@@ -217,22 +218,22 @@ class Nodes:
         whole: The rollout batch of one node.
     """
 
-    def __init__(self, whole: RolloutData) -> None:
-        self._whole, [part] = whole, whole.parts
+    def __init__(self, whole: RolloutColumns) -> None:
+        self._whole, [part] = whole, whole.tables
         slots = part.records.resolutions[:, Resolution.SLOT].numpy()
         self._shard = np.arange(len(slots)) * 7 % 3 // 2
         self._origins = self._shard << SHARD_BITS | slots
         self._sent: list[torch.Tensor] = []
 
-    def data(self, shard: int) -> RolloutData:
-        whole, [part] = self._whole, self._whole.parts
+    def columns(self, shard: int) -> RolloutColumns:
+        whole, [part] = self._whole, self._whole.tables
         table = copy.copy(part.table)
         table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
         exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
-        session: Any = SimpleNamespace(exchange=exchange)
+        context: Any = SimpleNamespace(control_plane=exchange)
         records = part.records._replace(origins=torch.from_numpy(self._origins))
-        own = TablePart(part.gatherer, table, records, session, spread_over(2, shard))
-        return RolloutData([own], whole.settings, whole.ops, whole.session)
+        own = TableRows(part.gatherer, table, records, context, spread_over(2, shard))
+        return RolloutColumns([own], whole.context)
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
         self._sent.append(values.clone())
@@ -241,10 +242,10 @@ class Nodes:
     def _add(self, values: torch.Tensor) -> torch.Tensor:
         return values + self._sent.pop(0)
 
-    def together(self, read: Callable[[RolloutData], Any]) -> Any:
+    def together(self, read: Callable[[RolloutColumns], Any]) -> Any:
         """Return what the second node reads, with what the first one has sent."""
-        read(self.data(0))
-        return read(self.data(1))
+        read(self.columns(0))
+        return read(self.columns(1))
 
 
 @pytest.fixture
@@ -258,26 +259,27 @@ def replay() -> Any:
 
 def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
     """And records are reported by the shard that holds them."""
-    whole = replay.rollout()._data
+    whole = replay.rollout().reader.columns
     nodes = Nodes(whole)
-    assert nodes.data(0).records[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
+    assert nodes.columns(0).records.resolutions[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
     for name in ("reward", "prompt", "half", "pair"):
-        np.testing.assert_array_equal(nodes.together(lambda data: data.values(name)), whole.values(name))  # noqa: B023
-    np.testing.assert_array_equal(nodes.together(lambda data: data.mask), whole.mask)
+        found = nodes.together(lambda columns: columns.values(name))  # noqa: B023
+        np.testing.assert_array_equal(found, whole.values(name))
+    np.testing.assert_array_equal(nodes.together(lambda columns: columns.mask), whole.mask)
 
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, shard: int) -> None:
-    whole = replay.rollout()._data
-    nodes, ids = Nodes(whole), whole.records[:, Resolution.ID].tolist()
+    whole = replay.rollout().reader.columns
+    nodes, ids = Nodes(whole), whole.records.resolutions[:, Resolution.ID].tolist()
     absent = int(np.nonzero(nodes._shard == shard)[0][2])
     for at, number in enumerate(ids):
         if at != absent:
             replay.fill(number, score=1.0)
 
-    def read(data: RolloutData) -> str:
+    def read(columns: RolloutColumns) -> str:
         try:
-            data.parts[0].check_filled("score")
+            columns.tables[0].check_filled("score")
         except DataError as error:
             return str(error)
         return ""
@@ -290,11 +292,11 @@ def test_ranks_compare_what_they_read_and_which_step_they_train(
     replay: Replay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over nodes each call is collective: ranks that differ would exchange rows of unlike things."""
-    rollout, compared = replay.rollout(), []
-    rollout._data.session.is_spread = True
-    monkeypatch.setattr(
-        rollout._data.session.exchange, "compare", lambda what, value: compared.append((what, value))
-    )
+    columns = replay.rollout().reader.columns
+    context = replace(columns.context, is_spread=True)
+    rollout = Rollout(0, PackReader(RolloutColumns(columns.tables, context)), lambda: None)
+    compared: list[Any] = []
+    monkeypatch.setattr(context.control_plane, "compare", lambda what, value: compared.append((what, value)))
     rollout.values("reward")
     next(iter(rollout.step(1)))
     next(rollout.forward("old_logp", tokens=256))
@@ -324,23 +326,24 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     spread = spread_over(2, 0, exchange=exchange, room=SimpleNamespace(first_row=5, first_slot=1))
     resolutions = torch.zeros(2, Resolution.NUM_WORDS, dtype=torch.int64)
     resolutions[:, Resolution.NUM_STEPS] = 3
-    records = Records(resolutions, torch.ones(2), torch.tensor([0, 1 << SHARD_BITS]), torch.zeros(2).bool())
+    origins = torch.tensor([0, 1 << SHARD_BITS])
+    records = TableRecords(resolutions, torch.ones(2), origins, torch.zeros(2).bool())
     spec = SimpleNamespace(shard=Shard(0, 2, 0, 0))
     given = {"first_arrival": (100, 10), "gathers_own_rows": True, "shared_prompts": None}
     table: Any = SimpleNamespace(spec=spec, **given)
-    session: Any = SimpleNamespace(agree=agree)
+    context: Any = SimpleNamespace(agree=agree)
     none: Any = None  # no part of an exchange
-    part = TablePart(none, table, records, session, spread)
-    data = RolloutData([part], none, none, session)
+    part = TableRows(none, table, records, context, spread)
+    reader = PackReader(RolloutColumns([part], context))
 
     def placed() -> list[int]:
         return part.rows[:, Resolution.FIRST_ROW].tolist()
 
     packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
     with pytest.raises(PeerError):
-        data.fetch(packs)
+        reader.fetch(packs)
     assert placed() == [0, 0]
-    data.fetch(packs)
-    data.fetch(packs)  # all there
+    reader.fetch(packs)
+    reader.fetch(packs)  # all there
     assert (sent, placed()) == ([[1], [1]], [0, 105])
     assert part.rows[:, Resolution.SLOT].tolist() == [0, 11]

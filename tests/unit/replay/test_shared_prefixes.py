@@ -18,13 +18,12 @@ from rollout_support import COLUMNS, micros, ranks_of, section, seen_by
 from deepspeed_gear import Replay
 from deepspeed_gear.batching import micro_batch, packed_models
 from deepspeed_gear.batching.micro_batch import MicroBatch
-from deepspeed_gear.batching.packing_plan import Prefixes
+from deepspeed_gear.batching.packing_plan import PlannedPacks, Prefixes
 from deepspeed_gear.config.cross_checks import check_ranks
 from deepspeed_gear.config.options import PackConfig
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay.rollout import Rollout
-from deepspeed_gear.replay.rollout_data import PlannedPacks
 
 WORDS, SIZE, MOST = 50, 4, 60
 GROUP = {"column": "prompt", "size": SIZE}

@@ -12,12 +12,12 @@ import torch
 from rollout_support import COLUMNS, STORED, filled, ranks_of, section
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config.options import PackConfig, PackPadConfig
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
 from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError, StoreError
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.rollout_data import PlannedPacks
-from deepspeed_gear.replay.rollout_loader import fill_place
+from deepspeed_gear.replay.table_forward import fill_place
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.late_columns import absent, fill_each
@@ -75,17 +75,20 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
 def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(made: Replay, sequence: int) -> None:
     loader, slices, passes = made._loader, list[Any](), []
     assert loader is not None
-    settings = loader.settings
+    context = loader.context
 
-    def reduce(part: Any) -> Any:  # of two sequence ranks, one after the other
+    def total(part: Any) -> Any:  # of two sequence ranks, one after the other
         slices.append(part)
         return part if len(slices) % 2 else part + slices[-2]
+
+    others: Any = SimpleNamespace(sum=total) if sequence > 1 else None
 
     for place in ranks_of(3, sequence):
         where = replace(
             place, sequence_rank=sequence - 1 - place.sequence_rank
         )  # the one that writes comes last
-        loader.settings = replace(settings, place=where, reduce=reduce if sequence > 1 else None)
+        settings = replace(context.settings, place=where, ranks=others)
+        loader.context = replace(context, settings=settings)
         micros = made.forward("ref", "score", tokens=128)
         passes.append(itertools.chain([next(micros)], micros))  # all of them begin before any is filled
     seen: list[int] = []
@@ -164,8 +167,7 @@ def test_replicas_fill_what_their_node_holds() -> None:
 
     def places(nodes: tuple[int, ...], sequence: int = 1) -> list[RankCoordinates]:
         known = tuple(ranks_of(len(nodes) // sequence, sequence))
-        of: list[Any] = [SimpleNamespace(topology=Topology(rank, known, nodes)) for rank in range(len(nodes))]
-        return [fill_place(table, one) for one in of]
+        return [fill_place(table, known[rank], Topology(rank, known, nodes)) for rank in range(len(nodes))]
 
     found = [(place.data_rank, place.data_world) for place in places((0, 0, 1, 0))]
     assert found == [(0, 3), (1, 3), (0, 1), (2, 3)]

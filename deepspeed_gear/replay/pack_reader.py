@@ -1,0 +1,249 @@
+"""Packs of a rollout batch: their plan for this rank, and the micro batches that are read by it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.batching.gather import read_opaque
+from deepspeed_gear.batching.loss_weights import StepLoss, loss_weights
+from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.pack_media import MediaReader
+from deepspeed_gear.batching.packing_plan import PlannedPacks
+from deepspeed_gear.config.options import PackConfig
+from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.records import GatherSpec, Resolution, Source, lower
+from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
+from deepspeed_gear.replay.rollout_context import MASK, TARGETS
+
+_STEPS = lower([GatherSpec(Source.STEPS)])
+
+
+def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
+    """Raise ConfigError unless micro batches of so many steps hold the longest trajectory."""
+    most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
+    multiple, longest = pack.pad.multiple, int(lengths.max(initial=1))
+    if most // multiple * multiple < longest:
+        rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
+        raise ConfigError("forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}")
+
+
+class PackSequence:
+    """The packs of trajectories whose loss is one mean; as many on every rank.
+
+    Args:
+        columns: Those of the rollout batch.
+        index: The trajectories. [n], int64.
+        tokens: Most steps of a pack; None: `gear.pack.tokens`.
+        planned: The plan of trajectories that are sorted by pack; None: it is made here.
+    """
+
+    def __init__(
+        self,
+        columns: RolloutColumns,
+        index: np.ndarray,
+        tokens: int | None,
+        planned: PlannedPacks | None = None,
+    ) -> None:
+        self._columns, self.index = columns, index
+        place = columns.context.settings.place
+        is_sorted = planned is not None
+        self.planned = planned = planned or _plan(columns, index, tokens)
+        # With a plan for more ranks this one trains several packs in each micro step: [first, end).
+        first, end = place.data_rank * planned.per_rank, (place.data_rank + 1) * planned.per_rank
+        of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
+        chosen = [packs[micro] for micro in range(planned.plan.num_micro) for packs in of_ranks]
+        #: The replica that trains each of the trajectories. [n], int64.
+        self.replica = planned.plan.rank // planned.per_rank
+        #: The trajectories of each of this rank's packs.
+        self.packs = [index[pack] for pack in chosen]
+        #: The same; of a sorted plan as slices, which copy nothing.
+        self.at: list[Any] = self.packs
+        if is_sorted:
+            self.at = [slice(own[0], own[-1] + 1) if len(own) else slice(0) for own in self.packs]
+        #: Where the trajectories of each pack stand, and the slice of a sequence rank.
+        self.shapes: list[PackShape] = []
+        prefixes, every_rows = planned.prefixes, planned.rows[:, first:end].reshape(-1).tolist()
+        for pack, at, rows in zip(chosen, self.at, every_rows, strict=True):
+            shared = None if prefixes is None else prefixes.of(pack)
+            part = rows // place.sequence_world
+            own = place.sequence_rank * part
+            lengths = columns.records.lengths[at]
+            self.shapes.append(PackShape(lengths, rows, own, own + part, shared))
+        num_tokens = sum(shape.num_tokens for shape in self.shapes)
+        #: Part of this rank's places that hold a step, and tokens that all ranks save by prefixes.
+        self.fill_fraction = num_tokens / max(sum(shape.rows for shape in self.shapes), 1)
+        self.shared_tokens = 0 if prefixes is None else int(prefixes.steps.sum())
+
+    @cached_property
+    def loss(self) -> StepLoss:
+        """The loss of all ranks' packs together. Collective over nodes."""
+        columns, index = self._columns, self.index
+        options, counts = columns.context.settings.loss, columns.counts[index]
+        weights = np.zeros(len(columns.records))
+        # A trajectory may be in the batch several times, but each of its samples is another index.
+        sequences, items = columns.sequence[index], columns.records.item[index]
+        weights[index] = loss_weights(options, counts, sequences, items)
+        return StepLoss(int(counts.sum()), weights)
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+
+def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> PlannedPacks:
+    """Plan the packs; where prompts are shared, by as many members of a group at once as cost least."""
+    settings, lengths = columns.context.settings, columns.records.lengths[index]
+    pack = settings.pack.model_copy(update={"tokens": tokens or settings.pack.tokens})
+    ops = columns.tables[0].table.ops
+    planned = partial(PlannedPacks, lengths, pack, settings.place.data_world, ops)
+    if columns.prompts is None or not len(index):
+        return planned()
+    prompts = columns.prompts.of(index)
+    size = int(np.bincount(prompts.leader).max())
+    sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
+    plans = [planned(prompts.bundled(lengths, size, pack.room)) for size in sizes]
+    is_full = pack.pad.to == "budget"  # then all packs cost as much
+    costs = [(is_full * plan.plan.num_micro, plan.costs.max(axis=(1, 2)).sum()) for plan in plans]
+    return plans[costs.index(min(costs))]
+
+
+@dataclass
+class _Gathered:
+    """What a pack has of its tables."""
+
+    steps: dict[str, torch.Tensor]  # fields of steps. [1, rows, *shape]
+    trajectories: dict[str, torch.Tensor]  # fields of trajectories. [S, *shape]
+    opaque: dict[str, list[Any]]
+
+
+class PackReader:
+    """Reads the packs of a rollout batch: rows into micro batches."""
+
+    def __init__(self, columns: RolloutColumns) -> None:
+        self.columns, self.context = columns, columns.context
+
+    def fetch(self, packs: PackSequence) -> None:
+        """Bring the rows of packs to the nodes whose ranks gather them. Collective over all ranks.
+
+        Every rank has passed a batch barrier since it gathered from the rollout batch before.
+        """
+        records = self.columns.records
+        moving: list[tuple[TableRows, Moves]] = []
+        for number, rows in enumerate(self.columns.tables):
+            is_own = records.source[packs.index] == number
+            moves = rows.missing(records.row[packs.index[is_own]], packs.replica[is_own])
+            if moves is not None:
+                moving.append((rows, moves))
+        if not moving:
+            return
+
+        def exchange() -> None:
+            sent = [rows.send(moves) for rows, moves in moving]
+            for add_media in sent:  # after all rows: an error here is this node's own
+                if add_media is not None:
+                    add_media()
+
+        self.context.agree(exchange)
+        for rows, moves in moving:  # after an exchange that failed, the next one moves them all
+            rows.arrived(moves)
+
+    def forward(self, packs: PackSequence, to_fill: ForwardPass) -> Iterator[MicroBatch]:
+        """Yield this rank's micro batches, to be filled.
+
+        Raises:
+            StoreError: One was not, on all ranks.
+        """
+        for number in range(len(packs)):
+            yield self.read(packs, number, to_fill)
+        self.context.agree(to_fill.check_filled)
+
+    def read(self, packs: PackSequence, number: int, to_fill: ForwardPass | None = None) -> MicroBatch:
+        """Read one of this rank's packs.
+
+        Args:
+            packs: The packs.
+            number: Which of them.
+            to_fill: The pass that fills it; None: it is trained.
+        Cost: each row is read once and written once.
+        """
+        begin = time.perf_counter()
+        settings, columns = self.context.settings, self.columns
+        device = settings.device
+        index, at, shape = packs.packs[number], packs.at[number], packs.shapes[number]
+        with columns.access.reading(at) as has_rows:
+            gathered = self._gather(index, at, shape)
+        tensors = gathered.steps
+        if columns.filled or MASK not in tensors:
+            tensors.update(self._own_columns(at, shape, MASK not in tensors))
+        mask = tensors.pop(MASK)
+        targets = tensors.pop(TARGETS, None)
+        if has_rows is not None and not has_rows.all():
+            mask &= torch.from_numpy(shape.spread(has_rows))
+        media = None
+        if settings.media is not None:
+            numbers = tensors[settings.media][0, : shape.own_tokens].numpy()
+            media = MediaReader([rows.table for rows in columns.tables], numbers, device)
+        tensors.update(gathered.trajectories)
+        made = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+        targets = None if targets is None else targets.to(device)
+        divisor, by = self.context.divisor, settings.loss.by
+        loss = PackLoss(mask, mask.to(device), shape, index, packs, divisor, settings.ranks, by)
+        sources = PackSources(columns.records, index, at, number, gathered.opaque, media, to_fill)
+        micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
+        self.context.metrics.add(wait_s=time.perf_counter() - begin)
+        return micro
+
+    def _gather(self, index: np.ndarray, at: Any, shape: PackShape) -> _Gathered:
+        """Gather a pack from each of its tables; `at` is `index`, or a slice of as many."""
+        tables, records = self.columns.tables, self.columns.records
+        fields = self.context.settings.opaque
+        steps = tables[0].gatherer.outputs(shape.end - shape.first, shape.own_tokens)
+        trajectories: dict[str, torch.Tensor] = {}
+        opaque: dict[str, list[Any]] = {field.name: [None] * len(index) for field in fields}
+        for number, rows in enumerate(tables):
+            own: Any = slice(None)  # the trajectories of the pack that lie in this table
+            rows_at = at
+            if len(tables) > 1:
+                own = np.nonzero(records.source[index] == number)[0]
+                rows_at = records.row[index][own]
+            resolutions = torch.from_numpy(rows.rows.numpy()[rows_at])
+            shared = None if rows.shared is None else rows.shared.of(rows_at)
+            rows.gatherer.gather(steps, *shape.runs(resolutions, own, shared), shape.first)
+            for name, field_rows in rows.gatherer.per_trajectory.items():
+                values = field_rows.of_trajectories(resolutions)
+                if name not in trajectories:
+                    trajectories[name] = values.new_zeros(len(index), *values.shape[1:])
+                trajectories[name][own] = values
+            for field in fields:
+                assert field.column is not None
+                read = read_opaque(rows.table, field.column, resolutions)
+                for i, value in zip(np.arange(len(index))[own].tolist(), read, strict=True):
+                    opaque[field.name][i] = value
+        return _Gathered(steps, trajectories, opaque)
+
+    def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
+        """Gather the columns of this rollout batch only, and the loss mask as MASK. [1, rows] each."""
+        columns, rows = self.columns, shape.end - shape.first
+        buffers = dict(columns.filled)
+        if with_mask:
+            buffers[MASK] = torch.from_numpy(columns.mask)
+        outs = {name: torch.zeros(1, rows, dtype=buffer.dtype) for name, buffer in buffers.items()}
+        if not len(shape.lengths):
+            return outs
+        # A column is one buffer, trajectory by trajectory: the first row of each is its start.
+        records = columns.records.resolutions[at].clone()
+        records[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.records.starts[at])
+        none = [torch.empty(0)] * len(outs)
+        pads = [0.0] * len(outs)
+        into, values, spec = list(outs.values()), list(buffers.values()), _STEPS * len(outs)
+        ops, runs = columns.tables[0].table.ops, shape.runs(records)
+        ops.pack_(into, values, none, none, *runs, spec, pads, shape.first, rows)
+        return outs

@@ -1,0 +1,195 @@
+"""Forward passes over a table: micro batches of trajectories that lack late columns, to be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch
+from deepspeed_gear.batching.packing_plan import PlannedPacks
+from deepspeed_gear.batching.rollout_records import TableRecords
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.records import Resolution, Slot, SlotState
+from deepspeed_gear.replay.pack_reader import PackReader, PackSequence, check_tokens
+from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
+from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
+from deepspeed_gear.replay.rollout_loader import RolloutLoader
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.writer.late_columns import absent, fill_each
+
+
+class StoredRows:
+    """Access to rows that no selection pins: looked up and read under the table's lock."""
+
+    def __init__(self, rows: TableRows) -> None:
+        self._rows = rows
+
+    @contextmanager
+    def reading(self, at: Any) -> Iterator[np.ndarray]:
+        with self._rows.table.lock:
+            yield self._locate(at)
+
+    def _locate(self, at: Any) -> np.ndarray:
+        """Set where trajectories, and prompts that others hold for them, lie now; evicted ones: row 0.
+
+        Returns:
+            Which have rows. Needs the lock.
+        """
+        table, shared = self._rows.table, self._rows.shared
+        records = self._rows.rows.numpy()[at]  # a range, so it is a view
+        slots = table.slots.take(records[:, Resolution.SLOT], axis=0)
+        has_rows = slots[:, Slot.STATE] == SlotState.COMMITTED  # then it has all of its group
+        has_rows &= slots[:, Slot.ID] == records[:, Resolution.ID]
+        np.multiply(slots[:, Slot.FIRST_ROW], has_rows, out=records[:, Resolution.FIRST_ROW])
+        if shared is not None:
+            holders = records[:, Resolution.MASS]  # as `absent` has them
+            shared.first_row[at] = table.slots[holders, Slot.FIRST_ROW] * has_rows
+        return np.asarray(has_rows)
+
+
+class LateColumns:
+    """The late columns of a table that a forward pass fills: they are stored at once.
+
+    Args:
+        table: The table.
+        settings: Those of the replay's packs; columns of its fields stand where the fields do.
+        stored: The trajectories of the packs. [n, 8], int64.
+    """
+
+    def __init__(self, table: Table, settings: PackSettings, stored: np.ndarray) -> None:
+        self._table, self._settings, self._stored = table, settings, stored
+        self._offsets = {f.column.name: int(f.offset) for f in settings.fields if f.column is not None}
+
+    def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
+        column, shape, settings = self._table.schema[name], micro.pack_shape, self._settings
+        by_step = column.rows == "T"
+        micro.check_shape(name, values, shape.end - shape.first if by_step else micro.num_trajectories)
+        given = values.detach()
+        if by_step and settings.ranks is not None:  # other ranks have other places
+            whole = given.new_zeros(shape.rows)
+            whole[shape.first : shape.end] = given.reshape(-1)
+            given = settings.ranks.sum(whole)
+        if not settings.place.reports:
+            return
+        given = given.cpu()
+        own: Any = (given if given.dtype == torch.bfloat16 else given.numpy()).reshape(-1)
+        offset = 0
+        if by_step:  # place i has the value of step i + offset
+            own = own[: shape.num_tokens]
+            offset = self._offsets.get(name, int(settings.predicts))
+        fill_each(self._table, column, self._stored[micro.sources.at], own, self._table.lineage, offset)
+
+
+def check_late(table: Table, names: Sequence[str]) -> None:
+    """Raise ConfigError unless the columns are late, with one number per step or trajectory."""
+    columns = table.schema.late_columns
+    late = [c.name for c in columns if not (c.shape or c.is_opaque or c.rows == "T+1")]
+    for name in names:
+        if name not in late:
+            rule = "must be late, with one number per step or trajectory"
+            has = f"there are: {', '.join(late) or 'none'}"
+            raise ConfigError(f"table {table.spec.name}: column {name!r}", rule, None, has)
+
+
+def fill_place(table: Table, place: RankCoordinates, topology: Topology) -> RankCoordinates:
+    """Return a rank's place among the replicas of its node, which fill what its store holds.
+
+    Raises:
+        ConfigError: The table lies on several nodes, and so do the ranks of a replica.
+    """
+    shard = table.spec.shard
+    if shard is None or shard.count == 1:
+        return place
+    nodes: dict[int, int] = {}  # of each replica
+    for other, node in zip(topology.places, topology.nodes, strict=True):
+        first = nodes.setdefault(other.data_rank, node)
+        if first != node:
+            rule = "must have the ranks of each replica on one node for forward()"
+            remedy = "place tensor and sequence ranks on one node, or fill() it by trajectory"
+            given = f"replica {other.data_rank} on the nodes {first} and {node}"
+            raise ConfigError(f"table {table.spec.name}", rule, given, remedy)
+    replicas = sorted(replica for replica, node in nodes.items() if node == topology.node)
+    index = replicas.index(place.data_rank)
+    return replace(place, data_rank=index, data_world=len(replicas))
+
+
+def forward(
+    table: Table, names: Sequence[str], tokens: int | None, loader: RolloutLoader
+) -> Iterator[MicroBatch]:
+    """Yield this rank's micro batches of trajectories that lack one of the columns; as `Replay.forward`."""
+    settings, topology = loader.context.settings, loader.topology
+    # Its collectives are those of all ranks, whether they train together or not.
+    context = replace(loader.context, barrier=None, is_spread=True)
+
+    def listed() -> np.ndarray | None:
+        check_late(table, names)
+        fill_place(table, settings.place, topology)
+        if not topology.leads_node:
+            return None
+        with table.lock:
+            return absent(table, *names)
+
+    lists = context.control_plane.collect("a rollout batch", listed)  # of the leader of each node
+    context.agree_on("forward: table, columns and tokens", (table.spec.name, names, tokens))
+    of_all_nodes = np.concatenate([one for one in lists if one is not None])[:, Resolution.NUM_STEPS]
+    records = np.asarray(lists[topology.peers[0]])
+    place = fill_place(table, settings.place, topology)
+    # For a plan of 8 ranks and 4 replicas, 3 of them here, the plan is of 6.
+    replicas = settings.place.data_world
+    width = (settings.pack.plan_width or replicas) // replicas * place.data_world
+    pack = settings.pack.model_copy(update={"plan_width": width, "tokens": tokens or settings.pack.tokens})
+
+    @cache
+    def planned() -> PlannedPacks:
+        check_tokens(settings.pack, of_all_nodes, tokens)
+        return PlannedPacks(records[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
+
+    # Every node makes as many forward passes as the one with the most packs.
+    longest = context.control_plane.collect("a rollout batch", lambda: planned().rows.max(axis=1).tolist())
+
+    fields, opaque = (
+        tuple(field for field in every if not (field.column and field.column.late))
+        for every in (settings.fields, settings.opaque)
+    )
+    early = replace(settings, fields=fields, opaque=opaque, place=place)
+
+    def made() -> tuple[PackSequence, PackReader]:
+        planned().extend(longest, settings.pack)
+        sorted_records = records[planned().sort()]
+        columns = _stored_columns(table, sorted_records, replace(context, settings=early), loader)
+        return PackSequence(columns, np.arange(len(records)), tokens, planned()), PackReader(columns)
+
+    packs, reader = context.agree(made)
+    stored = reader.columns.tables[0].rows.numpy()
+    writer = LateColumns(table, settings, stored)
+    yield from reader.forward(packs, ForwardPass(names, len(packs), writer))
+
+
+def _stored_columns(
+    table: Table, records: np.ndarray, context: RolloutContext, loader: RolloutLoader
+) -> RolloutColumns:
+    """Return the columns of trajectories that no selection pins, by their records, [n, 8]."""
+    count = len(records)
+    known = TableRecords(
+        resolutions=torch.from_numpy(records),
+        weights=torch.ones(count),
+        origins=torch.from_numpy(records[:, Resolution.SLOT].copy()),
+        is_cut=torch.zeros(count, dtype=torch.bool),
+    )
+    rows = TableRows(loader.forward_gatherer(context.settings, table), table, known, context)
+    with table.lock:
+        for role in ("token", "loss_mask"):
+            column = context.settings.schema.role(role)
+            if column is not None:
+                rows.check_filled(column.name)
+    columns = RolloutColumns([rows], context, StoredRows(rows), has_neighbours=False)
+    if all(field.name != MASK for field in rows.gatherer.fields):
+        _ = columns.mask  # else a pack would read it after others have been evicted
+    return columns
