@@ -96,7 +96,7 @@ class PlannedStep(Protocol):
 
     @property
     def loss(self) -> StepLoss:
-        """Counted when it is first read: forward passes do not read it."""
+        """Counted when it is first read: a pass that fills a table's columns does not."""
 
 
 class SequenceRanks(Protocol):
