@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepspeed_gear.batching.gather import Gatherer, read_opaque
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
-from deepspeed_gear.checkpoint import position
+from deepspeed_gear.batching.transform import Transform, transform_keys
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
@@ -24,8 +24,6 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
-
-Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
 class BatchAssembler:
@@ -163,7 +161,7 @@ class BatchAssembler:
         if self._transform is None:
             return batch
         seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
-        made = [position.transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
+        made = [transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
         keys = torch.cat(made)
         keys = keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
         changed = self._transform(batch, keys)

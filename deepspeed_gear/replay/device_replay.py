@@ -15,6 +15,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.priority_reduction import float32_on_device, masks_of, reduce_steps, refuse_masks
+from deepspeed_gear.batching.transform import transform_keys
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
@@ -145,7 +146,7 @@ class DeviceReplay(ReplayBase):
             return batch
         numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
         parts = zip(self._mixture.tables, numbers, strict=True)
-        keys = [position.transform_keys(each.seed, each.key, part) for each, part in parts]
+        keys = [transform_keys(each.seed, each.key, part) for each, part in parts]
         return self._transform(batch.again(), torch.cat(keys))
 
     def add_(
