@@ -380,7 +380,7 @@ class DeviceReplay(ReplayBase):
         found = self.statistics()
         return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
 
-    def _totals(self) -> Progress:
+    def total_progress(self) -> Progress:
         elapsed_s = time.perf_counter() - self._begin_s
         return Progress(self._num_selected() * self.batch_info.global_batch, elapsed_s, None, None)
 
@@ -471,7 +471,7 @@ class DeviceReplay(ReplayBase):
 
     def _new_clamp_warnings(self) -> list[ClampWarning]:
         """Return the clamp warnings of `check`: of each table, on the first rank of a node."""
-        if not self._mixture.is_prioritized or not self._topology.leads_node:
+        if not self._mixture.is_prioritized or not self.topology.leads_node:
             return []
         return [
             ClampWarning(each.name, each.table.items.most_bits, each.table.priority_counts)

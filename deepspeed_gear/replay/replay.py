@@ -537,7 +537,7 @@ class Replay(ReplayBase):
         self._warn()
         return missing
 
-    def _take_turn(self, action: Callable[[], None]) -> None:
+    def take_turn(self, action: Callable[[], None]) -> None:
         """Run an action, again by the next turn if it fails; a rank's error is raised on all."""
         self._check_open()
         barrier = self._parts.barrier
@@ -670,7 +670,7 @@ class Replay(ReplayBase):
             **metrics.of_last_batch(self._parts.train),
         }
 
-    def _totals(self) -> Progress:
+    def total_progress(self) -> Progress:
         if self.config.pack is None:
             samples = int(self.metrics.sums["batches"]) * self.batch_info.micro * self.batch_info.data_world
         else:

@@ -58,8 +58,9 @@ class SelectionPins:
         #: Whether rows have priorities that must move with their trajectory.
         self.have_step_priorities = bool(self._steps)
         meaning = table.layout.meaning
-        described = {name: meaning.get(name.removeprefix("stream/"), {}) for name in names}
-        self.orders = [name for name in names if str(described[name].get("walks", "")) != "False"]
+        described = [meaning.get(name.removeprefix("stream/"), {}) for name in names]
+        #: Whether a stream may walk epochs, whose items stay until their end; one that is not described may.
+        self.may_walk: bool = any(stream.get("walks", True) for stream in described)
 
     @property
     def pins(self) -> list[tuple[int, int, int]]:
