@@ -94,7 +94,7 @@ class Gear(Stepped):
         values = first_priorities(num_items)
         for begin in range(0, num_items, _CHUNK):
             self.replay.sample()
-            if self.replay._topology.rank == 0:
+            if self.replay.topology.rank == 0:
                 items = np.arange(begin, min(begin + _CHUNK, num_items))
                 ids, steps = (torch.from_numpy(x) for x in np.divmod(items, num_steps))
                 self.replay.set_priorities(ids, torch.from_numpy(values[items]), steps)

@@ -8,9 +8,9 @@ from typing import ClassVar
 class PublicNames:
     """Base of classes whose objects show their public names only, sorted, where a program completes."""
 
-    #: Names without an underscore that only other modules of this package use.
+    #: Names without an underscore that only other modules of this package use; a subclass adds its own.
     _internal: ClassVar[frozenset[str]] = frozenset()
 
     def __dir__(self) -> list[str]:
-        internal = type(self)._internal
+        internal = frozenset[str]().union(*(vars(one).get("_internal", ()) for one in type(self).__mro__))
         return sorted(name for name in super().__dir__() if not name.startswith("_") and name not in internal)

@@ -8,7 +8,7 @@ import torch
 from support.limit import CopyLimit
 from support.turns import Times, timed
 from support.workloads import Workload
-from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 
 FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
 _POOL_BYTES = 240e6  # batches that are rotated over: more than any cache holds, as in training
@@ -41,7 +41,8 @@ class Subject:
         table = self.replay.tables["main"]
         self._columns = [table.tensor(column.name) for column in workload.schema]
         micro = self.replay.batch_info.micro
-        self._gatherer = Gatherer(self.replay.fields, table, {}, None, micro, RING, torch.float32, 1)
+        options = GatherOptions(self.replay.fields, {}, None, micro, torch.float32, 1)
+        self._gatherer = Gatherer(options, table, RING)
         self.ring = self._gatherer.ring
         self._limit = CopyLimit(self._columns, [buffers.outs for buffers in self.ring], self.length)
         self._random = np.random.default_rng(seed)

@@ -86,7 +86,7 @@ class Workload:
     def filled(self, section: dict[str, Any]) -> Replay:
         """Make the Replay of a gear section, and add the trajectories. Collective."""
         replay = Replay(section, schemas={"main": self.schema})
-        if replay._topology.rank == 0:
+        if replay.topology.rank == 0:
             for trajectory in self.trajectories():
                 replay.add(trajectory)
         if dist.is_initialized():

@@ -256,23 +256,26 @@ class NStepReturns:
         return outs[2]
 
 
+@dataclass(frozen=True)
+class GatherOptions:
+    """The fields and the size of batches: the same for the gatherers of all tables that they come from."""
+
+    fields: Sequence[ResolvedField]
+    statistics: Mapping[str, ColumnStatistics]  # by column, of those that fields are normalised with
+    n_step: NStepConfig | None  # None: no n-step returns
+    num_samples: int  # of a batch
+    engine_dtype: torch.dtype  # of fields whose dtype is that of the engine
+    threads: int  # of the native calls; on a device the blocks of a kernel
+
+
 class Gatherer:
     """Gathers batches of fixed fields and size, into a ring of `depth` batches. Not thread-safe."""
 
     reads_in_place = False  # whether a device reads the store itself; then rows stay pinned until it has
 
-    def __init__(
-        self,
-        fields: Sequence[ResolvedField],
-        table: Rows,
-        statistics: Mapping[str, ColumnStatistics],
-        n_step: NStepConfig | None,
-        num_samples: int,
-        depth: int,
-        engine_dtype: torch.dtype,
-        threads: int,
-    ) -> None:
-        self._table, self._ops, self._threads = table, table.ops, threads
+    def __init__(self, options: GatherOptions, table: Rows, depth: int) -> None:
+        fields, n_step, num_samples = options.fields, options.n_step, options.num_samples
+        self._table, self._ops, self._threads = table, table.ops, options.threads
         self._gather_into: Any = self._ops.native.gather_into
         self._device = table.device
         self._of_batch, self._fields = list(fields), read_fields(fields)
@@ -286,7 +289,9 @@ class Gatherer:
         if n_step is not None:
             self._n_step_here = NStepReturns(n_step, table, table.gather_source, self._device)
         self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
-        self._rows = [FieldRows.of(field, table, statistics, engine_dtype) for field in self._fields]
+        self._rows = [
+            FieldRows.of(field, table, options.statistics, options.engine_dtype) for field in self._fields
+        ]
         self._specs: list[GatherSpec] = []
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []  # of each field's part of a sample
         self._mask_lengths: list[int | None] = []

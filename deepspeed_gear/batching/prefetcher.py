@@ -13,23 +13,42 @@ _CHECK_S = 0.05
 
 
 class Prefetcher(Generic[T]):
-    """Calls `produce(0)`, `produce(1)`, ... in a daemon thread; at most `depth` results wait. An error of it
-    ends the thread, and is raised by the `get` that would have returned its result; the next one tries again.
+    """Calls a function with 0, 1, ... in a daemon thread; at most `depth` results wait for `get`.
+
+    An error of it ends the thread, and is raised by the `get` that would have returned its result; the next
+    one tries again. One thread begins, gets and stops.
     """
 
-    def __init__(self, produce: Callable[[int], T], depth: int) -> None:
-        self._produce, self._next = produce, 0
+    def __init__(self, depth: int) -> None:
+        self._depth = depth
+        self._produce: Callable[[int], T] | None = None
+        self._next = 0  # what the function is called with
         self._results: queue.Queue[T] = queue.Queue(depth)
-        self._stop = threading.Event()
-        self._start()
-
-    def _start(self) -> None:
         self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None  # the latest; None: there was none yet
+
+    def begin(self, produce: Callable[[int], T]) -> None:
+        """Drop what was prepared; later results are `produce(0)`, `produce(1)`, ... The next `get` starts."""
+        self.end()
+        self._produce = produce
+
+    def end(self) -> None:
+        """Stop, and drop what was prepared and the function that prepares it."""
+        self.stop()
+        self._produce = None
+        self._next = 0
+        self._results = queue.Queue(self._depth)
+
+    def start(self) -> None:
+        """Start the thread, of which none is alive."""
+        self._error = None
         self._stop.clear()
         self._thread = threading.Thread(target=self._run, name="gear-prefetch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        assert self._produce is not None
         while not self._stop.is_set():
             try:
                 result = self._produce(self._next)
@@ -47,11 +66,11 @@ class Prefetcher(Generic[T]):
     def get(self, check: Callable[[], None] = lambda: None) -> T:
         """Return the next result, or raise what `produce` raised; a wait ends if `check` raises."""
         while True:
-            if not self._thread.is_alive() and self._results.empty():
+            if not self.is_alive and self._results.empty():
                 error, self._error = self._error, None
                 if error is not None:
                     raise error
-                self._start()
+                self.start()
             try:
                 return self._results.get(timeout=_CHECK_S)
             except queue.Empty:
@@ -59,7 +78,7 @@ class Prefetcher(Generic[T]):
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread is not None and self._thread.is_alive()
 
     def ready(self) -> T | None:
         """Return the next result if it is ready; else None."""
@@ -68,6 +87,6 @@ class Prefetcher(Generic[T]):
     def stop(self) -> None:
         """End the thread until `get` has returned what waits: its rows may be free, to make it again."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._error = None

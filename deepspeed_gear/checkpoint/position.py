@@ -11,8 +11,6 @@ import torch
 from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
-from deepspeed_gear.ops.philox import philox_words
-from deepspeed_gear.ops.records import RandomPurpose
 from deepspeed_gear.store.records import Head
 
 FORMAT = 2
@@ -133,8 +131,3 @@ def describe(state: Mapping[str, Any]) -> dict[str, Any]:
         if size:
             train[table] |= {"epoch": epoch, "epoch_samples": samples - first, "epoch_items": size}
     return {"train": train, **{name: entry(state, name, dict, AT) for name in ("passes", "data")}}
-
-
-def transform_keys(seed: int, stream: int, numbers: torch.Tensor) -> torch.Tensor:
-    """Return a random key per sample for a user's transform, the same on any number of ranks. [B], int64."""
-    return philox_words(seed, numbers, stream, RandomPurpose.TRANSFORM)[0]

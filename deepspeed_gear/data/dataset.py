@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -144,13 +144,7 @@ class Dataset(MapDataset[dict[str, Any]]):
         Raises:
             DataError: A row does not fit, or `dest` cannot be written; `dest` is not made.
         """
-        from deepspeed_gear.data.ingest import Options, ingest, open_rows
-
-        of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
-        written = {name: options.pop(name) for name in of_ingest & options.keys()}
-        if schema is not None:
-            arguments.one_of("schema", schema, Schema, "a Schema")
-        return ingest([open_rows(iterable, schema=schema, **options)], dest, **written)
+        return _ingest_rows(iterable, dest, schema, options)
 
     def _record(self, name: str) -> FileRecord:
         if name not in self._records:
@@ -332,6 +326,23 @@ def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRe
         file: FileRecord.from_json(f"{name}: files.{file}", entry)
         for file, entry in manifest["files"].items()
     }
+
+
+class IngestRows(Protocol):
+    """Writes a data set of a program's rows, as `ingest_rows` of `data/ingest`, which imports `Dataset`."""
+
+    def __call__(
+        self, rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
+    ) -> Dataset: ...
+
+
+_ingest_rows: IngestRows
+
+
+def register_ingest(ingest_rows: IngestRows) -> None:
+    """Register what `Dataset.from_iterable` calls; `data/__init__.py` does when the package is imported."""
+    global _ingest_rows
+    _ingest_rows = ingest_rows
 
 
 class MappedFiles:

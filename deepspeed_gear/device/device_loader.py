@@ -160,9 +160,7 @@ class DeviceBatch(Batch):
     the latest selection; `owner` the replay whose training stream fills it, None for a batch of a pass.
     """
 
-    _internal = Batch._internal.union(
-        "again buffers importance micro of_pass owner place records written".split()
-    )
+    _internal = frozenset("again buffers importance micro of_pass owner place records written".split())
 
     def __init__(
         self,

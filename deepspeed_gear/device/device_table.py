@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import deepspeed_gear.arguments as arguments
-from deepspeed_gear.batching.gather import Buffers, Gatherer
+from deepspeed_gear.batching.gather import Buffers, Gatherer, GatherOptions
 from deepspeed_gear.config import SamplerOptions
 from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, PrioritizedSampler
 from deepspeed_gear.config.schedules import function_of
@@ -88,10 +88,16 @@ class DeviceTable:
         self.is_filled = self.has_data
         #: Which added trajectories are stored.
         self.filter = AddFilter(() if self.has_data else spec.rule.where, table.schema, table.device)
-        statistics, n_step = plan.statistics(needs.fields), config.n_step if needs.n_step else None
-        threads = config.threads if table.device.type == "cpu" else 1  # for a kernel it would be its blocks
-        of_batch = plan.info.micro, 0, engine_dtype, threads
-        self.gatherer = Gatherer(needs.fields, table, statistics, n_step, *of_batch)
+        gathered = GatherOptions(
+            fields=needs.fields,
+            statistics=plan.statistics(needs.fields),
+            n_step=config.n_step if needs.n_step else None,
+            num_samples=plan.info.micro,
+            engine_dtype=engine_dtype,
+            # For a kernel it would be its blocks.
+            threads=config.threads if table.device.type == "cpu" else 1,
+        )
+        self.gatherer = Gatherer(gathered, table, depth=0)
         self.has_step_items = spec.rule.unit == "step" and spec.priorities is None
         self._most = options.max_times_sampled  # draws after which a trajectory is removed; 0: never
         self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone

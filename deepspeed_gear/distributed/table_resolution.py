@@ -39,7 +39,8 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.eviction import policy_class
 from deepspeed_gear.store.group_spec import STATISTICS, GroupCondition, GroupSpec
 from deepspeed_gear.store.prompt_ledger import PromptSpec
-from deepspeed_gear.store.retention import UNLIMITED, RateLimiter, Retention
+from deepspeed_gear.store.rate_limiter import RateLimiter
+from deepspeed_gear.store.retention import UNLIMITED, Retention
 from deepspeed_gear.store.table_spec import Shard, TableSpec, spare_rows_for
 from deepspeed_gear.store.writer_options import options_of, with_schema
 

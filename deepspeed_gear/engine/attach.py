@@ -111,7 +111,7 @@ def attach(
         _check_shared(engine, replay, checkpoint)
     engine.gear = replay
     # An inner stage of a pipeline reads no batches.
-    engine.gear_sample = replay.sample if replay._topology.place.reads else lambda: None
+    engine.gear_sample = replay.sample if replay.topology.place.reads else lambda: None
     engine.gear_update_priorities = replay.update_priorities
     engine.gear_iterator = replay.iterator
     keep_sizes(engine)
@@ -267,9 +267,9 @@ def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint
             rule = f"must be of an engine that divides gradients as this one ({divisor:g})"
             remedy = "give both engines the same ZeRO stage, or the engine a Replay of its own"
             raise ConfigError("replay", rule, replay.gradient_divisor, remedy)
-    if (place, info) != (replay._topology.place, replay.batch_info):
+    if (place, info) != (replay.topology.place, replay.batch_info):
         rule = f"must be of an engine like this one ({place}; {info})"
-        given = f"{replay._topology.place}; {replay.batch_info}"
+        given = f"{replay.topology.place}; {replay.batch_info}"
         raise ConfigError("replay", rule, given, "give the engine a Replay of its own")
 
 
@@ -281,7 +281,7 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
         LOG.addHandler(handler)
         LOG.setLevel(logging.INFO)
         LOG.propagate = False
-    if replay._topology.rank == 0:
+    if replay.topology.rank == 0:
         counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
         packs = replay.config.pack
         wrong = "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
@@ -354,7 +354,7 @@ def _report_steps(engine: Any, replay: ReplayBase) -> None:
     rank, log the progress after every `steps_per_print` ones, from the first step on.
     """
     writes = replay.config.metrics and getattr(getattr(engine, "monitor", None), "enabled", False)
-    every = engine.steps_per_print() if replay._topology.rank == 0 else None
+    every = engine.steps_per_print() if replay.topology.rank == 0 else None
     if not writes and not every:
         return
     before: Progress | None = None
@@ -371,7 +371,7 @@ def _report_steps(engine: Any, replay: ReplayBase) -> None:
             if engine.global_rank == 0:
                 engine.monitor.write_events(events)
         if every and (before is None or engine.global_steps % every == 0):
-            now = replay._totals()
+            now = replay.total_progress()
             if before is not None:
                 LOG.info("gear: step %d: %s", engine.global_steps, now - before)
             before = now

@@ -31,7 +31,7 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
     """
 
     def __init__(self, replay: Replay, stream: str) -> None:
-        self._replay, self._stream, self._place = replay, stream, replay._topology.place
+        self._replay, self._stream, self._place = replay, stream, replay.topology.place
         pipeline = check_section(replay.config)
         self._inputs: Sequence[str] = pipeline.inputs if self._place.is_first_stage else ()
         self._labels: Sequence[str] = pipeline.labels if self._place.is_last_stage else ()
@@ -57,7 +57,7 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
         if self._is_over:
             self._ready.clear()  # an inner stage pulls nothing
         self._is_over = False
-        self._replay._take_turn(fill)
+        self._replay.take_turn(fill)
         self._is_over = True
         self.batches = [batch for batch in self._ready if batch is not None]
 

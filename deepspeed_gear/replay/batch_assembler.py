@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -11,11 +11,11 @@ import torch
 
 from deepspeed_gear.batching.batch import Batch, BatchSamples
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Gatherer, read_opaque
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions, read_opaque
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
-from deepspeed_gear.checkpoint import position
+from deepspeed_gear.batching.transform import Transform, transform_keys
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
@@ -24,8 +24,6 @@ from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
-
-Transform = Callable[[Batch, torch.Tensor], Batch]
 
 
 class BatchAssembler:
@@ -43,14 +41,14 @@ class BatchAssembler:
         config, needs, info = plan.config, plan.needs, plan.info
         self._config, self._needs, self._info = config, needs, info
         self._device, self._releases = device, releases
-        self._options: dict[str, Any] = {  # that every gatherer takes
-            "fields": needs.fields,
-            "statistics": plan.statistics(needs.fields),
-            "n_step": config.n_step if needs.n_step else None,
-            "num_samples": info.micro,
-            "engine_dtype": engine_dtype,
-            "threads": config.threads,
-        }
+        self._options = GatherOptions(
+            fields=needs.fields,
+            statistics=plan.statistics(needs.fields),
+            n_step=config.n_step if needs.n_step else None,
+            num_samples=info.micro,
+            engine_dtype=engine_dtype,
+            threads=config.threads,
+        )
         self._held = int(plan.topology.num_nodes > 1)  # batches that are kept besides those that wait
         self._transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
@@ -163,7 +161,7 @@ class BatchAssembler:
         if self._transform is None:
             return batch
         seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
-        made = [position.transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
+        made = [transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
         keys = torch.cat(made)
         keys = keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
         changed = self._transform(batch, keys)
@@ -186,7 +184,7 @@ class BatchAssembler:
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
         if self.transfer is None:
-            return Gatherer(table=stream.table, depth=depth, **self._options)
+            return Gatherer(self._options, stream.table, depth)
         return self.transfer.gatherer(stream.table, depth + 1)
 
 

@@ -49,13 +49,14 @@ class BatchLoader:
         self._barrier = None if turns == "schedule" else parts.barrier
         self._every_micro, self._check = turns != "global", parts.context.check
         self._transfer = parts.assembler.transfer
-        self._prefetchers: list[Prefetcher[PreparedBatch]] = parts.prefetchers
+        self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
         self._lent = LentTensors(max(2, plan.info.accumulation))
         self.seek(LoaderPosition(start(self._tables)))
 
     def seek(self, position: LoaderPosition) -> None:
         """Continue at a position to which the streams are already set."""
-        self._prefetchers.clear()
+        if self._prefetch:
+            self._prefetcher.begin(self._make)
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
         self._held: PreparedBatch | None = None  # gathered and not returned yet: after a failure, or early
@@ -85,8 +86,8 @@ class BatchLoader:
         self._used += 1
         if ends:
             self._heads = made.heads
-        if self._barrier is not None and self._barrier.is_early and self._prefetchers:
-            following = self._prefetchers[0].ready()
+        if self._barrier is not None and self._barrier.is_early:
+            following = self._prefetcher.ready()
             if following is not None:  # reach the next barrier early: its messages overlap with training
                 self._hold(following)
                 self._is_early = True
@@ -117,11 +118,8 @@ class BatchLoader:
             self._parts.late_updates.check()
             if not self._prefetch:
                 return self._make(self._used)
-            if not self._prefetchers:
-                first, depth = self._used, self._prefetch * self._info.accumulation
-                self._prefetchers.append(Prefetcher(lambda index: self._make(first + index), depth))
             try:
-                return self._prefetchers[0].get(self._check)
+                return self._prefetcher.get(self._check)
             except Exception:
                 self._parts.stop_prefetching()  # its thread has ended; the next call retries this batch
                 raise

@@ -55,7 +55,7 @@ class ReplayParts:
         self._states = [state for of_table in states.values() for state in of_table.values()]
         self.late_updates = AsyncPriorityUpdates(config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
-        self.prefetchers: list[Prefetcher[Any]] = []  # one, or none yet
+        self.prefetcher = Prefetcher[Any](config.prefetch * plan.info.accumulation)  # of micro batches
         self.exchange = NodeExchange(plan, device)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
@@ -116,12 +116,11 @@ class ReplayParts:
 
     def stop_prefetching(self) -> None:
         """Stop the prefetch thread; the next batch that it has not made starts it again."""
-        for prefetcher in self.prefetchers:
-            for stream in self.train:
-                stream.state.stop.set()  # it may wait for a rank that has stopped already
-            prefetcher.stop()
-            for stream in self.train:
-                stream.state.stop.clear()
+        for stream in self.train:
+            stream.state.stop.set()  # it may wait for a rank that has stopped already
+        self.prefetcher.stop()
+        for stream in self.train:
+            stream.state.stop.clear()
         self.releases.drain()  # a release after a seek would count for a later selection
 
     def leave_inner_stage(self) -> None:
@@ -140,9 +139,7 @@ class ReplayParts:
             self.late_updates.close()
             for state in self._states:
                 state.stop.set()
-            for prefetcher in self.prefetchers:
-                prefetcher.stop()
-            self.prefetchers.clear()
+            self.prefetcher.end()
             self.exchange.leave()
         finally:  # an interrupt may end these waits
             if self.detector is not None:

@@ -45,7 +45,7 @@ class Readiness:
         found = True
         for stream in streams:
             if stream.state.joint_limiter is not None:
-                prepares = any(prefetcher.is_alive for prefetcher in self._parts.prefetchers)
+                prepares = self._parts.prefetcher.is_alive
                 may = may_select(exchange, plan.leads_shard, stream, key, prepares)
             else:
                 answers = exchange.collect("looking at its node's items", partial(stream.can_select, key))

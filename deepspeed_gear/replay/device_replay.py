@@ -15,6 +15,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
 from deepspeed_gear.batching.priority_reduction import float32_on_device, masks_of, reduce_steps, refuse_masks
+from deepspeed_gear.batching.transform import transform_keys
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
@@ -145,7 +146,7 @@ class DeviceReplay(ReplayBase):
             return batch
         numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
         parts = zip(self._mixture.tables, numbers, strict=True)
-        keys = [position.transform_keys(each.seed, each.key, part) for each, part in parts]
+        keys = [transform_keys(each.seed, each.key, part) for each, part in parts]
         return self._transform(batch.again(), torch.cat(keys))
 
     def add_(
@@ -379,7 +380,7 @@ class DeviceReplay(ReplayBase):
         found = self.statistics()
         return {name: float(found[name]) for name in ("steps", "trajectories", "refused")}
 
-    def _totals(self) -> Progress:
+    def total_progress(self) -> Progress:
         elapsed_s = time.perf_counter() - self._begin_s
         return Progress(self._num_selected() * self.batch_info.global_batch, elapsed_s, None, None)
 
@@ -470,7 +471,7 @@ class DeviceReplay(ReplayBase):
 
     def _new_clamp_warnings(self) -> list[ClampWarning]:
         """Return the clamp warnings of `check`: of each table, on the first rank of a node."""
-        if not self._mixture.is_prioritized or not self._topology.leads_node:
+        if not self._mixture.is_prioritized or not self.topology.leads_node:
             return []
         return [
             ClampWarning(each.name, each.table.items.most_bits, each.table.priority_counts)

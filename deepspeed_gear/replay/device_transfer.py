@@ -7,14 +7,14 @@ reuses a ring entry after that stream's work when `keep` newer batches had been 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.batching.gather import n_step_columns
+from deepspeed_gear.batching.gather import GatherOptions, n_step_columns
 from deepspeed_gear.batching.transfer.cuda_streams import lane_of, refuse_capture
 from deepspeed_gear.batching.transfer.device_gather import (
     DIRECT,
@@ -59,7 +59,7 @@ class DeviceTransfer:
         device: torch.device,
         num_samples: int,
         keep: int,
-        options: Mapping[str, Any],
+        options: GatherOptions,
     ) -> None:
         self.lane = lane_of(device)
         self._config, self._keep, self._options = config, keep, options
@@ -92,7 +92,7 @@ class DeviceTransfer:
         ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
         transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep)
         reach = self._reaches[table.spec.name]
-        return DeviceGatherer(transfer, reach, table=table, depth=depth, **self._options)
+        return DeviceGatherer(transfer, reach, self._options, table, depth)
 
     @property
     def _num_registered(self) -> int:

@@ -18,6 +18,7 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.loss_weights import GradientDivisor
 from deepspeed_gear.batching.micro_batch import MicroBatch
+from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
@@ -26,7 +27,6 @@ from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
 from deepspeed_gear.replay import metrics, priority_updates, table_access, table_forward
-from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.can_sample import Readiness
@@ -546,7 +546,7 @@ class Replay(ReplayBase):
         self._warn()
         return missing
 
-    def _take_turn(self, action: Callable[[], None]) -> None:
+    def take_turn(self, action: Callable[[], None]) -> None:
         """Run an action, again by the next turn if it fails; a rank's error is raised on all."""
         self._check_open()
         barrier = self._parts.barrier
@@ -679,7 +679,7 @@ class Replay(ReplayBase):
             **metrics.of_last_batch(self._parts.train),
         }
 
-    def _totals(self) -> Progress:
+    def total_progress(self) -> Progress:
         if self.config.pack is None:
             samples = int(self.metrics.sums["batches"]) * self.batch_info.micro * self.batch_info.data_world
         else:

@@ -15,6 +15,7 @@ import torch
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
+from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import save_folders, whole_saves
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
@@ -23,7 +24,6 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
 from deepspeed_gear.public_names import PublicNames
-from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import Evaluation
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.normalizer import Normalizer
@@ -41,11 +41,22 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     process uses a replay.
     """
 
-    _internal = frozenset({"close_with", "exchange", "load_folder", "metrics", "observe_steps"})
+    _internal = frozenset(
+        {
+            "close_with",
+            "exchange",
+            "load_folder",
+            "metrics",
+            "observe_steps",
+            "take_turn",
+            "topology",
+            "total_progress",
+        }
+    )
 
     def __init__(self, plan: Resolved, device: torch.device, engine_dtype: torch.dtype) -> None:
         self.config, self.batch_info, self.device = plan.config, plan.info, device
-        self.datasets, self._topology = plan.datasets, plan.topology
+        self.datasets, self.topology = plan.datasets, plan.topology
         self._plan, self._engine_dtype = plan, engine_dtype
         self._closed = False
         self._transform: Transform | None = None
@@ -85,17 +96,17 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     @property
     def num_replicas(self) -> int:
         """Replicas that share a global batch, each with its tensor, sequence and pipeline ranks."""
-        return self._topology.place.data_world
+        return self.topology.place.data_world
 
     @property
     def node(self) -> int:
         """Index of this rank's node."""
-        return self._topology.node
+        return self.topology.node
 
     @property
     def is_node_leader(self) -> bool:
         """Whether this rank is its node's leader, for example to start the node's actors."""
-        return self._topology.leads_node
+        return self.topology.leads_node
 
     @property
     def transform(self) -> Transform | None:
@@ -229,7 +240,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         """
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
-        exchange, leads = self._plan.exchange, self._topology.rank == 0
+        exchange, leads = self._plan.exchange, self.topology.rank == 0
 
         def lock() -> None:
             if leads:
@@ -286,7 +297,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     def _from_leader(self, action: Callable[[], T]) -> T:
         """Return what an action returns on rank 0: others would see another save. Collective."""
-        exchange, leads = self._plan.exchange, self._topology.rank == 0
+        exchange, leads = self._plan.exchange, self.topology.rank == 0
         found: T = exchange.broadcast(
             exchange.agree("loading the state", lambda: action() if leads else None)
         )
@@ -332,11 +343,11 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
             DeviceReplay waits for the device.
         """
         self._check_reads()
-        before, self._progress = self._progress, self._totals()
+        before, self._progress = self._progress, self.total_progress()
         return self._progress - before
 
     @abstractmethod
-    def _totals(self) -> Progress:
+    def total_progress(self) -> Progress:
         """Return the progress since this replay was made."""
 
     def _check_open(self) -> None:

@@ -16,9 +16,9 @@ from deepspeed_gear.sampling.priority_log import PriorityLog, without_slots
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
 from deepspeed_gear.store.memory_layout import Region
-from deepspeed_gear.store.pins import StepPriorities
 from deepspeed_gear.store.records import NOTHING, Control
 from deepspeed_gear.store.row_allocator import distinct, is_among, rows_of
+from deepspeed_gear.store.step_priorities import StepPriorities
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 

@@ -15,8 +15,9 @@ from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.prompt_books import books_of
+from deepspeed_gear.store.rate_limiter import divide, kept
 from deepspeed_gear.store.records import Control, Head, Peer, Position, SlotRetention
-from deepspeed_gear.store.retention import UNLIMITED, divide, kept
+from deepspeed_gear.store.retention import UNLIMITED
 from deepspeed_gear.store.table import Table
 
 MOST_ASKED = 8  # times as many groups as are missing, where few pass the conditions

@@ -26,8 +26,8 @@ from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
+from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt
-from deepspeed_gear.store.retention import RateLimiter
 from deepspeed_gear.store.row_allocator import RowAllocator, committed_at, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory, clean_command, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock

@@ -64,7 +64,7 @@ class Inserter:
         self._store, self._store_add = table.extents.handle, table.ops.native.store_add
         self._address = self._store.address
         spec, readers = table.spec, self.evictor.readers
-        is_plain = not (readers.have_step_priorities or readers.orders or table.groups)
+        is_plain = not (readers.have_step_priorities or readers.may_walk or table.groups)
         rate, ahead = retention.rate_limiter, readers.ahead
         code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
         rates = []

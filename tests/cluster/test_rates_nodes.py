@@ -18,7 +18,7 @@ from rate_cases import BATCH, fill, rest, section_of, sections
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.errors import GearError, StoreError
-from deepspeed_gear.store.retention import RateLimiter
+from deepspeed_gear.store.rate_limiter import RateLimiter
 
 Cases = dict[str, tuple[dict[str, Any], str, dict[str, Any]]]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from op_comparison import same_bits
 
 from deepspeed_gear import Column, Replay, Schema
-from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 from deepspeed_gear.batching.transfer.cuda_streams import HostStream
 from deepspeed_gear.batching.transfer.device_gather import (
     DIRECT,
@@ -28,6 +28,7 @@ from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.store.table import Table
 
+DEPTH = 2  # of rings
 LENGTHS = (1, 2, 5, 40, 3, 11)
 COLUMNS = {  # dtype, shape, rows, and the dtypes of fields
     "a": ("float32", (3,), "T", ("float32", "float64", "bfloat16")),
@@ -110,12 +111,13 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-def placed(ops: Ops, way: str, reached: frozenset[str], options: dict[str, Any]) -> DeviceGatherer:
-    table: Table = options["table"]
+def placed(
+    ops: Ops, way: str, reached: frozenset[str], options: GatherOptions, table: Table
+) -> DeviceGatherer:
     reach = Reach({name: table.gather_source(name) for name in reached})
     n_step = {"reward", "terminated", "truncated"} <= reached
     transfer = FieldTransfer(HostStream(), ops, way, lambda name: name in reached, n_step, 2)
-    return DeviceGatherer(transfer, reach, **options)
+    return DeviceGatherer(transfer, reach, options, table, DEPTH)
 
 
 def ways_in(gatherer: DeviceGatherer) -> dict[str, str]:
@@ -133,9 +135,8 @@ def test_every_way_gives_the_batches_of_the_gatherer(
     reached = frozenset(NAMES) if everything else data.draw(st.frozensets(st.sampled_from(NAMES)))
     records = data.draw(st.composite(lambda draw: records_of(table, draw))())
     n_step = None if n is None else NStepConfig(n=n, gamma=0.9)
-    options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "n_step": n_step}
-    options |= {"num_samples": len(records), "depth": 2, "engine_dtype": torch.bfloat16, "threads": 1}
-    plain, other = Gatherer(**options), placed(placed_ops, way, reached, options)
+    options = GatherOptions(wanted, {}, n_step, len(records), torch.bfloat16, 1)
+    plain, other = Gatherer(options, table, DEPTH), placed(placed_ops, way, reached, options, table)
     if everything and way == DIRECT:
         assert set(ways_in(other).values()) <= {DIRECT}
     for turn in range(3):
@@ -152,14 +153,13 @@ def test_parts_of_a_batch_from_several_gatherers(
     table: Table, placed_ops: Ops, data: st.DataObject, way: str
 ) -> None:
     wanted = [data.draw(fields(f"field{i}", True)) for i in range(3)]
-    options: dict[str, Any] = {"fields": wanted, "table": table, "statistics": {}, "threads": 1, "depth": 2}
-    options |= {"n_step": NStepConfig(n=2, gamma=0.5), "engine_dtype": torch.float16}
     some = [data.draw(st.composite(lambda draw: records_of(table, draw))()) for _ in range(3)]
     some[1] = some[1][:0]
-    options["num_samples"] = sum(len(records) for records in some)
+    num_samples = sum(len(records) for records in some)
+    options = GatherOptions(wanted, {}, NStepConfig(n=2, gamma=0.5), num_samples, torch.float16, 1)
     reached = data.draw(st.frozensets(st.sampled_from(NAMES)) | st.just(frozenset(NAMES)))
-    plain = Gatherer(**options).gather(torch.cat(some))
-    gatherers = [placed(placed_ops, way, reached, options) for _ in some]
+    plain = Gatherer(options, table, DEPTH).gather(torch.cat(some))
+    gatherers = [placed(placed_ops, way, reached, options, table) for _ in some]
     parts = [(gatherer, records, None) for gatherer, records in zip(gatherers, some, strict=True)]
     got = gatherers[0].gather_from(parts)
     for expected, found in zip(plain, got, strict=True):
@@ -176,10 +176,10 @@ def test_what_cannot_go_a_way_goes_another(table: Table) -> None:
         "step": ResolvedField("step", None, "timestep", dtype="int64"),
         "goal": ResolvedField("goal", SCHEMA["a"], hindsight=SCHEMA["a"]),
     }
-    options: dict[str, Any] = {"fields": list(kinds.values()), "table": table, "statistics": {}, "depth": 1}
-    options |= {"n_step": NStepConfig(n=1, gamma=1.0), "engine_dtype": torch.float32, "threads": 1}
+    n_step = NStepConfig(n=1, gamma=1.0)
+    options = GatherOptions(list(kinds.values()), {}, n_step, 2, torch.float32, 1)
     reached = frozenset(NAMES) - {"c"}
-    found = {way: placed(table.ops, way, reached, {**options, "num_samples": 2}) for way in WAYS}
+    found = {way: placed(table.ops, way, reached, options, table) for way in WAYS}
     always = {"far": STAGED, "goal": STAGED}
     assert ways_in(found[DIRECT]) == {**dict.fromkeys(kinds, DIRECT), **always}
     assert ways_in(found[STAGED]) == dict.fromkeys(kinds, STAGED)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear.store.retention import RateLimiter, divide, kept
+from deepspeed_gear.store.rate_limiter import RateLimiter, divide, kept
 
 RATIOS = st.sampled_from([0.1, 0.3, 1 / 3, 1.0, 2.5, 7.0])
 

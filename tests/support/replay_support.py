@@ -40,7 +40,7 @@ def streams_of(replay: Replay) -> dict[str, BatchStream]:
 
 def topology_of(replay: Replay) -> Topology:
     """Return which ranks and nodes there are, and the place of this one in its replica."""
-    return replay._topology
+    return replay.topology
 
 
 def late_updates_of(replay: Replay) -> AsyncPriorityUpdates:

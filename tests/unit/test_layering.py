@@ -118,23 +118,55 @@ def test_a_wrong_arrow_is_found(source: str, module: str, is_package: bool) -> N
     assert wrong_arrows(Module(f"{PACKAGE}.{module}", ast.parse(source), is_package)) != []
 
 
+def import_graph(modules: list[Module]) -> dict[str, set[str]]:
+    """Return which modules each one imports, at any depth: a circle through a function is one, too.
+
+    A package stands for its `__init__.py`, and is a target where what is taken from it is no module.
+    """
+    known = {module.name for module in modules}
+    graph: dict[str, set[str]] = {}
+    for module in modules:
+        targets: set[str] = set()
+        for whole, names in gear_imports(module):
+            from_modules = {f"{whole}.{name}" for name in names} & known
+            targets |= from_modules
+            if len(from_modules) < len(names) or not names:
+                targets.add(whole)
+        graph[module.name] = (targets & known) - {module.name}
+    return graph
+
+
+def circle(modules: list[Module]) -> list[str]:
+    """Return a circle of modules that import each other; empty: there is none."""
+    try:
+        TopologicalSorter(import_graph(modules)).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
 def test_no_modules_import_each_other(modules: list[Module]) -> None:
-    known = {module.name for module in modules if not module.is_package}
-    graph = {
-        module.name: {
-            name
-            for whole, names in gear_imports(module)
-            for name in (whole, *(f"{whole}.{each}" for each in names))
-            if name in known and name != module.name
-        }
-        for module in modules
-        if not module.is_package
-    }
-    TopologicalSorter(graph).prepare()  # raises for a circle
-    first, *_ = (name for name, targets in graph.items() if targets)
-    graph[next(iter(graph[first]))].add(first)
-    with pytest.raises(CycleError, match=first):
-        TopologicalSorter(graph).prepare()
+    assert circle(modules) == []
+    assert sum(map(len, import_graph(modules).values())) > len(modules)
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"a": "from deepspeed_gear.b import x", "b": "from . import a"},
+        {"a": "def f():\n    from deepspeed_gear.b import x", "b": "import deepspeed_gear.a"},
+        {"a": "def f():\n    from deepspeed_gear.p import x", "p.__init__": "from deepspeed_gear.a import y"},
+        {"p.a": "from . import x", "p.__init__": "from .b import x", "p.b": "def f():\n    from .a import y"},
+    ],
+    ids=["modules", "in-a-function", "through-a-package", "of-the-own-package"],
+)
+def test_a_circle_is_found(sources: dict[str, str]) -> None:
+    modules = [
+        Module(f"{PACKAGE}.{name.removesuffix('.__init__')}", ast.parse(source), name.endswith("__init__"))
+        for name, source in sources.items()
+    ]
+    assert len(circle(modules)) > 2
+    assert circle(modules[:1]) == []
 
 
 # Takes no engine: every public name but those of the engine, and a batch.

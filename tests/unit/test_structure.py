@@ -1,7 +1,9 @@
-"""Rules that keep the package readable: whole classes, short signatures."""
+"""Rules that keep the package readable: whole classes, short signatures, private names."""
 
 import ast
 from collections.abc import Iterator
+
+import pytest
 
 PACKAGE = "deepspeed_gear"
 MOST_PARAMETERS = 8
@@ -108,3 +110,76 @@ OF_OTHERS = set(
 def test_objects_are_whole_after_construction(trees: dict[str, ast.Module]) -> None:
     targets = ((name, target) for name, tree in trees.items() for target in assigned_from_outside(tree))
     assert [f"{name}: {target}" for name, target in targets if target not in OF_OTHERS] == []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def is_own(node: ast.Attribute) -> bool:
+    """Return whether an attribute is one of the object or class whose method names it."""
+    return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+def own_private_names(tree: ast.Module) -> set[str]:
+    """Return the private names that a module defines: functions, classes, variables, attributes of self."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node):
+            names.add(node.attr)
+    return {name for name in names if is_private(name)}
+
+
+def private_names_of_others(trees: dict[str, ast.Module]) -> list[str]:
+    """Return where a module imports, reads or sets a private name of another module of the package.
+
+    An attribute is another module's if its name is defined in one, and not in the module that uses it.
+    """
+    own = {name: own_private_names(tree) for name, tree in trees.items()}
+    of_package = set[str]().union(*own.values())
+    found = []
+    for name, tree in trees.items():
+        others = of_package - own[name]
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(PACKAGE)):
+                private = [alias.name for alias in node.names if is_private(alias.name)]
+                found += [f"{name} imports {each}" for each in private]
+            elif isinstance(node, ast.Attribute) and node.attr in others and not is_own(node):
+                found.append(f"{name}: {ast.unparse(node)}")
+    return found
+
+
+# Names of other projects that a module of the package has, too; and the gateway's leases.
+PRIVATE_OF_OTHERS = {
+    "deepspeed_gear.cli.main: subparser._actions",  # argparse's list of options
+    "deepspeed_gear.cli.report: get_accelerator()._name",
+    "deepspeed_gear.writer.vector_writer: CompletedTrajectory._fields",  # of a named tuple
+    "deepspeed_gear.writer.vector_writer: CompletedTrajectory._make",
+    "deepspeed_gear.remote.gateway: lease._lease",
+    "deepspeed_gear.remote.gateway: one._lease",
+    "deepspeed_gear.remote.gateway: self._worker._change",
+}
+
+
+def test_private_names_are_used_in_their_module_only(trees: dict[str, ast.Module]) -> None:
+    assert set(private_names_of_others(trees)) - PRIVATE_OF_OTHERS == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from deepspeed_gear.owner import _helper",
+        "from .owner import _helper",
+        "from deepspeed_gear import owner\nowner._helper()",
+        "def f(thing):\n    return thing._state",
+        "def f(thing):\n    thing.part._state = 1",
+    ],
+)
+def test_a_private_name_of_another_module_is_found(source: str) -> None:
+    owner = "def _helper(): ...\nclass Thing:\n    def __init__(self):\n        self._state = 0"
+    trees = {"deepspeed_gear.owner": ast.parse(owner), "deepspeed_gear.user": ast.parse(source)}
+    assert len(private_names_of_others(trees)) == 1

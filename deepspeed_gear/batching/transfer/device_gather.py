@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from deepspeed_gear.batching.gather import N_STEP_DTYPES, Buffers, FieldGroup, Gatherer, NStepReturns
+from deepspeed_gear.batching.gather import (
+    N_STEP_DTYPES,
+    Buffers,
+    FieldGroup,
+    Gatherer,
+    GatherOptions,
+    NStepReturns,
+    Rows,
+)
 from deepspeed_gear.batching.transfer.cuda_streams import Event, HostStream, Packing
 from deepspeed_gear.config import ResolvedField
 from deepspeed_gear.config.field_checks import ESTIMATED
@@ -95,10 +103,12 @@ class DeviceGatherer(Gatherer):
     tables of a mixture have equal `transfer`; the ring has one entry more than are prefetched and kept.
     """
 
-    def __init__(self, transfer: FieldTransfer, reach: Reach, **options: Any) -> None:
+    def __init__(
+        self, transfer: FieldTransfer, reach: Reach, options: GatherOptions, table: Rows, depth: int
+    ) -> None:
         self._transfer, self._lane, self._reach = transfer, transfer.lane, reach
         # Few blocks keep enough reads of host memory in flight, and leave the device to other work.
-        self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options["threads"]
+        self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options.threads
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
@@ -107,7 +117,7 @@ class DeviceGatherer(Gatherer):
         with self._lane.running():  # zeros are written before the stream gathers
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
             self._counters_seen = self._lane.buffer(24).view(torch.int64)
-            super().__init__(**options)
+            super().__init__(options, table, depth)
 
     def _groups(self) -> list[FieldGroup]:
         return [*super()._groups(), self._here, self._direct]

@@ -288,6 +288,16 @@ def _note_counted(readers: Sequence[Reader]) -> None:
             reader.notes.append(note)
 
 
+def ingest_rows(rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]) -> Dataset:
+    """Turn the rows of a program into a data set: `Dataset.from_iterable`, which has the arguments."""
+    of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
+    of_reader = {name: value for name, value in options.items() if name not in of_ingest}
+    written: dict[str, Any] = {name: value for name, value in options.items() if name in of_ingest}
+    if schema is not None:
+        arguments.one_of("schema", schema, Schema, "a Schema")
+    return ingest([open_rows(rows, schema=schema, **of_reader)], dest, **written)
+
+
 def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> Schema:
     """Return the schema of all sources; raise DataError for a column in which two differ."""
     first, *others = outputs

@@ -4,21 +4,12 @@ Pure: every rank computes the same from records and packing plan, so no message 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
-import torch
 
-from deepspeed_gear.context import Context
-from deepspeed_gear.distributed.node_channel import NO_WORDS, message_of
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
-from deepspeed_gear.distributed.sharded_selection import StatusMessage
-from deepspeed_gear.errors import PeerError
 from deepspeed_gear.ops.constants import SHARD_BITS
-from deepspeed_gear.ops.records import Resolution, RowSample
-from deepspeed_gear.store.eviction import Evictor
+from deepspeed_gear.ops.records import RowSample
 
 _SLOT = (1 << SHARD_BITS) - 1
 
@@ -101,75 +92,3 @@ class TrajectoryPlaces:
         words[:, RowSample.PEER], words[:, RowSample.SLOT] = peer, self._slots[which]
         words[:, RowSample.NUM_STEPS], words[:, RowSample.GOAL] = self._steps[which], -1
         return words
-
-
-NO_BATCH = -1  # minus the number of an exchange, in place of the number of a global batch
-
-
-class TrajectoryExchange:
-    """Sends trajectories' rows to the nodes that need them; fills the arrivals. The channel's thread."""
-
-    def __init__(self, rows: RowExchange) -> None:
-        self._rows, self._number = rows, 0
-        self._evictor: Evictor | None = None  # of a table whose media are exchanged
-        if (media := rows.table.media) is not None and media.spec.column in rows.names:
-            self._evictor = Evictor(rows.table, Context(timeout_s=rows.table.lock.timeout_s))
-
-    def send(self, moves: Moves) -> Callable[[], None]:
-        """Exchange rows, and the media that they name; return the function that adds these to the store,
-        whose errors are those of one node. Collective over the leaders. PeerError: another one does not
-        exchange in this step; LostNodeError: none in time. After an error the channel is broken.
-        """
-        channel = self._rows.channel
-        with channel.abandoned_on_error():
-            self._number += 1
-            # As the status of a selection, whose key is no number of a global batch.
-            status = np.zeros(StatusMessage.NUM_WORDS, np.int64)
-            status[StatusMessage.KEY] = NO_BATCH - self._number
-            received = self._rows.send(status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing))
-            found = [NO_BATCH - int(words[StatusMessage.KEY]) for words in received]
-            if any(number != self._number for number in found):  # it selects, or has done more or fewer steps
-                rule = "must gather the packs of the same steps"
-                numbers = {channel.name(node): number for node, number in enumerate(found)}
-                remedy = "all ranks must take the same steps in the same order"
-                raise PeerError("the nodes", rule, numbers, remedy)
-            count = len(moves.incoming)
-            places = torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64)  # as `moves` has them
-            incoming, sizes = torch.from_numpy(moves.incoming), [len(status)] * channel.count
-            if moves.used == (0, 0) and self._rows.table.media is not None:  # of the rollout batch before
-                self._rows.table.media.arrivals[:] = 0
-            self._rows.fill(0, places, torch.arange(count), incoming, received, sizes, moves.used)
-            return (lambda: None) if self._evictor is None else self._fetch_media(places, moves.incoming)
-
-    def _fetch_media(self, places: torch.Tensor, incoming: np.ndarray) -> Callable[[], None]:
-        """Fetch what rows from other nodes name and this node lacks; return the function that adds it.
-
-        Two exchanges: numbers, asked of the node that a trajectory comes from, then their contents.
-        """
-        table, channel, asked = self._rows.table, self._rows.channel, dict[int, int]()
-        assert table.media is not None
-        assert self._evictor is not None
-        rows, first = table.media.arrivals, table.first_arrival[0]
-        begins = places[:, Resolution.FIRST_ROW].numpy() - first
-        for sender, begin, steps in zip(
-            incoming[:, RowSample.PEER].tolist(), begins, incoming[:, RowSample.NUM_STEPS], strict=True
-        ):
-            numbers = rows[begin : begin + steps]
-            asked.update(dict.fromkeys(numbers[numbers != 0].tolist(), sender))
-        named = list(asked)
-        with table.lock:
-            lacking = table.media.find(np.array(named, np.int64)) < 0
-        wanted = [(asked[number], number) for number, lacks in zip(named, lacking, strict=True) if lacks]
-        every, node = channel.gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
-        messages = []
-        for to in range(channel.count):
-            numbers = every[(node == to) & (every[:, 0] == channel.index), 1]
-            contents = table.media.contents(numbers, table.lock).values()
-            messages.append(message_of(table.media.spec.send(contents).view(np.int64)))
-        received = channel.begin(messages)()
-        name = f"table {table.spec.name}"
-        found = [item for words in received for item in table.media.spec.received(name, words.view(np.uint8))]
-        # Copies: the words are those of the channel until its next exchange.
-        items, evictor = {i.number: i._replace(content=i.content.copy()) for i in found}, self._evictor
-        given = items, np.array(named, np.int64), table.lock, evictor.release, evictor.pinned
-        return partial(table.media.add, *given)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollout_support import COLUMNS, micros, responses, section
 
 from deepspeed_gear import Batch, Column, DeviceReplay, Replay, Schema
-from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.records import Slot
 
@@ -70,7 +70,8 @@ def check_parts(replay: Replay, batch: Batch) -> None:
     begin, steps = slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS]
     records = torch.stack([ids, ids, zero, begin, steps, batch.anchor, zero, zero], dim=1)
     fields = [replace(field, part_first=3, part_length=6) for field in replay.fields]
-    tensors, mask = Gatherer(fields, table, {}, None, 8, 1, torch.float32, 1).gather(records)
+    options = GatherOptions(fields, {}, None, 8, torch.float32, 1)
+    tensors, mask = Gatherer(options, table, 1).gather(records)
     assert all(torch.equal(tensors[name], batch[name][:, 3:9]) for name in batch)
     assert all(torch.equal(mask[name], batch.mask[name][:, 3:9]) for name in batch)
 

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from deepspeed_gear import Replay
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 from deepspeed_gear.distributed.row_exchange.exchange_plan import needs_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError
@@ -129,7 +129,7 @@ def test_a_stage_may_read_steps_that_learn() -> None:
         assert [(field.name, field.mask_only) for field in needs.fields] == [("code", True)]
         batch, table = replay.sample(), replay.tables["main"]
         fields = [replace(field, mask_only=True) for field in replay.fields]
-        gatherer = Gatherer(fields, table, {}, None, 32, 2, torch.float32, 1)
+        gatherer = Gatherer(GatherOptions(fields, {}, None, 32, torch.float32, 1), table, 2)
         tensors, mask = gatherer.gather(batch.host_records)
         assert not tensors
         assert all(torch.equal(mask[name], batch.mask[name]) for name in FIELDS)

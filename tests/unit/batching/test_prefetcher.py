@@ -1,6 +1,5 @@
 """The background thread that prepares batches."""
 
-import threading
 import time
 
 import pytest
@@ -17,7 +16,9 @@ def test_results_and_errors_come_in_order_and_no_further_ahead_than_the_depth(de
         made.append(i)
         return [n * n for n in range(20)][i]
 
-    prefetcher = Prefetcher(produce, depth)
+    prefetcher = Prefetcher[int](depth)
+    prefetcher.begin(produce)
+    prefetcher.start()
     wait_until(lambda: len(made) == depth + 1, "preparing")  # one more is made and waits for its place
     time.sleep(0.15)
     assert len(made) == depth + 1
@@ -41,7 +42,9 @@ def test_what_waits_outlives_a_stop_and_is_not_made_again() -> None:
             raise ValueError(i)
         return i
 
-    prefetcher = Prefetcher(produce, 1)
+    prefetcher = Prefetcher[int](1)
+    prefetcher.begin(produce)
+    prefetcher.start()
     for _ in range(2):
         wait_until(lambda: made == [0, 1], "preparing")  # one waits beyond the depth
         prefetcher.stop()
@@ -55,15 +58,25 @@ def test_what_waits_outlives_a_stop_and_is_not_made_again() -> None:
     assert made[:5] == [0, 1, 2, 3, 3]
 
 
+def test_a_new_beginning_drops_what_was_prepared() -> None:
+    prefetcher = Prefetcher[int](2)
+    assert prefetcher.ready() is None
+    prefetcher.stop()  # it was never started
+    for shift in (10, 20):
+        prefetcher.begin(lambda i, shift=shift: shift + i)  # type: ignore[misc]
+        assert not prefetcher.is_alive
+        assert prefetcher.ready() is None
+        assert [prefetcher.get(), prefetcher.get()] == [shift, shift + 1]
+    prefetcher.stop()
+
+
 def test_a_thread_may_stop_itself() -> None:
-    box: list[Prefetcher[int]] = []
-    ready = threading.Event()
+    prefetcher = Prefetcher[int](1)
 
     def produce(i: int) -> int:
-        ready.wait()
-        box[0].stop()
+        prefetcher.stop()
         return i
 
-    box.append(Prefetcher(produce, 1))
-    ready.set()
-    wait_until(lambda: not box[0]._thread.is_alive(), "the end of the thread")
+    prefetcher.begin(produce)
+    prefetcher.start()
+    wait_until(lambda: not prefetcher.is_alive, "the end of the thread")

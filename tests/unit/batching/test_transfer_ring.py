@@ -11,6 +11,7 @@ import torch
 from gear_support import SCHEMA, config_of, trajectory
 
 from deepspeed_gear import Replay
+from deepspeed_gear.batching.gather import GatherOptions
 from deepspeed_gear.batching.transfer.cuda_streams import (
     ALIGNMENT,
     DeferredRelease,
@@ -66,10 +67,9 @@ def gatherer_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> tuple[De
     first = int(table.slots[0, Slot.FIRST_ROW])
     records = torch.tensor([[0, 0, 0, first, 9, anchor, 1, 0] for anchor in (2, 5)])
     transfer = FieldTransfer(lane, table.ops, way, lambda name: True, True, KEEP)
-    options: dict[str, Any] = {"fields": replay.fields, "table": table, "statistics": {}, "n_step": None}
-    options |= {"num_samples": 2, "depth": DEPTH, "engine_dtype": torch.float32, "threads": 1}
+    options = GatherOptions(replay.fields, {}, None, 2, torch.float32, 1)
     reach = Reach({"code": table.gather_source("code")})
-    return DeviceGatherer(transfer, reach, **options), records
+    return DeviceGatherer(transfer, reach, options, table, DEPTH), records
 
 
 @pytest.fixture

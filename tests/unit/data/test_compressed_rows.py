@@ -14,7 +14,7 @@ from batch_records import priorities, record
 from gear_support import config_of, run_command
 
 from deepspeed_gear import Column, Dataset, DatasetWriter, Replay, Schema
-from deepspeed_gear.batching.gather import Gatherer
+from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 from deepspeed_gear.cli import export as export_command
 from deepspeed_gear.cli import ingest as ingest_command
 from deepspeed_gear.cli import inspect as inspect_command
@@ -138,13 +138,9 @@ def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
         records[5] = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 9])  # no sample
         halves = [replace(f, part_first=f.length // 2, part_length=1) for f in plain.fields if f.length]
         for fields in (halves, [f for f in plain.fields if f.column == IMAGE and not f.follows]):
-            given = fields, sets[0].statistics, None, 24, 2, torch.float32, 1
-            steps = {} if all(not f.follows for f in fields) else {"n_step": plain.config.n_step}
-            made = []
-            for replay in (plain, packed):
-                names = ("fields", "statistics", "n_step", "num_samples", "depth", "engine_dtype", "threads")
-                options = {**dict(zip(names, given, strict=True)), **steps}
-                made.append(Gatherer(table=replay.tables["main"], **options))
+            n_step = plain.config.n_step if any(f.follows for f in fields) else None
+            options = GatherOptions(fields, sets[0].statistics, n_step, 24, torch.float32, 1)
+            made = [Gatherer(options, replay.tables["main"], 2) for replay in (plain, packed)]
             whole = [gatherer.gather(records) for gatherer in made]
             parts = [(made[0], records[:9], None), (made[1], records[9:], None)]
             whole.append(made[0].gather_from(parts))

@@ -11,8 +11,8 @@ import torch
 from device_stub import DEVICE, DeviceStub, StubStream
 from torch import Tensor
 
-from deepspeed_gear.distributed.row_exchange import row_messages
-from deepspeed_gear.distributed.row_exchange.row_messages import DeviceTransport
+from deepspeed_gear.distributed.row_exchange import device_transport
+from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 
 SIZES = (0, 3, 5000, 7, 20_000, 20_000)  # words from each node; the buffers grow twice
 
@@ -31,10 +31,10 @@ def test_rows_are_exchanged_in_memory_of_the_stream_that_sends_them(
     channel: Any = SimpleNamespace(
         ranks=[2, 0], timeout_s=1.0, naming_lost_ranks=nullcontext, count_bytes=lambda sent, received: None
     )
-    monkeypatch.setattr(row_messages, "lane", lambda *arguments: None)
-    monkeypatch.setattr(row_messages.dist, "all_to_all_single", answer)
+    monkeypatch.setattr(device_transport, "lane", lambda *arguments: None)
+    monkeypatch.setattr(device_transport.dist, "all_to_all_single", answer)
     if device == DEVICE:
-        monkeypatch.setattr(row_messages, "lane_of", lambda device: StubStream(stub))
+        monkeypatch.setattr(device_transport, "lane_of", lambda device: StubStream(stub))
     with stub:
         transport = DeviceTransport(channel, device)
         for turn, size in enumerate(SIZES):

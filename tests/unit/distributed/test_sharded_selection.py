@@ -13,11 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadPlane, on_ranks
 
-from deepspeed_gear.distributed.row_exchange.trajectory_places import (
-    NO_BATCH,
-    TrajectoryExchange,
-    TrajectoryPlaces,
-)
+from deepspeed_gear.distributed.row_exchange.trajectory_exchange import NO_BATCH, TrajectoryExchange
+from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
 from deepspeed_gear.distributed.sharded_selection import StatusMessage
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.sampling.mass_rules import AgeWindow, WindowEdge

@@ -24,8 +24,9 @@ from deepspeed_gear.errors import ConfigError, NotReadyError, StoreError
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.live_stores import living_stores
+from deepspeed_gear.store.rate_limiter import RateLimiter
 from deepspeed_gear.store.records import Control, Head, Peer, Position
-from deepspeed_gear.store.retention import RateLimiter, Retention
+from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from deepspeed_gear.store.retention import RateLimiter
+from deepspeed_gear.store.rate_limiter import RateLimiter
 
 ANY = math.inf
 # Of each rate: the calls (held, ever added, drawn, how many more) of `may_insert` and of `may_sample`, of
