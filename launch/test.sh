@@ -58,6 +58,10 @@ take_groups() {
   done
 }
 
+{ ruff check . && mypy && touch "$reports/lint.passed"; } >"$reports/lint" 2>&1 </dev/null &
+running=("$!")
+python tests/support/native_builds.py >"$reports/builds" 2>&1 </dev/null || { cat "$reports/builds"; exit 1; }
+
 # One process imports torch and DeepSpeed for all that the tests start: tests/support/warm_python.py.
 export GEAR_WARM_SERVER="$reports/warm"
 python -u tests/support/warm_python.py "$GEAR_WARM_SERVER" </dev/null >"$reports/warm.log" 2>&1 &
@@ -67,8 +71,6 @@ until [ -e "$GEAR_WARM_SERVER" ]; do
   sleep 0.1
 done
 
-{ ruff check . && mypy && touch "$reports/lint.passed"; } >"$reports/lint" 2>&1 </dev/null &
-running=("$!")
 for ((lane = 2; lane <= lanes; lane++)); do
   take_groups >"$reports/lane$lane" 2>&1 </dev/null &
   running+=("$!")

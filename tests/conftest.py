@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from native_builds import use_builds
 from warm_python import run_warm
 
 HAS_GPU = torch.cuda.is_available()
@@ -30,10 +31,7 @@ settings.load_profile("gear")
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Builds of torch's extensions are the checkout's own: a lock that a killed launch leaves in the user's folder
-# stops no test, and a killed test stops no launch. They are kept, and runs of tests may share them.
-BUILDS = ROOT / "build" / f"extensions-py{sys.version_info.major}{sys.version_info.minor}-{torch.__version__}"
-os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(BUILDS))
+use_builds()
 
 
 def pytest_sessionstart() -> None:

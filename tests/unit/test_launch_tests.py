@@ -10,11 +10,17 @@ from pathlib import Path
 
 import pytest
 
-# `python`: the server of warm processes, which lives as long as the script, or pytest with a group's words.
+# `python`: the server of warm processes, which lives as long as the script; the builds; or pytest with a
+# group's words.
 PYTHON = """#!/usr/bin/env bash
 if [ "$1" = -u ]; then
   touch "$3"
   while kill -0 "$PPID" 2>/dev/null; do sleep 0.05; done
+  exit
+fi
+if [[ "$1" == */native_builds.py ]]; then
+  echo "no compiler"
+  [ "$BAD" != native_builds ]
   exit
 fi
 echo "$*" >>"$WORK/calls"
@@ -115,3 +121,10 @@ def test_the_quick_form_says_what_it_leaves_out(work: Path, checkout: Path) -> N
 def test_other_arguments_are_pytests(work: Path) -> None:
     assert run(work, "tests/unit/ops", "-k", "lock")[0] == 0
     assert (work / "calls").read_text() == "-m pytest tests/unit/ops -k lock\n"
+
+
+def test_a_build_that_fails_ends_the_run_with_its_error(work: Path) -> None:
+    status, lines = run(work, bad="native_builds")
+    assert status == 1
+    assert "no compiler" in lines
+    assert not (work / "calls").exists()
