@@ -34,9 +34,9 @@ from deepspeed_gear.replay.rollout_data import RolloutData
 from deepspeed_gear.replay.table_part import Records, RolloutSession, TablePart, item_numbers
 from deepspeed_gear.sampling.mass_rules import key_of
 from deepspeed_gear.sampling.selection import Selection
+from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.late_columns import absent, fill_each
 
 
 class SelectedItems:

@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.group_spec import SlotGroup
 from deepspeed_gear.store.prompt_ledger import (
     Entry,
@@ -199,7 +200,7 @@ class KeptLedger(PromptLedger):
         self._extents.control[Control.SELECTING] = 0
         for name in (*cleared, "groups", "group_counts"):
             self.views[name][:] = 0
-        self.views["fill_claims"][:, :-1] = 0  # ids may be given again, and a fill worker lives on
+        FillLedger(self.views["fill_claims"], self._memory).clear()
         self.views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
         self._extents.rebuild()
 

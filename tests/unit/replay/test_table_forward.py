@@ -18,9 +18,9 @@ from deepspeed_gear.errors import ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_data import PlannedPacks
 from deepspeed_gear.replay.rollout_loader import fill_place
+from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.records import Control, SlotRetention
 from deepspeed_gear.store.table_spec import Shard
-from deepspeed_gear.writer.late_columns import absent, fill_each
 
 LATE = {
     "ref": {"dtype": "float32", "late": True},
