@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -23,6 +23,7 @@ from deepspeed_gear.schema import Column
 from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
@@ -266,6 +267,12 @@ class Table:
             holders = holders_of(self.groups.numbers(slots), steps)
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
+    def share_prompt(self, slots: Sequence[int], steps: int) -> None:
+        """Let the first of a group's reserved slots hold the first steps of the others, their prompt."""
+        assert self.shared_prompts is not None
+        self.shared_prompts[slots[1:]] = steps, slots[0]
+        self.shared_prompts[slots[0]] = 0
+
     def own_rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of the rows that a trajectory itself holds, each column with its number of rows."""
         first = int(self.slots[slot, Slot.FIRST_ROW])
@@ -350,6 +357,28 @@ class Table:
         if self.groups is not None:
             self.groups.begin(slot)
         return self.extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
+
+    def commit_group(self, lease: LeaseRecord, slots: Sequence[int], present: Sequence[int]) -> list[int]:
+        """Publish the reserved slots of a lease's group for the next batch, and end the lease.
+
+        Args:
+            lease: What the group was generated for; its version is the policy version of the group.
+            slots: Of the trajectories, in their order.
+            present: Bits of the late columns that each one has.
+        Returns:
+            Their ids.
+        Raises:
+            LeaseExpiredError: The lease has ended; nothing is published.
+        Requires the lock.
+        """
+        assert self.ledger is not None
+        ids = list[int]()
+        with self.ledger.committing(lease, len(slots)):
+            for slot, late in zip(slots, present, strict=True):
+                ids.append(self.commit(slot, self.ledger.num_selected))
+                self.note_late(slot, late)
+                self.views["retention"][slot, SlotRetention.POLICY_VERSION] = lease.version
+        return ids
 
     def late_present(self, slot: int) -> int:
         """Return the bits of the late columns that a trajectory has. Requires the lock."""
