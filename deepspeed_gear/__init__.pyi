@@ -31,7 +31,7 @@ from deepspeed_gear.errors import StaleBatchError as StaleBatchError
 from deepspeed_gear.errors import StoreError as StoreError
 from deepspeed_gear.errors import StoreFullError as StoreFullError
 from deepspeed_gear.errors import StoreGoneError as StoreGoneError
-from deepspeed_gear.remote.remote_writer import RemoteRolloutWorker as RemoteRolloutWorker
+from deepspeed_gear.remote.remote_rollout_worker import RemoteRolloutWorker as RemoteRolloutWorker
 from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
 from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions
 from deepspeed_gear.replay import DeviceReplay as DeviceReplay

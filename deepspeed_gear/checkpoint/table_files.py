@@ -548,7 +548,7 @@ class TableLoader:
                 if found.whole.slots is not None:
                     table.extents.end_all()
                 if table.ledger is not None:
-                    table.ledger.lease(0)
+                    table.ledger.update()
 
     def _content(self, name: str, stream: BatchStream) -> reshard.Content:
         whole, division = self._found[name].whole, self._divisions[name]

@@ -27,7 +27,8 @@ from deepspeed_gear.errors import ConfigError, LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.replay.preview import read_lengths
 from deepspeed_gear.store.group_spec import SlotGroup
-from deepspeed_gear.store.prompt_ledger import LeasedPrompt, Left, PromptLedger, PromptSpec
+from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.prompt_ledger import Left, PromptLedger, PromptSpec
 from deepspeed_gear.store.records import Head
 
 OPTIONS: Options = {
@@ -138,17 +139,15 @@ class Scene:
     def num_selected(self) -> int:
         return int(self.position[Head.KEY])
 
-    def commit(self, lease: LeasedPrompt) -> None:
+    def commit(self, lease: LeaseRecord) -> None:
         """Commit the group of a lease, unless that has ended."""
-
-        def publish() -> None:
-            slot = int(np.nonzero(self.slots[:, Slot.STATE] == SlotState.FREE)[0][0])
-            self.num_committed += 1
-            self.numbers[slot], self.words[slot, SlotGroup.NUMBER] = lease.number, self.num_committed
-            self.slots[slot, Slot.STATE] = SlotState.COMMITTED
-
         try:
-            self.ledger.commit(lease, publish, 1)
+            with self.ledger.committing(lease, 1):
+                slot = int(np.nonzero(self.slots[:, Slot.STATE] == SlotState.FREE)[0][0])
+                self.num_committed += 1
+                self.numbers[slot] = lease.number
+                self.words[slot, SlotGroup.NUMBER] = self.num_committed
+                self.slots[slot, Slot.STATE] = SlotState.COMMITTED
         except LeaseExpiredError:
             self.dropped.append(lease.number)
 
@@ -174,7 +173,7 @@ def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Pr
     """Return what a rule leads to in so many rollout batches. Workers renew their leases in time."""
     scene = Scene(replace(spec, lease_s=1e9))
     places = free = pace.workers * pace.concurrency
-    events: list[tuple[float, int, LeasedPrompt | None]] = []  # ends; None: of a batch's training
+    events: list[tuple[float, int, LeaseRecord | None]] = []  # ends; None: of a batch's training
     versions, lags, trained = dict[int, int](), list[int](), list[int]()
     generating_s = training_s = 0.0
     is_training = False

@@ -44,10 +44,11 @@ from deepspeed_gear.remote.gateway_limits import (
     most_connections,
     server_options,
 )
+from deepspeed_gear.remote.gateway_messages import NUM_LEASE_WORDS
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.prompt_ledger import LeasedPrompt
-from deepspeed_gear.timeouts import wait_until
-from deepspeed_gear.writer.rollout_worker import Lease, RolloutWorker
+from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.timeouts import check_timeout, wait_until
+from deepspeed_gear.writer.rollout_worker import LocalLedger, check_kept, check_reason
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 Action = Callable[[Mapping[str, Any], pa.Buffer], dict[str, Any]]
@@ -78,7 +79,8 @@ class Session:
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s  # the session ends without a call for so long
-        self.leases: dict[tuple[int, ...], Lease] = {}  # of a worker, by the first words of a LeasedPrompt
+        # Leases of a worker with their prompts, by the first NUM_LEASE_WORDS words.
+        self.leases: dict[tuple[Any, ...], tuple[LeaseRecord, dict[str, Any]]] = {}
         self.number, self.answer = -1, dict[str, Any]()  # of a worker's last call
         self.upto = -1  # all trajectories up to this number are committed or refused
         self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
@@ -234,14 +236,15 @@ class LeaseSessions(Sessions):
 
     def __init__(self, writer: TrajectoryWriter, max_message_bytes: int) -> None:
         super().__init__(writer.add)
-        self._worker, group = RolloutWorker(writer), writer.parts[0].spec.group
-        most_steps, kept = self._worker.prompts.longest + 1, self._worker.keep_bytes
+        self._ledger = LocalLedger(writer)
+        group = writer.parts[0].spec.group
+        most_steps, kept = self._ledger.prompts.longest + 1, self._ledger.keep_bytes
         if kept > max_message_bytes:
             raise ConfigError("--max-message", f"must hold prompts.keep_bytes = {kept}", max_message_bytes)
-        self._run, self._spec = f"{writer.run} {writer.table}", self._worker._spec
-        self._prompts = self._worker.prompts.schema
+        self._origin = f"{writer.run} {writer.table}"
+        self._prompts = self._ledger.prompts.schema
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
-        self.hello |= {"keep_bytes": kept, "run": self._run}
+        self.hello |= {"keep_bytes": kept, "run": self._origin}
         most_bytes = sum(c.row_bytes * (1 if c.rows == "1" else most_steps) for c in self._prompts)
         self._most = max(1, max_message_bytes // (most_bytes + kept))  # leases of a call
 
@@ -249,7 +252,11 @@ class LeaseSessions(Sessions):
         """End the session of a worker, and return its leases."""
         session = self._sessions.pop(client, None)
         if session is not None:
-            self._worker.release(lease._lease for lease in list(session.leases.values()))
+            self._release(session)
+
+    def _release(self, session: Session) -> None:
+        """Return the leases of a session that has ended."""
+        self._ledger.release([lease for lease, _ in list(session.leases.values())])
 
     def work(self, client: str, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
         """Do a worker's call once, however often it is made: its `number` grows with each new one.
@@ -285,48 +292,72 @@ class LeaseSessions(Sessions):
             if session.task is not None and number == session.number:
                 session.answer = session.task.result()
             if self._sessions.get(client) is not session:  # it has ended meanwhile
-                self._worker.release(lease._lease for lease in list(session.leases.values()))
+                self._release(session)
             if number < session.number or "leases" not in session.answer:
                 return session.answer
-            prompts = [session.leases[tuple(key)].prompt for *key, _ in session.answer["leases"]]
+            prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
         rows = [{c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts} for prompt in prompts]
         return {**session.answer, "content": gateway_messages.encode(self._prompts, list(enumerate(rows)))}
 
     def _do(self, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
+        """Do a call; return its answer."""
         session.is_notified = self.error is not None
         self.check()
         if call["do"] == "lease":
-            most_s = ANSWER_S if len(self._sessions) <= MOST_WAITING // 2 else 0.0  # each polls
-            count, wait_s = min(int(call["count"]), self._most), min(float(call["wait_s"]), most_s)
-            leases = self._worker.lease(count, wait_s)
-            session.leases.update({lease._lease[:5]: lease for lease in leases})
-            given = [(*one._lease[:5], base64.b64encode(one._lease.kept).decode()) for one in leases]
-            return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
-        known, spec = LeasedPrompt(*call["lease"]), self._spec
-        for word in known[:5]:
-            arguments.count("a word of a lease", word, least=0)
-        lease = session.leases.get(known[:5])
-        if lease is None:  # of another session
-            is_kept = spec.members and known.run == self._run and known.entry < spec.num_entries
-            if not is_kept or known.number % spec.num_stores != spec.store:
-                self._worker._change("own", known._replace(entry=0, token=-1))  # raises, and is counted
-            lease = Lease(self._worker, known, {})
-        ids, does = list[int](), call["do"]
+            return self._lease(session, call)
+        lease = gateway_messages.lease_of(call["lease"])
+        key = lease[:NUM_LEASE_WORDS]
+        if key not in session.leases:
+            self._check_other(lease)
         try:
-            if does == "keep":
-                self._worker._change("keep", lease._lease, content)
-            elif does == "commit":
-                late = call["absent"]  # columns, by member
-                ids = lease.commit([{n: a for n, a in m.items() if n not in late[at]} for at, m in content])
-                self.num_added += len(ids)
-            else:
-                getattr(lease, {"renew": "heartbeat", "fail": "fail"}[does])(*call["more"])
+            ids = self._change(lease, call, content)
         except LeaseExpiredError:
-            session.leases.pop(known[:5], None)
+            session.leases.pop(key, None)
             raise
-        if does in ("commit", "fail"):
-            session.leases.pop(known[:5], None)
+        if call["do"] in ("commit", "fail"):
+            session.leases.pop(key, None)
         return {"ids": ids}
+
+    def _lease(self, session: Session, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Lease prompts for a session."""
+        most_s = ANSWER_S if len(self._sessions) <= MOST_WAITING // 2 else 0.0  # each polls
+        count = min(arguments.count("count", call["count"]), self._most)
+        wait_s = check_timeout("wait_s", min(float(call["wait_s"]), most_s))
+        given = []
+        for lease, prompt in self._ledger.lease(count, wait_s):
+            key = lease[:NUM_LEASE_WORDS]
+            session.leases[key] = lease, prompt
+            given.append((*key, base64.b64encode(lease.kept).decode()))
+        return {"leases": given, "wait_s": min(0.01 * len(self._sessions), ANSWER_S)}
+
+    def _check_other(self, lease: LeaseRecord) -> None:
+        """Raise LeaseExpiredError unless a lease of another session is of this store, which is kept."""
+        spec = self._ledger.spec
+        is_known = lease.origin == self._origin and lease.entry < spec.num_entries
+        if not (spec.members and is_known and lease.number % spec.num_stores == spec.store):
+            self._ledger.refuse(lease)
+
+    def _change(self, lease: LeaseRecord, call: Mapping[str, Any], content: Any) -> list[int]:
+        """Change a lease as a call says; return the ids of the group, if it commits one."""
+        does = call["do"]
+        if does == "commit":
+            late = call["absent"]  # columns, by member
+            group = [{n: a for n, a in m.items() if n not in late[at]} for at, m in content]
+            ids = self._ledger.commit(lease, group)
+            self.num_added += len(ids)
+            return ids
+        if does == "keep":
+            check_kept(lease, content, self._ledger.keep_bytes)
+            self._ledger.keep(lease, content)
+        elif does == "fail":
+            reason, retry = call["more"]
+            check_reason(reason)
+            self._ledger.fail(lease, reason, bool(retry))
+        elif does == "renew":
+            self._ledger.renew(lease)
+        else:
+            raise DataError("a call", "must lease, renew, keep, commit or fail", does)
+        return []
 
 
 class Gateway:

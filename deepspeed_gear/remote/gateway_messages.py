@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+import deepspeed_gear.arguments as arguments
 from deepspeed_gear.arguments import parse_json
 from deepspeed_gear.data.arrow_messages import decompressed_bytes
 from deepspeed_gear.data.media import SENT
 from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
+from deepspeed_gear.store.leases import LeaseRecord
 
 VERSION = 7  # 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited for commits
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
@@ -31,6 +33,7 @@ LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own
 SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
 SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, bye, and put or work
+NUM_LEASE_WORDS = 5  # first words of a LeaseRecord, entry to attempt, which tell it from all others
 _NUMBER = ".number"  # no column of a schema begins with a dot
 _LENGTH = 4  # bytes of a header's length
 # Of each value and number: its offset in the message, and the array that the gateway makes of it. Without
@@ -103,6 +106,20 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
     lead = () if column.rows == "1" else (-1,)
     pieces = (content[start:end] for start, end in pairwise(offsets))
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
+
+
+def lease_words(lease: LeaseRecord) -> tuple[Any, ...]:
+    """Return the words of a lease in a call; the gateway does not need what was kept."""
+    return (*lease[:NUM_LEASE_WORDS], None, lease.origin)
+
+
+def lease_of(words: Any) -> LeaseRecord:
+    """Return the lease of a call by its words, which are not trusted."""
+    with DataError.on("the lease of a call", "must be a list of 7 words", TypeError, ValueError):
+        entry, token, number, version, attempt, _, origin = words
+    for word in (entry, token, number, version, attempt):
+        arguments.count("a word of a lease", word, least=0)
+    return LeaseRecord(entry, token, number, version, attempt, origin=str(origin))
 
 
 def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:

@@ -1,16 +1,14 @@
-"""RemoteWriter and RemoteRolloutWorker: for processes on machines without a store, through a gateway."""
+"""RemoteWriter: adds trajectories of a process on a machine without a store, through a gateway."""
 
 from __future__ import annotations
 
-import base64
 import random
 import threading
 import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
@@ -20,7 +18,6 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.context import LOG
-from deepspeed_gear.data import opaque_rows
 from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
@@ -37,12 +34,9 @@ from deepspeed_gear.errors import (
 )
 from deepspeed_gear.remote import gateway_messages
 from deepspeed_gear.remote.connection import Connection, ConnectionLost
-from deepspeed_gear.remote.gateway_messages import decode, encode, trajectory_bytes
+from deepspeed_gear.remote.gateway_messages import encode, trajectory_bytes
 from deepspeed_gear.schema import Schema
-from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.prompt_ledger import LeasedPrompt
 from deepspeed_gear.timeouts import check_timeout
-from deepspeed_gear.writer.rollout_worker import Lease
 from deepspeed_gear.writer.trajectory_writer import WriterBase
 
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
@@ -446,108 +440,3 @@ class RemoteWriter(WriterBase):
             if kind is None:
                 raise
             LOG.warning("while a remote writer closed: %s", second)
-
-
-class RemoteRolloutWorker(ProcessBound):
-    """Leases prompts of a table of another machine, through the gateway that `gear serve` runs there.
-
-    As RolloutWorker, with the same leases. Each call is done once, also if connections are lost. The leases
-    come back when the worker closes, or its session ends: with the gateway, or `timeout_s` (at least 1 s)
-    after the last call; a thread calls while the worker generates. The next call begins another session. In
-    a store that outlives its job they may be committed then, until their prompts are leased again.
-
-    Thread safety: one thread at a time. After a fork, connect anew.
-    """
-
-    def __init__(self, line: Connection, timeout_s: float) -> None:
-        self._line, self._timeout_s, self._number = line, timeout_s, 0
-        self._grace_s = min(max(timeout_s, 1.0), gateway_messages.SESSION_S)
-        self._begin()
-        self._lock, self._stopped = threading.Lock(), threading.Event()
-        threading.Thread(target=self._keep, name="gear-keep", daemon=True).start()
-
-    def _begin(self) -> None:
-        """Begin a session; the gateway's run, and what it has, may be another one than before."""
-        self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
-        #: How many bytes a lease may keep.
-        self.keep_bytes = int(self._hello["keep_bytes"])
-        self._schema, self._group = Schema.from_json(self._hello["schema"]), str(self._hello["group"])
-        self._prompts = Schema.from_json(self._hello["prompts"])
-        self._media = MediaSpec.of_json(self._schema, self._hello["media"])
-
-    @classmethod
-    def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
-        """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of `RemoteWriter.connect`."""
-        return cls(Connection(url, **options), check_timeout("timeout_s", timeout_s))
-
-    def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
-        """Lease as `RolloutWorker.lease`, and as many as `--max-message` holds; LostNodeError: no answer."""
-        wanted, timeout_s = arguments.count("count", count), check_timeout("timeout_s", timeout_s)
-        until = time.monotonic() + timeout_s
-        while True:
-            left_s = max(0.0, until - time.monotonic())
-            answer = self._call(do="lease", count=wanted, wait_s=left_s)
-            if answer["leases"] or not left_s:
-                break
-            time.sleep(min(answer["wait_s"], left_s))
-        found, prompts = [], decode(self._prompts, answer["content"])
-        for (_, prompt), lease in zip(prompts, answer["leases"], strict=True):
-            for c in (c for c in self._prompts if c.is_opaque):
-                prompt[c.name] = opaque_rows.decode(prompt[c.name], c, c.name)
-            lease[5:] = base64.b64decode(lease[5]), self._hello["run"]
-            found.append(Lease(self, LeasedPrompt(*lease), prompt))
-        return found
-
-    def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
-        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
-        name, names = f"the group of prompt {lease.number}", frozenset(self._schema.names)
-        flat = [flatten(name, {self._group: np.int64(lease.number), **one}, names) for one in given]
-        members, sent = list[dict[str, np.ndarray]](), dict[int, MediaItem]()
-        for one in flat:
-            items = dict[int, MediaItem]()
-            taken = one if self._media is None else self._media.take(name, self._schema, one, items)
-            members.append(check_trajectory(name, self._schema, taken)[0])
-            if self._media is not None:  # an item comes with the first member that names it
-                members[-1][SENT] = self._media.send(items[n].content for n in items.keys() - sent.keys())
-                sent |= items
-        num_bytes, most_bytes = sum(map(trajectory_bytes, members)), int(self._hello["max_message_bytes"])
-        if num_bytes > most_bytes:
-            rule = f"must have at most {show_bytes(most_bytes)}, the gateway's --max-message"
-            raise DataError(name, rule, show_bytes(num_bytes), "raise --max-message")
-        absent = [[c.name for c in self._schema.late_columns if c.name not in one] for one in flat]
-        batch = encode(self._schema, list(enumerate(members)))
-        return list(self._change("commit", lease, batch=batch, absent=absent)["ids"])
-
-    def _change(self, change: str, lease: LeasedPrompt, *more: Any, **options: Any) -> dict[str, Any]:
-        if change == "keep":
-            options["batch"], more = more[0], ()
-        return self._call(do=change, lease=(*lease[:5], None, lease.run), more=more, **options)
-
-    def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
-        """Make a call until the gateway answers it, in this session or another; raises its error."""
-        with self._lock:
-            self._number, sent = self._number + 1, batch
-            while not self._stopped.is_set():
-                header = {**self._hello["who"], **call, "number": self._number}
-                answer: dict[str, Any] = call_again(self._line, "put", header, self._timeout_s, sent)
-                if "unknown" in answer:
-                    self._begin()
-                elif "busy" not in answer:
-                    return answer
-                self._stopped.wait(answer.get("wait_s", 0.0))
-                sent = None if answer.get("busy") == self._number else batch  # of a commit that was given up
-        raise StoreError("the rollout worker", "must be open", None, "it was closed")
-
-    def _keep(self) -> None:
-        """Call before the session ends, where the worker does not."""
-        while not self._stopped.wait(self._grace_s / 8):
-            with self._lock, suppress(ConnectionLost, GearError):  # the next call raises it
-                self._line.call("put", self._hello["who"], self._grace_s / 8)
-
-    def close(self) -> None:
-        """Return the leases of this worker, and disconnect. Safe to call twice."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            with self._lock:
-                end_session(self._line, self._hello["who"])
-                self._line.hang_up()

@@ -23,11 +23,11 @@ from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.sampling.staleness import dropped
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.groups import TableGroups
+from deepspeed_gear.store.late_columns import absent
 from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 from deepspeed_gear.store.row_allocator import distinct
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.late_columns import absent
 
 # Of an optimizer step of packed batches: trajectories and tokens of all ranks, tokens that shared prefixes
 # save, micro batches of this rank, the part of its places that hold a trajectory's step, and the cost of the
@@ -151,9 +151,11 @@ def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     media = {table.spec.name: table.media.statistics() for table in tables if table.media is not None}
     for table in tables:
         columns = table.schema.late_columns if table.spec.dataset is None else ()
-        for column, claims in zip(columns, table.views.get("fill_claims", ()), strict=True):
+        for index, column in enumerate(columns):
+            assert table.fills is not None
             with table.lock:
-                counts = {"absent": len(absent(table, column.name)), "repeated": int(claims[-1, 0])}
+                num_absent = len(absent(table, column.name))
+                counts = {"absent": num_absent, "repeated": table.fills.num_repeated(index)}
             late.setdefault(table.spec.name, {})[column.name] = counts
         if table.groups is not None:
             with table.lock:

@@ -21,8 +21,8 @@ from deepspeed_gear.replay.pack_reader import PackReader, PackSequence, check_to
 from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
 from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
+from deepspeed_gear.store.late_columns import absent, fill_each
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.late_columns import absent, fill_each
 
 
 class StoredRows:

@@ -272,7 +272,7 @@ class BatchStream:
         if self._is_online and (has_kept or time.monotonic() > self._next_cleaning):
             self.table.extents.end_abandoned()
             if ledger is not None:
-                ledger.lease(0)  # also holds the kept groups that are admitted by now
+                ledger.update()  # also holds the kept groups that are admitted by now
             self._next_cleaning = time.monotonic() + _CLEAN_S
         if self.state.staleness is not None and not self._control[Control.SELECTING]:
             self.masses.take_changes()

@@ -8,17 +8,18 @@ are found again by their numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from deepspeed_gear.ops.records import Slot, SlotState
+from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.group_spec import SlotGroup
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.prompt_ledger import (
     Entry,
     EntryState,
-    LeasedPrompt,
     PromptCount,
     PromptLedger,
     PromptSpec,
@@ -49,41 +50,61 @@ class KeptLedger(PromptLedger):
         self._extents, self._life = extents, views["life_words"]
         self._num_ranks = len(views["stream/train/consumed"])
 
-    def lease(self, count: int) -> list[LeasedPrompt]:
+    def lease(self, count: int) -> list[LeaseRecord]:
         """Lease numbers as in any ledger; those that have a group are held instead."""
         self.reclaim()
+        return self._issue(count)
+
+    def update(self) -> None:
+        """Bring the entries up to date as in any ledger, and hold the groups whose numbers come next."""
+        self.reclaim()
+        self._issue(0)
+
+    def _issue(self, count: int) -> list[LeaseRecord]:
+        """Hold each next number that has a whole group in time, and lease up to `count` others.
+
+        Numbers are taken in their order, up to the one that would be lease `count + 1`. A group that
+        is not whole, or too old for its number, is freed.
+        """
         if self._life[_IS_BEGUN] and self._memory.peer >= self._num_ranks:
-            return []
+            return []  # until a rank asks
         self._life[_IS_BEGUN] = 0
         if self._life[_AGREED] == _UNKNOWN:
             return []
-        found, held = list[LeasedPrompt](), list[int]()
+        leases = list[LeaseRecord]()
+        revived = list[int]()
         while (number := self._following) < self._life[_END]:
             slots = self.retired(number)
-            version = int(self.views["retention"][slots, SlotRetention.POLICY_VERSION].min(initial=1 << 62))
+            versions = self.views["retention"][slots, SlotRetention.POLICY_VERSION]
+            version = int(versions.min(initial=1 << 62))
             is_kept = len(slots) == self.spec.members and self._is_in_time(number, version)
-            taken = self._take(1) if is_kept or len(found) < count else []
+            taken = self._take(1) if is_kept or len(leases) < count else []
             if not taken:
                 break
             if is_kept:
-                self._shares(version)[:] -= 1
-                self.own(taken[0])[Entry.VERSION] = version
-                super().commit(taken[0]._replace(version=version), partial(self._revive, slots), len(slots))
-                held += slots.tolist()
+                self._hold(taken[0], slots, version)
+                revived += slots.tolist()
             else:
                 self._free(slots)
-                found += taken
-        else:
-            found += self._take(count - len(found))
-        if held:
+                leases += taken
+        if self._following >= self._life[_END]:  # no later number has a group
+            leases += self._take(count - len(leases))
+        if revived:
             self._extents.rebuild()
-        for slot in held:
+        for slot in revived:
             self._extents.note(slot)
-        return found
+        return leases
+
+    def _hold(self, lease: LeaseRecord, slots: np.ndarray, version: int) -> None:
+        """Commit the retired group of a lease, which was generated with weights of a version."""
+        self._shares(version)[:] -= 1
+        self.own(lease)[Entry.VERSION] = version
+        with super().committing(lease._replace(version=version), len(slots)):
+            self._revive(slots)
 
     def _is_in_time(self, number: int, version: int) -> bool:
         """Return whether a group of a version may hold a number, so that no group becomes too old."""
-        spec, selected = self.spec, int(self._position[Head.KEY])
+        spec, selected = self.spec, self.num_selected
         others = (self._states != EntryState.FREE) & (self._of_entries != number)
         if spec.order == "lease":
             before = self._before(int((others & (self._of_entries < number)).sum()))
@@ -101,7 +122,7 @@ class KeptLedger(PromptLedger):
     def _shares(self, version: int) -> np.ndarray:
         """Return the shares that a group of an older version than a lease has needs: by each batch before."""
         spec, newest = self.spec, version_of(self.spec, self.views)
-        at, end = (max(one + spec.max_lag - int(self._position[Head.KEY]), 0) for one in (version, newest))
+        at, end = (max(one + spec.max_lag - self.num_selected, 0) for one in (version, newest))
         return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
 
     def progress(self) -> np.ndarray:
@@ -112,7 +133,7 @@ class KeptLedger(PromptLedger):
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
         """Take what the other stores hold, and a share of what all may hold, unless a batch is drawn."""
         super().note_others(num_held, is_drawn)
-        spec, selected = self.spec, int(self._position[Head.KEY])
+        spec, selected = self.spec, self.num_selected
         if spec.is_joint:
             free = np.arange(1, spec.max_lag + 1) * spec.groups - self._num_due[: spec.max_lag]
             turn = (spec.store + selected) % spec.num_stores  # the shares add up to what is free
@@ -133,16 +154,18 @@ class KeptLedger(PromptLedger):
         """The number that is leased next: one that came back, else the one that is issued next."""
         return int(self._of_entries[self._states == EntryState.RETURNED].min(initial=self._next))
 
-    def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
-        """Publish a group; of a lease that came back, whose number is open, as a retired one."""
+    @contextmanager
+    def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
+        """End a lease as in any ledger; the group of one that came back, if it is open, is retired."""
         if not self._is_open(lease.number):
-            super().commit(lease, publish, members)
+            with super().committing(lease, members):
+                yield
             return
         self._life[_END] = max(int(self._life[_END]), lease.number + 1)
-        publish()
+        yield
         self._retire_others()
 
-    def renew(self, lease: LeasedPrompt) -> None:
+    def renew(self, lease: LeaseRecord) -> None:
         if not self._is_open(lease.number):
             super().renew(lease)
 
@@ -199,7 +222,7 @@ class KeptLedger(PromptLedger):
         self._extents.control[Control.SELECTING] = 0
         for name in (*cleared, "groups", "group_counts"):
             self.views[name][:] = 0
-        self.views["fill_claims"][:, :-1] = 0  # ids may be given again, and a fill worker lives on
+        FillLedger(self.views["fill_claims"], self._memory).clear()
         self.views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
         self._extents.rebuild()
 

@@ -22,15 +22,17 @@ its trajectories, publishes them, and then the state, before which `recover` evi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.group_spec import SlotGroup
+from deepspeed_gear.store.leases import LeaseRecord, ended
 from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.shared_memory import SharedMemory
@@ -159,18 +161,6 @@ def may_lease(before: int, trained: int, groups: int, max_lag: int) -> bool:
     return before // groups <= trained + max_lag
 
 
-class LeasedPrompt(NamedTuple):
-    """A lease."""
-
-    entry: int
-    token: int
-    number: int
-    version: int
-    attempt: int
-    kept: bytes
-    run: str = ""  # and table of a remote worker's lease: its next gateway may be of others
-
-
 class PromptLedger:
     """The ledger of a table. Every method requires the table's lock.
 
@@ -213,6 +203,11 @@ class PromptLedger:
         return np.asarray(slots[np.argsort(self.numbers[slots], kind="stable")])
 
     @property
+    def num_selected(self) -> int:
+        """Rollout batches that were selected: the number of the next one."""
+        return int(self._position[Head.KEY])
+
+    @property
     def _next(self) -> int:
         """The number that is issued next."""
         return int(self.counts[PromptCount.ISSUED]) * self.spec.num_stores + self.spec.store
@@ -230,7 +225,7 @@ class PromptLedger:
         Of the prompts that are due by a batch, complete or not, those that do not fit into the batches after
         the next one come now. None is returned while one of these is not complete and `late` is "wait".
         """
-        spec, key = self.spec, int(self._position[Head.KEY])
+        spec, key = self.spec, self.num_selected
         slots = slots[np.argsort(self._completed[slots])]
         due = self._versions(slots) + spec.max_lag
         is_open = self._has_version() & ~np.isin(self._of_entries, self.numbers[slots])
@@ -248,7 +243,7 @@ class PromptLedger:
         spec, is_first = self.spec, np.zeros(len(due), bool)
         for after, num in enumerate(num_due.tolist()):
             missing = num - after * spec.groups - np.count_nonzero(is_first)
-            is_due = due <= int(self._position[Head.KEY]) + after
+            is_due = due <= self.num_selected + after
             chosen = np.nonzero(is_due & ~is_first)[0][: max(missing, 0)]
             if len(chosen) < missing and spec.late == "wait":
                 return np.empty(0, np.int64)
@@ -268,7 +263,7 @@ class PromptLedger:
         How many by each batch from the next one on, one after the other: [2 * (max_lag + 1)], int64.
         """
         versions = self.entries[self._has_version(), Entry.VERSION], self._versions(slots)
-        first, most = int(self._position[Head.KEY]) - self.spec.max_lag, self.spec.max_lag + 1
+        first, most = self.num_selected - self.spec.max_lag, self.spec.max_lag + 1
         counts = [np.bincount(v[v >= first] - first, minlength=most)[:most] for v in versions]
         return np.concatenate([count.cumsum() for count in counts])  # kept groups may be due later
 
@@ -323,12 +318,16 @@ class PromptLedger:
             self._sweep()
         return self._versions(slots) < 0
 
-    def lease(self, count: int) -> list[LeasedPrompt]:
+    def lease(self, count: int) -> list[LeaseRecord]:
         """Lease up to `count` numbers: those that came back, the smallest first, then admitted new ones."""
         self.reclaim()
         return self._take(count)
 
-    def _take(self, count: int) -> list[LeasedPrompt]:
+    def update(self) -> None:
+        """Bring the entries up to date, as ranks do now and then: leases that have ended return."""
+        self.reclaim()
+
+    def _take(self, count: int) -> list[LeaseRecord]:
         words, spec, version = self.counts, self.spec, version_of(self.spec, self.views)
         if version < 0:
             return []
@@ -356,11 +355,11 @@ class PromptLedger:
         Those that are known to be dropped are left out; `busy` ones of this store have not left.
         """
         if self.spec.num_stores == 1:
-            return int(self._position[Head.KEY]) * self.spec.groups + busy
+            return self.num_selected * self.spec.groups + busy
         others = self._next - int(self.counts[PromptCount.ISSUED]) + int(self.counts[PromptCount.OTHERS])
         return others + int(self._left[0, Left.DRAWN]) + busy
 
-    def _give(self, entry: int, version: int) -> LeasedPrompt:
+    def _give(self, entry: int, version: int) -> LeaseRecord:
         words = self.entries[entry]
         token, attempt = int(self.counts[PromptCount.LEASES]) + 1, int(words[Entry.ATTEMPT]) + 1
         until = self._now_ns() + self._lease_ns
@@ -369,21 +368,21 @@ class PromptLedger:
         version = int(words[Entry.VERSION]) if kept else version  # of the oldest token
         words[Entry.OWNER : Entry.KEPT] = self._memory.peer, until, version, attempt, token, 0
         words[Entry.STATE] = EntryState.LEASED
-        return LeasedPrompt(entry, token, int(words[Entry.NUMBER]), version, attempt, kept)
+        return LeaseRecord(entry, token, int(words[Entry.NUMBER]), version, attempt, kept)
 
     def kept(self, entry: int) -> bytes:
         """Return what the leases of an entry have kept."""
         length, copy = divmod(int(self.entries[entry, Entry.KEPT]), 2)
         return self._kept[entry, copy, :length].tobytes()
 
-    def keep(self, lease: LeasedPrompt, data: bytes) -> None:
+    def keep(self, lease: LeaseRecord, data: bytes) -> None:
         """Keep at most `keep_bytes` for the next lease of the number, and renew this one; raises as `own`."""
         copy = 1 - int(self.own(lease)[Entry.KEPT]) % 2
         self._kept[lease.entry, copy, : len(data)] = np.frombuffer(data, np.uint8)
         self.entries[lease.entry, Entry.KEPT] = 2 * len(data) + copy
         self.renew(lease)
 
-    def own(self, lease: LeasedPrompt) -> np.ndarray:
+    def own(self, lease: LeaseRecord) -> np.ndarray:
         """Return the words of a lease's entry.
 
         Raises:
@@ -398,7 +397,7 @@ class PromptLedger:
             raise LeaseExpiredError(f"the lease of prompt {lease.number}", rule, None, remedy)
         return words
 
-    def _ending(self, lease: LeasedPrompt) -> tuple[str, str]:
+    def _ending(self, lease: LeaseRecord) -> tuple[str, str]:
         """Return how a lease has ended, as far as the ledger knows it, and what helps."""
         at = np.nonzero((self._of_entries == lease.number) & (self._states != EntryState.FREE))[0]
         if not len(at):
@@ -416,9 +415,9 @@ class PromptLedger:
         given = "it was given back, by fail(), the end of its worker or its gateway's session, or a load"
         return f"{given}, and its prompt waits for another lease", "lease again"
 
-    def _left_as(self, lease: LeasedPrompt) -> tuple[str, str]:
+    def _left_as(self, lease: LeaseRecord) -> tuple[str, str]:
         """Return as `_ending`, of a prompt that is not in the ledger: never again, or not yet."""
-        spec, key = self.spec, int(self._position[Head.KEY])
+        spec, key = self.spec, self.num_selected
         if lease.number >= self._next:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
         if lease.version + spec.max_lag < key:
@@ -427,18 +426,23 @@ class PromptLedger:
         is_last = f", as the last of {spec.attempts} attempts" if lease.attempt >= spec.attempts else ""
         return f"its prompt was trained or dropped{is_last}", _HEARTBEAT
 
-    def renew(self, lease: LeasedPrompt) -> None:
+    def renew(self, lease: LeaseRecord) -> None:
         """Begin the time of a lease anew; raises as `own`, like the next ones."""
         self.own(lease)[Entry.DEADLINE] = self._now_ns() + self._lease_ns
 
-    def commit(self, lease: LeasedPrompt, publish: Callable[[], None], members: int) -> None:
-        """Publish the trajectories of a lease's group, all or none, and end the lease."""
+    @contextmanager
+    def committing(self, lease: LeaseRecord, members: int) -> Iterator[None]:
+        """End a lease by a block that commits the `members` trajectories of its group, all or none.
+
+        Where the process dies in the block, the entry has a number of members but is still leased:
+        `recover` evicts what is committed. Raises as `own`, before the block.
+        """
         words = self.own(lease)
         words[Entry.MEMBERS] = members
-        publish()
+        yield
         words[Entry.STATE] = EntryState.HELD
 
-    def fail(self, lease: LeasedPrompt, reason: str, retry: bool) -> None:
+    def fail(self, lease: LeaseRecord, reason: str, retry: bool) -> None:
         """End a lease without a group: it returns, or is dropped for the reason."""
         self.own(lease)
         self._return(lease.entry, _counter_of(self._reasons, reason.encode()), retry)
@@ -450,12 +454,15 @@ class PromptLedger:
         """
         leased = np.nonzero(self._states == EntryState.LEASED)[0]
         owners, deadlines = self.entries[leased][:, [Entry.OWNER, Entry.DEADLINE]].T
-        dead = [owner for owner in set(owners.tolist()) if not self._memory.is_alive(owner)]
-        is_dead, is_late = np.isin(owners, dead), deadlines < self._now_ns()
+        is_dead, is_late = ended(owners, deadlines, self._memory, self._now_ns())
         for entry in leased[is_dead].tolist():
             self._return(entry, Left.ENDED)
         for entry in leased[is_late & ~is_dead].tolist():
             self._return(entry, Left.EXPIRED)
+
+    def note_waited(self, duration_ns: int) -> None:
+        """Add to the time in which workers have waited for a lease."""
+        self.counts[PromptCount.WAITED_NS] += duration_ns
 
     def release(self, peer: int, tokens: list[int] | None = None) -> None:
         """Return the leases of a process that ends, or whose index another one has now; or some of them."""
@@ -512,7 +519,7 @@ class PromptLedger:
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
         """Take the `num_held` of the other stores, since which no batch was selected; `is_drawn`: one is."""
-        selected, spec = int(self._position[Head.KEY]) * self.spec.groups, self.spec
+        selected, spec = self.num_selected * self.spec.groups, self.spec
         if spec.is_joint:  # `agree` has taken what counts
             return
         before = self._first - spec.issued_below(self._first)
@@ -525,7 +532,7 @@ class PromptLedger:
         if not len(entries):
             return
         if counter == Left.DRAWN:
-            lag = int(self._position[Head.KEY]) - 1 - int(self.entries[entries, Entry.VERSION].min())
+            lag = self.num_selected - 1 - int(self.entries[entries, Entry.VERSION].min())
             self.counts[PromptCount.LARGEST_LAG] = max(int(self.counts[PromptCount.LARGEST_LAG]), lag)
         self._states[entries] = EntryState.LEFT + counter
         self._sweep()

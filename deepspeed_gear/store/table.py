@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -20,14 +20,16 @@ from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, diffe
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
+from deepspeed_gear.store.fill_ledger import FillLedger
 from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.media_pages import MediaPages
 from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.rate_limiter import RateLimiter
-from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt
+from deepspeed_gear.store.records import Control, Peer, Refusal, SharedPrompt, SlotRetention
 from deepspeed_gear.store.row_allocator import RowAllocator, committed_at, look_up
 from deepspeed_gear.store.shared_memory import SharedMemory, clean_command, is_held
 from deepspeed_gear.store.store_lock import FutexEvents, StoreLock
@@ -102,6 +104,10 @@ class Table:
             self.rows_are_columns = len(arrays) == sum(column.rows != "1" for column in spec.schema)
         #: `SharedPrompt` of each slot that is not free; None: the table has no prompts. [slots, 2], int64.
         self.shared_prompts: np.ndarray | None = views.get("shared_prompts")
+        #: Leases of its late columns; None: it holds a data set.
+        self.fills: FillLedger | None = None
+        if spec.dataset is None:
+            self.fills = FillLedger(views["fill_claims"], memory)
         self.media: MediaPages | None = None
         if spec.media is not None:
             both = self.columns[spec.media.column], self.arrivals[spec.media.column]
@@ -262,6 +268,12 @@ class Table:
             holders = holders_of(self.groups.numbers(slots), steps)
             self.shared_prompts[slots] = np.stack([steps, slots[holders]], axis=1)
 
+    def share_prompt(self, slots: Sequence[int], steps: int) -> None:
+        """Let the first of a group's reserved slots hold the first steps of the others, their prompt."""
+        assert self.shared_prompts is not None
+        self.shared_prompts[slots[1:]] = steps, slots[0]
+        self.shared_prompts[slots[0]] = 0
+
     def own_rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return views of the rows that a trajectory itself holds, each column with its number of rows."""
         first = int(self.slots[slot, Slot.FIRST_ROW])
@@ -347,6 +359,36 @@ class Table:
             self.groups.begin(slot)
         return self.extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
 
+    def commit_group(self, lease: LeaseRecord, slots: Sequence[int], present: Sequence[int]) -> list[int]:
+        """Publish the reserved slots of a lease's group for the next batch, and end the lease.
+
+        Args:
+            lease: What the group was generated for; its version is the policy version of the group.
+            slots: Of the trajectories, in their order.
+            present: Bits of the late columns that each one has.
+        Returns:
+            Their ids.
+        Raises:
+            LeaseExpiredError: The lease has ended; nothing is published.
+        Requires the lock.
+        """
+        assert self.ledger is not None
+        ids = list[int]()
+        with self.ledger.committing(lease, len(slots)):
+            for slot, late in zip(slots, present, strict=True):
+                ids.append(self.commit(slot, self.ledger.num_selected))
+                self.note_late(slot, late)
+                self.views["retention"][slot, SlotRetention.POLICY_VERSION] = lease.version
+        return ids
+
+    def late_present(self, slot: int) -> int:
+        """Return the bits of the late columns that a trajectory has. Requires the lock."""
+        return int(self.views["retention"][slot, SlotRetention.PRESENT])
+
+    def note_late(self, slot: int, present: int) -> None:
+        """Set the bits of the late columns that came with a trajectory that was just committed."""
+        self.views["retention"][slot, SlotRetention.PRESENT] = present
+
     def evict(self, slots: np.ndarray, removed: bool = False) -> np.ndarray:
         """Evict distinct committed trajectories, and with them their groups; return all slots, [n] -> [m].
         `removed` as in `TableGroups.evict`. Requires the lock.
@@ -370,7 +412,8 @@ class Table:
         self.control[Control.NEXT_ID] = next_id
         if self.spec.dataset is None:
             self.extents.rebuild()
-            self.views["fill_claims"][:, :-1] = 0
+            assert self.fills is not None
+            self.fills.clear()
         used = self.slots[self.slots[:, Slot.STATE] != SlotState.FREE]
         self._derive_returns(np.ascontiguousarray(used[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]]))
 

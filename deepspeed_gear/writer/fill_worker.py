@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +13,42 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.store.late_columns import absent, fill_leased
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.records import FillClaim, SlotRetention
-from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout, wait_until
-from deepspeed_gear.writer.late_columns import absent, fill_each
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
+
+_POLL_S = 5e-3
 
 
 class FillLease:
     """A trajectory, `trajectory_id`, whose late column a worker computes from `columns` that are there."""
 
-    def __init__(self, worker: FillWorker, table: Table, record: np.ndarray) -> None:
-        """Copy the columns that are there. Requires the lock."""
-        self._worker, self._record, self._lineage = worker, record, table.lineage
-        self.trajectory_id, slot = record[[Resolution.ID, Resolution.SLOT]].tolist()
-        rows, self.columns = table.rows(slot), dict[str, Any]()
-        lacks = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
-        for column in table.schema:
-            if not table.schema.late_bits([column.name]) & lacks:
-                name, values = column.name, np.array(rows[column.name])
-                value = decode(values, column, name) if column.is_opaque else as_numbers(values, column)
-                self.columns[name] = value
+    def __init__(self, worker: FillWorker, lease: LeaseRecord, columns: dict[str, Any]) -> None:
+        self._worker = worker
+        self._lease = lease
+        self.trajectory_id = lease.number
+        self.columns = columns
 
     def fill(self, value: Any) -> None:
         """Write the column, as `Replay.fill`; ignored if the trajectory has it (counted), or is gone."""
-        self._worker._writer.check_goes_on()
-        table, column = self._worker._table, self._worker._column
-        values = [value] if column.rows == "1" else value
-        fill_each(table, column, self._record[None], values, self._lineage)
+        self._worker._fill(self._lease, value)
 
 
 class FillWorker(ProcessBound):
     """Leases trajectories that lack a late column: `FillWorker.attach(config, "reward")`. One thread."""
 
     def __init__(self, writer: TrajectoryWriter, column: str, lease_s: float) -> None:
-        self._writer, self._table, late = writer, writer.parts[0], writer.schema.late_columns
+        late = writer.schema.late_columns
         if column not in [one.name for one in late]:
             writer.close()
             has = f"there are: {', '.join(one.name for one in late) or 'none'}"
             raise ConfigError(f"table {writer.table}: column {column!r}", "must be a late column", None, has)
+        self._writer = writer
+        self._table = writer.parts[0]
         self._column = writer.schema[column]
-        self._claims: np.ndarray = self._table.views["fill_claims"][late.index(self._column)]
+        self._late = late.index(self._column)
         self._lease_ns = int(lease_s * 1e9)
 
     @classmethod
@@ -72,25 +65,41 @@ class FillWorker(ProcessBound):
         The smallest numbers of groups come first, else the oldest trajectories; after `timeout_s` none. A
         lease returns when its worker closes or dies, or after `lease_s`. Raises as `RolloutWorker.lease`.
         """
-        wanted, timeout_s = arguments.count("count", count), check_timeout("timeout_s", timeout_s)
-        table, claims = self._table, self._claims
+        wanted = arguments.count("count", count)
+        timeout_s = check_timeout("timeout_s", timeout_s)
         self._writer.check_goes_on()
+        take = partial(self._take, wanted)
+        return wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
 
-        def take() -> list[FillLease] | None:
-            now = time.monotonic_ns()
-            with table.lock:
-                records = absent(table, self._column.name)
-                ids, slots = records[:, [Resolution.ID, Resolution.SLOT]].T
-                owners, is_held = claims[slots, FillClaim.OWNER], claims[slots, FillClaim.ID] == ids + 1
-                is_held &= claims[slots, FillClaim.DEADLINE] > now
-                dead = [at for at in set(owners[is_held].tolist()) if not table.memory.is_alive(at)]
-                chosen = np.nonzero(~is_held | np.isin(owners, dead))[0][:wanted]
-                claims[slots[chosen], FillClaim.OWNER] = table.memory.peer
-                claims[slots[chosen], FillClaim.DEADLINE] = now + self._lease_ns
-                claims[slots[chosen], FillClaim.ID] = ids[chosen] + 1
-                return [FillLease(self, table, record) for record in records[chosen]] or None
+    def _take(self, count: int) -> list[FillLease] | None:
+        """Lease up to `count` trajectories now; None: there are none."""
+        table = self._table
+        assert table.fills is not None
+        with table.lock:
+            lacking = absent(table, self._column.name)
+            leases = table.fills.lease(self._late, lacking, count, self._lease_ns)
+            of_table = [lease._replace(origin=table.lineage) for lease in leases]
+            return [FillLease(self, lease, self._columns(lease.entry)) for lease in of_table] or None
 
-        return wait_until(take, timeout_s, 5e-3, self._writer.check_goes_on) or []
+    def _columns(self, slot: int) -> dict[str, Any]:
+        """Return copies of a trajectory's columns that are there. Requires the lock."""
+        schema = self._table.schema
+        rows = self._table.rows(slot)
+        present = self._table.late_present(slot)
+        columns = dict[str, Any]()
+        for column in schema:
+            if column.late and not present & schema.late_bits([column.name]):
+                continue
+            values = np.array(rows[column.name])
+            if column.is_opaque:
+                columns[column.name] = decode(values, column, column.name)
+            else:
+                columns[column.name] = as_numbers(values, column)
+        return columns
+
+    def _fill(self, lease: LeaseRecord, value: Any) -> None:
+        self._writer.check_goes_on()
+        fill_leased(self._table, self._column, lease, value)
 
     def close(self) -> None:
         """Return the leases that this process holds, and detach. Safe to call twice."""

@@ -17,7 +17,7 @@ from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError, undo_on_error
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.eviction import Evictor
-from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal, SlotRetention
+from deepspeed_gear.store.records import EvictionCode, Head, Peer, Refusal
 from deepspeed_gear.store.store_lock import TURN_S
 from deepspeed_gear.store.table import Table
 
@@ -209,7 +209,7 @@ class Inserter:
             self.add_media([columns], items or {})
             with self.table.lock:
                 number = self._commit(slot)
-                self.table.views["retention"][slot, SlotRetention.PRESENT] = present
+                self.table.note_late(slot, present)
                 return number
 
     def free(self, slots: Sequence[int]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import time
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,59 @@ from deepspeed_gear.data.dataset import reopened
 from deepspeed_gear.data.media import MediaItem
 from deepspeed_gear.errors import ConfigError, DataError, LeaseExpiredError, undo_on_error
 from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.process_bound import ProcessBound
-from deepspeed_gear.store.prompt_ledger import REASON_BYTES, LeasedPrompt, PromptCount
-from deepspeed_gear.store.records import Head, SlotRetention
+from deepspeed_gear.store.prompt_ledger import REASON_BYTES
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.trajectory_writer import TrajectoryWriter
 
 _POLL_S = 5e-3
+
+
+class LeaseLedger(ProcessBound):
+    """A table's prompt ledger as rollout workers use it: of this node's store, or through a gateway.
+
+    What changes a lease raises LeaseExpiredError where it has ended.
+    """
+
+    @property
+    @abstractmethod
+    def keep_bytes(self) -> int:
+        """How many bytes a lease may keep."""
+
+    @abstractmethod
+    def lease(self, count: int, timeout_s: float) -> list[tuple[LeaseRecord, dict[str, Any]]]:
+        """Lease up to `count` prompts, each with its columns; wait while none is admitted."""
+
+    @abstractmethod
+    def renew(self, lease: LeaseRecord) -> None:
+        """Begin the time of a lease anew."""
+
+    @abstractmethod
+    def keep(self, lease: LeaseRecord, data: bytes) -> None:
+        """Keep at most `keep_bytes` for the next lease of the prompt, and renew this one."""
+
+    @abstractmethod
+    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Add the group of a lease and end it; as `Lease.commit`."""
+
+    @abstractmethod
+    def fail(self, lease: LeaseRecord, reason: str, retry: bool) -> None:
+        """End a lease without a group; as `Lease.fail`."""
+
+
+def check_reason(reason: Any) -> None:
+    """Raise a ConfigError unless prompts can be counted under the name of a reason."""
+    if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
+        rule = f"must be a name of 1 to {REASON_BYTES} bytes"
+        raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
+
+
+def check_kept(lease: LeaseRecord, data: bytes, most_bytes: int) -> None:
+    """Raise a DataError if a lease is to keep too much."""
+    if len(data) > most_bytes:
+        rule = f"must need at most prompts.keep_bytes = {most_bytes}"
+        raise DataError(f"what is kept of prompt {lease.number}", rule, len(data), "raise it")
 
 
 class Lease:
@@ -37,18 +85,28 @@ class Lease:
         prompt: The columns of the prompt, as `Dataset.trajectory`; views of the data set.
         version: Rollout batches that were trained at the lease: generate with weights of it or later.
         attempt: 1 for the first lease of this number.
-        kept: Arrays that the lease before it has kept, by name. If there are some, `version` is that of the
-            first lease that kept any: what is generated goes on with weights of it or later.
     """
 
-    def __init__(self, worker: Any, lease: LeasedPrompt, prompt: dict[str, Any]) -> None:
-        self._worker, self._lease, self.prompt = worker, lease, prompt
-        self.number, self.version, self.attempt = lease.number, lease.version, lease.attempt
+    def __init__(self, ledger: LeaseLedger, lease: LeaseRecord, prompt: dict[str, Any]) -> None:
+        self._ledger = ledger
+        self._lease = lease
+        self.prompt = prompt
+        self.number = lease.number
+        self.version = lease.version
+        self.attempt = lease.attempt
         self._ending = ""  # how this process has ended it
-        self.kept: dict[str, np.ndarray] = {}
-        if lease.kept:
-            with np.load(io.BytesIO(lease.kept), allow_pickle=False) as arrays:
-                self.kept = dict(arrays)
+
+    @cached_property
+    def kept(self) -> dict[str, np.ndarray]:
+        """Arrays that the lease before it has kept, by name.
+
+        If there are some, `version` is that of the first lease that kept any: what is generated goes
+        on with weights of it or later.
+        """
+        if not self._lease.kept:
+            return {}
+        with np.load(io.BytesIO(self._lease.kept), allow_pickle=False) as arrays:
+            return dict(arrays)
 
     def __repr__(self) -> str:
         return f"Lease(prompt {self.number}, version {self.version}, attempt {self.attempt})"
@@ -63,7 +121,7 @@ class Lease:
             DataError, StoreFullError, NotReadyError: As `Replay.add`; the lease goes on.
         """
         with self._named_ending():
-            ids = list(self._worker._publish(self._lease, trajectories))
+            ids = self._ledger.commit(self._lease, trajectories)
         self._ending = "it was committed"
         return ids
 
@@ -76,11 +134,9 @@ class Lease:
         Raises:
             LeaseExpiredError: The lease came back already.
         """
-        if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
-            rule = f"must be a name of 1 to {REASON_BYTES} bytes"
-            raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
+        check_reason(reason)
         with self._named_ending():
-            self._worker._change("fail", self._lease, reason, bool(retry))
+            self._ledger.fail(self._lease, reason, bool(retry))
         self._ending = f"it was failed as {reason!r}"
 
     def keep(self, **arrays: Any) -> None:
@@ -93,24 +149,24 @@ class Lease:
             DataError: They need more than `prompts.keep_bytes`, as an npz file; what was kept before stays.
             LeaseExpiredError: The lease came back.
         """
-        name, file, most = f"what is kept of prompt {self.number}", io.BytesIO(), self._worker.keep_bytes
+        file = io.BytesIO()
+        rule = "must be an array of numbers or text"
         for key, value in arrays.items():
-            at, rule = f"{name}: {key}", "must be an array of numbers or text"
+            at = f"what is kept of prompt {self.number}: {key}"
             with DataError.on(at, rule, TypeError, ValueError, RuntimeError):
                 arrays[key] = np.asarray(value)
             if arrays[key].dtype.hasobject or key in ("file", "allow_pickle"):  # as options of `savez`
                 raise DataError(at, f"{rule}, not named file or allow_pickle", type(value).__name__)
         np.savez(file, **arrays)
         data = file.getvalue() if arrays else b""
-        if len(data) > most:
-            raise DataError(name, f"must need at most prompts.keep_bytes = {most}", len(data), "raise it")
+        check_kept(self._lease, data, self._ledger.keep_bytes)
         with self._named_ending():
-            self._worker._change("keep", self._lease, data)
+            self._ledger.keep(self._lease, data)
 
     def heartbeat(self) -> None:
         """Begin the time, `prompts.lease_s`, anew; LeaseExpiredError: it came back, so stop generating."""
         with self._named_ending():
-            self._worker._change("renew", self._lease)
+            self._ledger.renew(self._lease)
 
     @contextmanager
     def _named_ending(self) -> Iterator[None]:
@@ -124,10 +180,10 @@ class Lease:
             raise LeaseExpiredError(error.name, rule, None, remedy) from None
 
 
-class RolloutWorker(ProcessBound):
-    """Leases prompts and commits groups: `RolloutWorker.attach(...)`; in a rank `replay.rollout_worker()`.
+class LocalLedger(LeaseLedger):
+    """The prompt ledger of a store of this node: waits for leases, and adds groups as writers do.
 
-    Thread safety: one thread at a time. A table's `writers` bounds the attached processes.
+    Thread safety: one thread at a time commits; any thread does the rest.
     """
 
     def __init__(self, writer: TrajectoryWriter) -> None:
@@ -135,16 +191,178 @@ class RolloutWorker(ProcessBound):
         if table.ledger is None:
             rule, remedy = "must be given for rollout workers", "use a TrajectoryWriter, or give the prompts"
             raise ConfigError(f"gear.tables.{table.spec.name}.prompts", rule, None, remedy)
-        self._writer, self._table, self._inserter, self._ledger = writer, table, inserter, table.ledger
-        self._spec, self._name = table.ledger.spec, f"table {table.spec.name}"
-        #: The specification of the table.
-        self.spec = table.spec
-        #: How many bytes a lease may keep.
-        self.keep_bytes = self._spec.keep_bytes
-        #: The data set of the prompts.
-        self.prompts = reopened(Path(self._spec.data), self._spec.fingerprint)
-        self._position: np.ndarray = table.views["stream/train/position"]
+        self._writer = writer
+        self._table = table
+        self._inserter = inserter
+        self._ledger = table.ledger
+        self.spec = table.ledger.spec
+        self.prompts = reopened(Path(self.spec.data), self.spec.fingerprint)
         self._is_closed = False
+
+    @property
+    def keep_bytes(self) -> int:
+        return self.spec.keep_bytes
+
+    def lease(self, count: int, timeout_s: float) -> list[tuple[LeaseRecord, dict[str, Any]]]:
+        self._writer.check_goes_on()
+        begin = time.monotonic_ns()
+        take = partial(self._take, count)
+        leases = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on) or []
+        with self._table.lock:
+            self._ledger.note_waited(time.monotonic_ns() - begin)
+        with undo_on_error(partial(self.release, leases)):  # a damaged row of the data set
+            return [(lease, self._prompt(lease.number)) for lease in leases]
+
+    def _take(self, count: int) -> list[LeaseRecord] | None:
+        """Lease up to `count` prompts now; None: none is admitted."""
+        table = self._table
+        if self.spec.members and not table.has_living_rank:
+            return None  # until the next job attaches to the store
+        with table.lock:
+            leases = self._ledger.lease(count)
+            if not leases and table.groups is not None:
+                table.groups.update()  # those that fail `where` make room
+                leases = self._ledger.lease(count)
+        return leases or None
+
+    def _prompt(self, number: int) -> dict[str, Any]:
+        """Return the prompt of a number, from its place in the permutation of its epoch."""
+        spec = self.spec
+        epoch, place = divmod(number, spec.num_prompts)
+        index = torch.empty(1, dtype=torch.int64)
+        self._table.ops.permute_(index, spec.seed, spec.key, epoch, place, spec.num_prompts)
+        return self.prompts.trajectory(int(index))
+
+    def renew(self, lease: LeaseRecord) -> None:
+        self._writer.check_goes_on()
+        with self._table.lock:
+            self._ledger.renew(lease)
+
+    def keep(self, lease: LeaseRecord, data: bytes) -> None:
+        self._writer.check_goes_on()
+        with self._table.lock:
+            self._ledger.keep(lease, data)
+
+    def fail(self, lease: LeaseRecord, reason: str, retry: bool) -> None:
+        self._writer.check_goes_on()
+        with self._table.lock:
+            self._ledger.fail(lease, reason, retry)
+
+    def refuse(self, lease: LeaseRecord) -> None:
+        """Raise that a lease is not held, and count it."""
+        self._writer.check_goes_on()
+        with self._table.lock:
+            self._ledger.own(lease._replace(entry=0, token=-1))
+
+    def release(self, leases: Iterable[LeaseRecord]) -> None:
+        """Return leases as if this worker had ended; what has ended stays as it is."""
+        with self._table.lock:
+            self._ledger.release(self._table.memory.peer, [lease.token for lease in leases])
+
+    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        self._writer.check_goes_on()
+        table, inserter = self._table, self._inserter
+        schema = table.spec.schema
+        items = dict[int, MediaItem]()
+        members = self._checked(lease, trajectories, items)
+        rows = [columns for columns, _, _ in members]
+        prompt = _prompt_steps(schema, rows) if table.spec.shares_prompts else 0
+        slots = list[int]()
+        with undo_on_error(partial(inserter.free, slots)):
+            for columns, num_steps, _ in members:
+                shared = prompt if slots else 0  # the first one holds the prompt
+                slot = inserter.reserve(num_steps - shared, leased=True)
+                slots.append(slot)
+                table.write(slot, dict(zip(schema.names, columns, strict=True)), before=shared)
+            table.share_prompt(slots, prompt)
+            inserter.add_media(rows, items)
+            with table.lock:
+                return table.commit_group(lease, slots, [present for _, _, present in members])
+
+    def _checked(
+        self,
+        lease: LeaseRecord,
+        trajectories: Sequence[Mapping[str, Any]],
+        items: dict[int, MediaItem],
+    ) -> list[tuple[list[np.ndarray], int, int]]:
+        """Check a lease's group; return each trajectory as `Inserter.checked`, its media in `items`."""
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        spec = self._table.spec
+        group = spec.group
+        assert group is not None
+        name = f"table {spec.name}: the group of prompt {lease.number}"
+        column = spec.schema.names.index(group.column)
+        number = np.int64(lease.number)
+        members = [self._inserter.checked({group.column: number, **one}, items) for one in given]
+        for columns, _, _ in members:
+            self._inserter.check_finite(columns)
+            if columns[column].item() != lease.number:
+                rule, remedy = f"must have the prompt's number in {group.column}", "leave the column out"
+                raise DataError(name, rule, columns[column].item(), remedy)
+        if len(members) != group.size:
+            rule = f"must have {group.size} trajectories"
+            raise DataError(name, rule, len(members), "fail() it if it cannot be complete")
+        return members
+
+    def close(self) -> None:
+        """Return the leases of this process, and close its writer. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            with self._table.lock:
+                self._ledger.release(self._table.memory.peer)
+            self._writer.close()
+
+
+class LeaseWorker(ProcessBound):
+    """What rollout workers of a node of the table (RolloutWorker) and of other machines
+    (RemoteRolloutWorker) share.
+    """
+
+    def __init__(self, ledger: LeaseLedger) -> None:
+        self._ledger = ledger
+
+    @property
+    def keep_bytes(self) -> int:
+        """How many bytes a lease may keep."""
+        return self._ledger.keep_bytes
+
+    def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
+        """Lease up to `count` prompts, those that came back first.
+
+        It waits while `prompts.max_lag` admits none.
+        A RemoteRolloutWorker leases at most as many as a message of `--max-message` holds.
+
+        Args:
+            count: Most leases.
+            timeout_s: Longest wait, in seconds; 0: none.
+        Returns:
+            1 to `count` leases; none after the timeout.
+        Raises:
+            StoreError: The worker is closed, or the run has ended.
+            LostNodeError: The gateway does not answer.
+        """
+        wanted = arguments.count("count", count)
+        timeout_s = check_timeout("timeout_s", timeout_s)
+        return [Lease(self._ledger, *one) for one in self._ledger.lease(wanted, timeout_s)]
+
+    def close(self) -> None:
+        """Return the leases of this worker, and detach or disconnect. Safe to call twice."""
+        self._ledger.close()
+
+
+class RolloutWorker(LeaseWorker):
+    """Leases prompts and commits groups: `RolloutWorker.attach(...)`; in a rank `replay.rollout_worker()`.
+
+    Thread safety: one thread at a time. A table's `writers` bounds the attached processes.
+    """
+
+    def __init__(self, writer: TrajectoryWriter) -> None:
+        ledger = LocalLedger(writer)
+        super().__init__(ledger)
+        #: The specification of the table.
+        self.spec = writer.parts[0].spec
+        #: The data set of the prompts.
+        self.prompts = ledger.prompts
 
     @classmethod
     def attach(cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any) -> RolloutWorker:
@@ -154,102 +372,7 @@ class RolloutWorker(ProcessBound):
             return cls(writer)
 
     def __repr__(self) -> str:
-        return f"RolloutWorker({self._table.spec.name}: {self._spec.num_prompts:,} prompts)"
-
-    def lease(self, count: int = 1, timeout_s: float = 60.0) -> list[Lease]:
-        """Lease up to `count` prompts, those that came back first; wait while `prompts.max_lag` admits none.
-
-        Args:
-            timeout_s: Longest wait, in seconds; 0: none.
-        Returns:
-            1 to `count` leases; none after the timeout.
-        Raises:
-            StoreError: The worker is closed, or the run has ended.
-        """
-        wanted, timeout_s = arguments.count("count", count), check_timeout("timeout_s", timeout_s)
-        self._writer.check_goes_on()
-
-        def take() -> list[LeasedPrompt] | None:
-            if self._spec.members and not self._table.has_living_rank:
-                return None  # until the next job attaches to the store
-            with self._table.lock:
-                found = self._ledger.lease(wanted)
-                if not found and self._table.groups is not None:
-                    self._table.groups.update()  # those that fail `where` make room
-                    found = self._ledger.lease(wanted)
-                return found or None
-
-        begin = time.monotonic_ns()
-        taken = wait_until(take, timeout_s, _POLL_S, self._writer.check_goes_on)
-        with self._table.lock:
-            self._ledger.counts[PromptCount.WAITED_NS] += time.monotonic_ns() - begin
-        with undo_on_error(lambda: self.release(taken or ())):  # a damaged row of the data set
-            return [Lease(self, lease, self._prompt(lease.number)) for lease in taken or ()]
-
-    def _prompt(self, number: int) -> dict[str, Any]:
-        spec, index = self._spec, torch.empty(1, dtype=torch.int64)
-        epoch, place = divmod(number, spec.num_prompts)
-        self._table.ops.permute_(index, spec.seed, spec.key, epoch, place, spec.num_prompts)
-        return self.prompts.trajectory(int(index))
-
-    def _change(self, change: str, lease: LeasedPrompt, *more: Any) -> None:
-        """Call a method of the ledger that changes a lease, with the lock held."""
-        self._writer.check_goes_on()
-        with self._table.lock:
-            getattr(self._ledger, change)(lease, *more)
-
-    def release(self, leases: Iterable[LeasedPrompt]) -> None:
-        """Return leases as if this worker had ended; what has ended stays as it is."""
-        with self._table.lock:
-            self._ledger.release(self._table.memory.peer, [lease.token for lease in leases])
-
-    def _publish(self, lease: LeasedPrompt, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Add the group of a lease, as `Lease.commit`."""
-        self._writer.check_goes_on()
-        items, table, names = dict[int, MediaItem](), self._table, self._table.spec.schema.names
-        group = table.spec.group
-        assert group is not None
-        assert table.shared_prompts is not None
-        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
-        number = np.int64(lease.number)
-        checked = [self._inserter.checked({group.column: number, **one}, items) for one in given]
-        name, column = f"{self._name}: the group of prompt {lease.number}", names.index(group.column)
-        for columns, _, _ in checked:
-            self._inserter.check_finite(columns)
-            if columns[column].item() != lease.number:
-                rule, remedy = f"must have the prompt's number in {group.column}", "leave the column out"
-                raise DataError(name, rule, columns[column].item(), remedy)
-        if len(checked) != group.size:
-            rule = f"must have {group.size} trajectories"
-            raise DataError(name, rule, len(checked), "fail() it if it cannot be complete")
-        slots, ids, version = list[int](), list[int](), lease.version
-        groups = [columns for columns, _, _ in checked]
-        prompt = _prompt_steps(table.spec.schema, groups) if table.spec.shares_prompts else 0
-
-        def publish() -> None:
-            for slot, (_, _, present) in zip(slots, checked, strict=True):
-                ids.append(table.commit(slot, int(self._position[Head.KEY])))
-                table.views["retention"][slot, SlotRetention.PRESENT : SlotRetention.OPEN] = present, version
-
-        with undo_on_error(lambda: self._inserter.free(slots)):
-            for columns, num_steps, _ in checked:
-                shared = prompt if slots else 0  # the first one holds the prompt
-                slots.append(self._inserter.reserve(num_steps - shared, leased=True))
-                table.write(slots[-1], dict(zip(names, columns, strict=True)), before=shared)
-            table.shared_prompts[slots[1:]] = prompt, slots[0]
-            table.shared_prompts[slots[0]] = 0
-            self._inserter.add_media(groups, items)
-            with table.lock:
-                self._ledger.commit(lease, publish, len(slots))
-        return ids
-
-    def close(self) -> None:
-        """Return the leases that this process holds, and detach. Safe to call twice."""
-        if not self._is_closed:
-            self._is_closed = True
-            with self._table.lock:
-                self._ledger.release(self._table.memory.peer)
-            self._writer.close()
+        return f"RolloutWorker({self.spec.name}: {len(self.prompts):,} prompts)"
 
 
 def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> int:

@@ -18,16 +18,15 @@ from deepspeed_gear.data.trajectory_checks import split_episodes
 from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_on_error
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.sampling.mass_rules import check_weight
+from deepspeed_gear.store.late_columns import fill
 from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
 from deepspeed_gear.store.memory_layout import read_header
-from deepspeed_gear.store.records import FillClaim
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory, is_kept
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec
 from deepspeed_gear.timeouts import check_timeout, wait_until
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 from deepspeed_gear.writer.inserter import Inserter
-from deepspeed_gear.writer.late_columns import fill
 from deepspeed_gear.writer.partial_publish import OpenTrajectory, OpenWriter, Publisher
 from deepspeed_gear.writer.vector_writer import VectorWriter
 
@@ -373,8 +372,8 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
             raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
         with attached.lock:  # an earlier process with this index may have died while writing
             attached.extents.end_abandoned(memory.peer)
-            claims = attached.views["fill_claims"][:, :-1]
-            claims[claims[:, :, FillClaim.OWNER] == memory.peer] = 0
+            assert attached.fills is not None
+            attached.fills.release(memory.peer)
             if attached.ledger is not None:
                 attached.ledger.release(memory.peer)
         attached.claim_peer(memory.peer)

@@ -19,7 +19,7 @@ from deepspeed_gear.store.native_rows import address, form_of
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.records import Growing, StepCount
 from deepspeed_gear.writer.autoreset import ResetCheck
-from deepspeed_gear.writer.late_columns import EpisodeReturns
+from deepspeed_gear.writer.episode_returns import EpisodeReturns
 from deepspeed_gear.writer.partial_publish import (
     UNPUBLISHED,
     CompletedTrajectory,

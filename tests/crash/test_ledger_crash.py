@@ -37,8 +37,9 @@ def commit(table: Any, lease: Any) -> None:
         slots = [table.extents.reserve(table.rows_for(3), 3) for _ in range(2)]
     for slot in slots:
         table.write(slot, {**trajectory(lease.number, 3), "task": np.int64(lease.number)})
-    with table.lock:
-        table.ledger.commit(lease, lambda: [table.commit(slot) for slot in slots] and None, 2)
+    with table.lock, table.ledger.committing(lease, 2):
+        for slot in slots:
+            table.commit(slot)
 
 
 def lease(table: Any, count: int) -> list[Any]:

@@ -16,8 +16,9 @@ from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.prompt_books import books_of
-from deepspeed_gear.store.prompt_ledger import LeasedPrompt, Left, PromptCount, merge
+from deepspeed_gear.store.prompt_ledger import Left, PromptCount, merge
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 
 LEASE_S, WORKERS, GATEWAY = 6.0, (1, 2, 3), 3  # 0 is the rank; remote workers outlive 3
@@ -103,7 +104,7 @@ class Run:
         self.words, self.how, self.now = random.Random(seed), how, 0.0
         self.groups, self.max_lag, self.by_lease = how["groups"], how["max_lag"], how["order"] == "lease"
         self.stores = [Store(index, count, **how) for index in range(count)]
-        self.held: list[tuple[float, Store, LeasedPrompt, int]] = []  # end, store, lease, worker
+        self.held: list[tuple[float, Store, LeaseRecord, int]] = []  # end, store, lease, worker
         self.trained, self.gone, self.saved = list[int](), set[int](), None
         self.counts = dict.fromkeys(("found", "older", "from before", "lost", "loads"), 0)
         self.agree()
@@ -118,7 +119,7 @@ class Run:
 
     # ---- workers -------------------------------------------------------------------------------
 
-    def lease(self, store: Store | None = None, count: int = 0) -> list[LeasedPrompt]:
+    def lease(self, store: Store | None = None, count: int = 0) -> list[LeaseRecord]:
         store = store or self.words.choice(self.stores)
         self.note_dropped(store)
         store.memory.peer = worker = self.words.choice(WORKERS)
@@ -136,7 +137,7 @@ class Run:
             self.held.append((self.now + length, store, lease, worker))
         return leases
 
-    def take(self, store: Store, count: int) -> list[LeasedPrompt]:
+    def take(self, store: Store, count: int) -> list[LeaseRecord]:
         """Lease, and count what is held instead; some of these are older than a lease would be."""
         before, version = (
             store.slots_in(SlotState.COMMITTED),
@@ -167,17 +168,16 @@ class Run:
                 pass
             self.note_dropped(store)
 
-    def commit(self, store: Store, lease: LeasedPrompt) -> None:
+    def commit(self, store: Store, lease: LeaseRecord) -> None:
         if store.make_room():
             committed, words = self.num_held(store), (-1, self.words.randint(0, 1), lease.version)
             slot = int(store.slots_in(SlotState.FREE)[0])
-            store.ledger.commit(
-                lease, lambda: store.write(slot, lease.number, SlotState.COMMITTED, *words), 1
-            )
+            with store.ledger.committing(lease, 1):
+                store.write(slot, lease.number, SlotState.COMMITTED, *words)
             self.counts["from before"] += self.num_held(store) == committed
             if self.words.random() < 0.2:  # the answer was lost
-                with pytest.raises(LeaseExpiredError):
-                    store.ledger.commit(lease, lambda: None, 1)
+                with pytest.raises(LeaseExpiredError), store.ledger.committing(lease, 1):
+                    pass
 
     def fill(self) -> None:
         store = self.words.choice(self.stores)
@@ -419,6 +419,6 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
             store.ledger.progress()
         elif case == "more are trained":
             store.ledger.note_trained(2)
-        assert len(store.ledger.lease(0)) == 0
+        store.ledger.update()
         assert len(store.slots_in(SlotState.COMMITTED)) == (case == "shares")
         assert len(store.ledger.lease(1)) == 1  # by a worker: never waits

@@ -16,9 +16,9 @@ from ledger_support import check_epochs
 from deepspeed_gear.errors import LeaseExpiredError
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store import prompt_ledger
+from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.prompt_ledger import (
-    LeasedPrompt,
     Left,
     PromptCount,
     PromptLedger,
@@ -71,7 +71,7 @@ class Run:
         self.places: dict[int, int] = {}  # of complete groups in the order of completion, by number
         self.last, self.num_gone = 0, 0  # place, and dropped numbers, of the latest agreement
         self.now, self.saved = 0.0, None
-        self.held: list[tuple[float, Store, LeasedPrompt, int]] = []  # end, store, lease, worker
+        self.held: list[tuple[float, Store, LeaseRecord, int]] = []  # end, store, lease, worker
         self.versions: dict[int, int] = {}  # of the latest lease of each number
         self.trained: list[int] = []  # numbers of all batches
         self.gone: set[int] = set()  # dropped numbers
@@ -95,7 +95,7 @@ class Run:
 
     # ---- workers -------------------------------------------------------------------------------
 
-    def lease(self, store: Store | None = None, count: int = 0) -> list[LeasedPrompt]:
+    def lease(self, store: Store | None = None, count: int = 0) -> list[LeaseRecord]:
         self.reclaim()
         store = store or self.words.choice(self.stores)
         store.memory.peer = worker = self.words.randrange(WORKERS)
@@ -146,7 +146,7 @@ class Run:
             store.leave(number, Left.REJECTED)
             self.gone.add(number)
 
-    def commit(self, store: Store, lease: LeasedPrompt) -> None:
+    def commit(self, store: Store, lease: LeaseRecord) -> None:
         store.ledger.own(lease)
         while not len(store.slots_in(SlotState.FREE)) and not len(store.slots_in(SlotState.COMMITTED)):
             self.train()  # all rows of the store are in training
@@ -157,7 +157,8 @@ class Run:
             store.leave(oldest, Left.EVICTED)
             self.gone.add(oldest)
         slot = store.put(lease.number)
-        store.ledger.commit(lease, lambda: None, 1)
+        with store.ledger.committing(lease, 1):
+            pass
         if not self.needs:
             store.fill(slot)
 
@@ -417,10 +418,11 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
     how = {"groups": 2, "max_lag": 1, "order": "completion", "late": "wait", "needs": False}
     one, other = stores = [Store(index, 2, **how) for index in range(2)]
 
-    def commit(store: Store, leases: list[LeasedPrompt]) -> list[int]:
+    def commit(store: Store, leases: list[LeaseRecord]) -> list[int]:
         for lease in leases:
             slot = store.put(lease.number)
-            store.ledger.commit(lease, lambda: None, 1)
+            with store.ledger.committing(lease, 1):
+                pass
             store.fill(slot)
         return [lease.number for lease in leases]
 

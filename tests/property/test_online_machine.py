@@ -26,8 +26,8 @@ from store_support import check_whole
 from deepspeed_gear import Column, Replay, Schema, TrajectoryWriter
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.errors import DataError, StoreError, StoreFullError
+from deepspeed_gear.store import late_columns
 from deepspeed_gear.store.records import Control
-from deepspeed_gear.writer import late_columns
 
 SCHEMA = Schema(
     [

@@ -126,7 +126,7 @@ class Run:
             worker = self.words.choice(self.workers)
             self.workers.remove(worker)
             self.ends = [one for one in self.ends if one[2] is not worker]
-            worker._table.close()
+            worker._ledger._table.close()
             self.counts["deaths"] += 1
 
     def train(self) -> None:
@@ -178,7 +178,7 @@ class Run:
         if elsewhere:
             if not self.keeps:
                 for worker in self.workers:
-                    worker._table.close()
+                    worker._ledger._table.close()
                 self.workers, self.ends = [], []
             self.replay.close()
             self.replay = Replay(self.config)

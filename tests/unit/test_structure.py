@@ -153,15 +153,12 @@ def private_names_of_others(trees: dict[str, ast.Module]) -> list[str]:
     return found
 
 
-# Names of other projects that a module of the package has, too; and the gateway's leases.
+# Names of other projects that a module of the package has, too.
 PRIVATE_OF_OTHERS = {
     "deepspeed_gear.cli.main: subparser._actions",  # argparse's list of options
     "deepspeed_gear.cli.report: get_accelerator()._name",
     "deepspeed_gear.writer.vector_writer: CompletedTrajectory._fields",  # of a named tuple
     "deepspeed_gear.writer.vector_writer: CompletedTrajectory._make",
-    "deepspeed_gear.remote.gateway: lease._lease",
-    "deepspeed_gear.remote.gateway: one._lease",
-    "deepspeed_gear.remote.gateway: self._worker._change",
 }
 
 

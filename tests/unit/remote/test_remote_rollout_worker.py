@@ -55,6 +55,7 @@ from deepspeed_gear import (
 )
 from deepspeed_gear.remote.connection import ConnectionLost
 from deepspeed_gear.remote.gateway import Gateway, LeaseSessions
+from deepspeed_gear.remote.gateway_messages import lease_words
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import remove_garbage
 
@@ -231,17 +232,17 @@ def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch:
         first, second = worker.lease(2)
         time.sleep(2.5)  # a thread calls
         first.commit(responses(first))
-        monkeypatch.setattr(worker._line, "call", lambda *_: pytest.fail("it sleeps"))
-        worker._lock.acquire()  # as if it was stopped
+        monkeypatch.setattr(worker._ledger._line, "call", lambda *_: pytest.fail("it sleeps"))
+        worker._ledger._lock.acquire()  # as if it was stopped
         wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session")
         monkeypatch.undo()
-        worker._lock.release()
+        worker._ledger._lock.release()
         for lease, text in ((first, "it was committed"), (second, "it was given back, by .* the end of its")):
             with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: {text}"):
                 lease.commit(responses(lease))
         (again,) = worker.lease()  # in another session
         assert (again.number, again.attempt) == (1, 3)
-        assert list(sessions._sessions) == [worker._hello["who"]["client"]]
+        assert list(sessions._sessions) == [worker._ledger._hello["who"]["client"]]
         books = check_books(replay)
         assert (books["leased"], books["waiting"], books["expired_refused"]) == (1, 1, 2)
         worker.close()
@@ -320,7 +321,7 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
     config["shared_memory"]["keep"] = keep
     with served(config, schema=None) as (replay, gateway), attach(gateway.url) as worker:
         mine, lost, other = worker.lease(3)
-        known: list[Any] = [*mine._lease[:5], None, mine._lease.run]
+        known: list[Any] = [*lease_words(mine._lease)]
         leases: list[Any] = [None, 7, "lease", {}, [], known[:4], [*known, 1], [known] * 7]
         wrong = [(0, (None, "0", 0.5, True, [0], -1, 1 << 70, 1 << 40, 99)), (1, (known[1] + 1, "x", -1))]
         wrong += [(1, (1 << 63,)), (2, (1, -1, None, 1 << 70)), (3, (1, -1, "x")), (4, ("x",))]
@@ -333,10 +334,10 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
         calls += [{"do": "fail", "lease": known, "more": more} for more in reasons]
         calls += [{"do": "lease", "count": count, "wait_s": 0} for count in (None, "x", -1)]
         for number, call in enumerate(calls, 10):
-            header = {**worker._hello["who"], "number": number, "more": [], "absent": [], **call}
-            kind = worker._line.call("put", header, 5.0)["error"]["kind"]
+            header = {**worker._ledger._hello["who"], "number": number, "more": [], "absent": [], **call}
+            kind = worker._ledger._line.call("put", header, 5.0)["error"]["kind"]
             assert kind in ("LeaseExpiredError", "ConfigError", "DataError", "StoreError"), call
-        worker._number = 1000
+        worker._ledger._number = 1000
         table, books = replay.tables["main"], check_books(replay)
         assert (books["leased"], books["returned"], books["dropped"], len(replay)) == (3, 0, {}, 0)
         assert table.control[Control.RECOVERIES] == 0, "nothing has failed while the store was locked"
@@ -454,8 +455,8 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     with Replay(str(config)) as replay:
         start()
         worker = attach(f"grpc://127.0.0.1:{port}", timeout_s=200.0)  # its thread does not call
-        call, leases = worker._line.call, worker.lease(6)
-        monkeypatch.setattr(worker._line, "call", lose)
+        call, leases = worker._ledger._line.call, worker.lease(6)
+        monkeypatch.setattr(worker._ledger._line, "call", lose)
         with pytest.raises(LeaseExpiredError):  # it is made again
             leases[0].commit(responses(leases[0]))
         books = check_books(replay)

@@ -62,7 +62,7 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
         leases = worker.lease(6)
         other = leases[0]._lease._replace(number=6)  # of a store of the run that was lost
         with pytest.raises(LeaseExpiredError, match="the lease of prompt 6 must be held by"):
-            worker._change("fail", other, "failed", True)
+            worker._ledger.fail(other, "failed", True)
         commit(leases[:4])  # leases of 4 and 5 are open
         assert train(replay) == [0, 1, 2]
         replay.save(tmp_path / "saved")

@@ -14,7 +14,7 @@ from group_support import add, section
 from process_support import exit_status, in_child
 
 from deepspeed_gear import ConfigError, DataError, FillWorker, Replay, StoreError
-from deepspeed_gear.writer.late_columns import absent, fill_each
+from deepspeed_gear.store.late_columns import absent, fill_each
 
 
 @pytest.fixture

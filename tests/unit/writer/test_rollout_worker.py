@@ -137,7 +137,7 @@ def test_a_commit_is_a_whole_group(data: Path) -> None:
         worker.lease(2)
         replay.clear()
         assert check_books(replay)["leased"] == 2
-        worker._writer.close()
+        worker._ledger._writer.close()
         with pytest.raises(StoreError, match="must be open"):
             worker.lease()
 
@@ -486,7 +486,11 @@ def _commit_again(scene: Any) -> None:
 
 def _commit_elsewhere(scene: Any) -> None:
     """By another object of the same lease, as after an answer that was lost."""
-    Lease(scene.worker, scene.lease._lease, scene.lease.prompt).commit(responses(scene.lease))
+    Lease(scene.worker._ledger, scene.lease._lease, scene.lease.prompt).commit(responses(scene.lease))
+
+
+def _release(scene: Any) -> None:
+    scene.worker._ledger.release([scene.lease._lease])
 
 
 def _load(scene: Any) -> None:
@@ -519,7 +523,7 @@ def _train_others(scene: Any) -> None:
         (_again, r"it came back, and attempt 2 has its prompt; call heartbeat\(\)"),
         (_commit_again, "attempt 2 was committed"),
         (_expire_last, "its prompt was trained or dropped, as the last of 2 attempts"),
-        (lambda it: it.worker.release([it.lease._lease]), "it was given back, .* the end of its worker"),
+        (_release, "it was given back, .* the end of its worker"),
         (_load, r"it was given back, by fail\(\), .* or a load, .*; lease again"),
         (_load_of_before, "a checkpoint was loaded in which its prompt had not been leased; lease again"),
         (

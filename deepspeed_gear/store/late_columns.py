@@ -9,14 +9,14 @@ import numpy as np
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored, check_finite
+from deepspeed_gear.data.trajectory_checks import as_stored, check_finite
 from deepspeed_gear.errors import DataError, StoreError
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.eviction import quiet
-from deepspeed_gear.store.records import FillClaim, SharedPrompt, SlotRetention
+from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.store.records import SharedPrompt, SlotRetention
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.writer.inserter import Inserter
 
 
 def fill(
@@ -111,10 +111,21 @@ def fill_each(
             place = f"step {step} of id {records[at, Resolution.ID]}"
             check_finite(name, schema, {column.name: array[wrong : wrong + 1]}, lambda _: place)
         if repeated:
-            table.views["fill_claims"][schema.late_columns.index(column), -1, FillClaim.REPEATED] += repeated
+            assert table.fills is not None
+            table.fills.count_repeated(schema.late_columns.index(column), repeated)
         if table.groups is not None:
             table.groups.note_time(slots[:num])
         native.late_rows_mark(store, bit, slots[:num])  # the commit points
+
+
+def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) -> None:
+    """Write a late column of a trajectory that a `FillLedger` has leased, as `fill_each`."""
+    record = np.zeros((1, Resolution.NUM_WORDS), np.int64)
+    record[0, Resolution.ID] = lease.number
+    record[0, Resolution.SLOT] = lease.entry
+    record[0, Resolution.NUM_STEPS] = lease.num_steps
+    values = [value] if column.rows == "1" else value
+    fill_each(table, column, record, values, lease.origin)
 
 
 def _without_prompts(counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int) -> np.ndarray:
@@ -147,29 +158,3 @@ def absent(table: Table, *names: str) -> np.ndarray:
     numbers = found[:, Resolution.ID] if table.groups is None else table.groups.numbers(slots)
     found[:, Resolution.SLOT], found[:, Resolution.SAMPLE_NUMBER] = slots, numbers
     return found[np.lexsort((found[:, Resolution.ID], numbers))]
-
-
-class EpisodeReturns:
-    """Fills the late column of the role return_to_go when an episode has ended. One thread.
-
-    Sums are those of the op that derives them from whole trajectories: in float64, added from the end.
-    """
-
-    def __init__(self, column: Column, reward: Column, inserter: Inserter) -> None:
-        self.reward, self._name, self._inserter = reward, column.name, inserter
-        # Of each stored trajectory of an environment's episode: `Table.lineage`, id, and as `note`.
-        self._stored: dict[int, list[tuple[str, int, np.ndarray, int]]] = {}
-
-    def note(self, env: int, trajectory_id: int, rewards: np.ndarray, evicted: int = 0) -> None:
-        """Note a trajectory of an environment's episode, whose first `evicted` steps are not stored."""
-        values, lineage = as_numbers(rewards, self.reward).astype(np.float64), self._inserter.table.lineage
-        self._stored.setdefault(env, []).append((lineage, trajectory_id, values, evicted))
-
-    def end(self, env: int) -> None:
-        """Fill the trajectories of an episode that has ended; those that were evicted are left out."""
-        total = 0.0
-        for lineage, number, rewards, evicted in reversed(self._stored.pop(env, [])):
-            sums = np.cumsum(np.append(total, rewards[::-1]))[:0:-1]
-            total = sums[0]
-            columns = {self._name: sums[evicted:]}
-            fill(self._inserter.table, number, columns, self._inserter.timeout_s, lineage)

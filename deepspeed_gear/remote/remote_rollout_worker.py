@@ -1,0 +1,170 @@
+"""RemoteRolloutWorker: a rollout worker on a machine without a store, through a gateway."""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+import deepspeed_gear.arguments as arguments
+from deepspeed_gear.data import opaque_rows
+from deepspeed_gear.data.media import SENT, MediaItem, MediaSpec
+from deepspeed_gear.data.nested_columns import flatten
+from deepspeed_gear.data.trajectory_checks import check_trajectory
+from deepspeed_gear.errors import DataError, GearError, StoreError, show_bytes
+from deepspeed_gear.remote import gateway_messages
+from deepspeed_gear.remote.connection import Connection, ConnectionLost
+from deepspeed_gear.remote.gateway_messages import decode, encode, lease_words, trajectory_bytes
+from deepspeed_gear.remote.remote_writer import begin_session, call_again, end_session
+from deepspeed_gear.schema import Schema
+from deepspeed_gear.store.leases import LeaseRecord
+from deepspeed_gear.timeouts import check_timeout
+from deepspeed_gear.writer.rollout_worker import LeaseLedger, LeaseWorker
+
+
+class RemoteLedger(LeaseLedger):
+    """The prompt ledger of a gateway's table. Each call is done once, also if connections are lost.
+
+    A session ends `timeout_s` (at least 1 s) after the last call; a thread calls in between. The next
+    call begins another session, perhaps with another gateway.
+
+    Thread safety: any thread may call; calls are made one after the other.
+    """
+
+    def __init__(self, line: Connection, timeout_s: float) -> None:
+        self._line = line
+        self._timeout_s = timeout_s
+        self._number = 0  # of the last call, so that the gateway does it once
+        self._grace_s = min(max(timeout_s, 1.0), gateway_messages.SESSION_S)
+        self._begin()
+        self._lock = threading.Lock()  # around a call
+        self._stopped = threading.Event()
+        threading.Thread(target=self._keep_session, name="gear-keep", daemon=True).start()
+
+    def _begin(self) -> None:
+        """Begin a session; the gateway's run, and what it has, may be another one than before."""
+        self._hello = begin_session(self._line, self._timeout_s, grace_s=self._grace_s)
+        self._schema = Schema.from_json(self._hello["schema"])
+        self._prompts = Schema.from_json(self._hello["prompts"])
+        self._media = MediaSpec.of_json(self._schema, self._hello["media"])
+
+    @property
+    def keep_bytes(self) -> int:
+        return int(self._hello["keep_bytes"])
+
+    def lease(self, count: int, timeout_s: float) -> list[tuple[LeaseRecord, dict[str, Any]]]:
+        until = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, until - time.monotonic())
+            answer = self._call(do="lease", count=count, wait_s=left_s)
+            if answer["leases"] or not left_s:
+                break
+            time.sleep(min(answer["wait_s"], left_s))
+        prompts = [prompt for _, prompt in decode(self._prompts, answer["content"])]
+        for column in self._prompts:
+            for prompt in prompts if column.is_opaque else ():
+                prompt[column.name] = opaque_rows.decode(prompt[column.name], column, column.name)
+        run = str(self._hello["run"])
+        leases = list[tuple[LeaseRecord, dict[str, Any]]]()
+        for words, prompt in zip(answer["leases"], prompts, strict=True):
+            entry, token, number, version, attempt, encoded = words
+            kept = base64.b64decode(encoded)
+            lease = LeaseRecord(entry, token, number, version, attempt, kept, run)
+            leases.append((lease, prompt))
+        return leases
+
+    def renew(self, lease: LeaseRecord) -> None:
+        self._call(do="renew", lease=lease_words(lease), more=())
+
+    def keep(self, lease: LeaseRecord, data: bytes) -> None:
+        self._call(do="keep", lease=lease_words(lease), more=(), batch=data)
+
+    def fail(self, lease: LeaseRecord, reason: str, retry: bool) -> None:
+        self._call(do="fail", lease=lease_words(lease), more=(reason, retry))
+
+    def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
+        given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
+        name, names = f"the group of prompt {lease.number}", frozenset(self._schema.names)
+        number = {str(self._hello["group"]): np.int64(lease.number)}
+        flat = [flatten(name, {**number, **one}, names) for one in given]
+        members = self._checked(name, flat)
+        num_bytes = sum(map(trajectory_bytes, members))
+        most_bytes = int(self._hello["max_message_bytes"])
+        if num_bytes > most_bytes:
+            rule = f"must have at most {show_bytes(most_bytes)}, the gateway's --max-message"
+            raise DataError(name, rule, show_bytes(num_bytes), "raise --max-message")
+        absent = [[c.name for c in self._schema.late_columns if c.name not in one] for one in flat]
+        batch = encode(self._schema, list(enumerate(members)))
+        answer = self._call(do="commit", lease=lease_words(lease), more=(), absent=absent, batch=batch)
+        return list(answer["ids"])
+
+    def _checked(self, name: str, flat: Sequence[Mapping[str, Any]]) -> list[dict[str, np.ndarray]]:
+        """Return the columns of a group's trajectories as they are stored, with media as sent."""
+        members = list[dict[str, np.ndarray]]()
+        sent = dict[int, MediaItem]()
+        for one in flat:
+            if self._media is None:
+                members.append(check_trajectory(name, self._schema, one)[0])
+                continue
+            items = dict[int, MediaItem]()
+            taken = self._media.take(name, self._schema, one, items)
+            columns = check_trajectory(name, self._schema, taken)[0]
+            # An item comes with the first member that names it.
+            new = items.keys() - sent.keys()
+            columns[SENT] = self._media.send(items[number].content for number in new)
+            sent |= items
+            members.append(columns)
+        return members
+
+    def _call(self, batch: Any = None, **call: Any) -> dict[str, Any]:
+        """Make a call until the gateway answers it, in this session or another; raises its error."""
+        with self._lock:
+            self._number += 1
+            sent = batch
+            while not self._stopped.is_set():
+                header = {**self._hello["who"], **call, "number": self._number}
+                answer: dict[str, Any] = call_again(self._line, "put", header, self._timeout_s, sent)
+                if "unknown" in answer:
+                    self._begin()
+                elif "busy" not in answer:
+                    return answer
+                self._stopped.wait(answer.get("wait_s", 0.0))
+                sent = None if answer.get("busy") == self._number else batch  # of a commit that was given up
+        raise StoreError("the rollout worker", "must be open", None, "it was closed")
+
+    def _keep_session(self) -> None:
+        """Call before the session ends, where the worker does not."""
+        while not self._stopped.wait(self._grace_s / 8):
+            with self._lock, suppress(ConnectionLost, GearError):  # the next call raises it
+                self._line.call("put", self._hello["who"], self._grace_s / 8)
+
+    def close(self) -> None:
+        """End the session, and with it its leases. Safe to call twice."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            with self._lock:
+                end_session(self._line, self._hello["who"])
+                self._line.hang_up()
+
+
+class RemoteRolloutWorker(LeaseWorker):
+    """Leases prompts of a table of another machine, through the gateway that `gear serve` runs there.
+
+    As RolloutWorker, with the same leases. Each call is done once, also if connections are lost. The leases
+    come back when the worker closes, or its session ends: with the gateway, or `timeout_s` (at least 1 s)
+    after the last call; a thread calls while the worker generates. The next call begins another session. In
+    a store that outlives its job they may be committed then, until their prompts are leased again.
+
+    Thread safety: one thread at a time. After a fork, connect anew.
+    """
+
+    @classmethod
+    def connect(cls, url: str, *, timeout_s: float = 60.0, **options: Any) -> RemoteRolloutWorker:
+        """Connect to a gateway; timeout_s, token, ca, insecure and errors: as of `RemoteWriter.connect`."""
+        line = Connection(url, **options)
+        return cls(RemoteLedger(line, check_timeout("timeout_s", timeout_s)))
