@@ -15,7 +15,7 @@ slowest=(--durations=25 --durations-min=5)  # what to shorten first
 # Reports of the other lanes are printed at the end.
 nodes=tests/cluster
 ranks="tests/distributed tests/crash tests/examples/test_examples.py"
-units="$(echo tests/unit/{actors,batching,checkpoint,cli,config,data,device,distributed})"
+units="$(echo tests/unit/{actors,batching,checkpoint,cli,config,data,device,distributed,frameworks})"
 groups=("$nodes" "$ranks" "$units" tests/equivalence tests/unit/ops tests/property)
 read -ra named <<<"${groups[*]}"
 groups=("$nodes" "$ranks" "tests ${named[*]/#/--ignore=}" "${groups[@]:2}")

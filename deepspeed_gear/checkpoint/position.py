@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.ops.philox import philox_words
 from deepspeed_gear.ops.records import RandomPurpose
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.store.records import Head
 
 FORMAT = 2

@@ -20,12 +20,12 @@ from deepspeed.utils import logger
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.config import ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.context import LOG
-from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError, undo_on_error
+from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay

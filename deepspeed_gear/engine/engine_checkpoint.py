@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import torch
 
-from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError, ConfigError
+from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.replay.replay_base import ReplayBase
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state

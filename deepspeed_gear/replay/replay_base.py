@@ -19,8 +19,8 @@ from deepspeed_gear.checkpoint import save_folders
 from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.device.device_loader import DeviceEvaluation
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.batch_assembler import Transform
 from deepspeed_gear.replay.batch_loader import Evaluation

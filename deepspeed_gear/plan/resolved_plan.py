@@ -30,7 +30,10 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
-from deepspeed_gear.distributed.table_resolution import (
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.plan.table_resolution import (
     ArrivalRoom,
     admission,
     check_compressed,
@@ -44,9 +47,6 @@ from deepspeed_gear.distributed.table_resolution import (
     with_arrivals,
     writing_of,
 )
-from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
