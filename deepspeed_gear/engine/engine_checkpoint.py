@@ -76,20 +76,21 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     raise ConfigError("checkpoint", rule, None, remedy)
 
 
-def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
+def load_late(
+    engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane
+) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective. `checkpoint` is
     the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     """
-    with closing(ControlPlane()) as exchange:
-        given = exchange.gather(str(checkpoint))
-        if len(set(given)) > 1:
-            raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
-        if checkpoint is None or checkpoint is False:
-            return
-        read = exchange.agree(
-            "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
-        )
-        folder, state = exchange.broadcast(read)
+    given = exchange.gather(str(checkpoint))
+    if len(set(given)) > 1:
+        raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
+    if checkpoint is None or checkpoint is False:
+        return
+    read = exchange.agree(
+        "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
+    )
+    folder, state = exchange.broadcast(read)
     if not load(replay, folder, state):
         remedy = "give attach checkpoint=False to start at the first batch"
         raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)
