@@ -9,7 +9,6 @@ from deepspeed_gear.batching.micro_batch import MicroBatch as MicroBatch
 from deepspeed_gear.data.dataset import Dataset as Dataset
 from deepspeed_gear.data.dataset_writer import DatasetWriter as DatasetWriter
 from deepspeed_gear.data.media import Media as Media
-from deepspeed_gear.distributed.gradient_divisor import gradient_divisor as gradient_divisor
 from deepspeed_gear.engine.attach import attach as attach
 from deepspeed_gear.engine.attach import disable as disable
 from deepspeed_gear.engine.attach import enable as enable
@@ -31,6 +30,7 @@ from deepspeed_gear.errors import StaleBatchError as StaleBatchError
 from deepspeed_gear.errors import StoreError as StoreError
 from deepspeed_gear.errors import StoreFullError as StoreFullError
 from deepspeed_gear.errors import StoreGoneError as StoreGoneError
+from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor as gradient_divisor
 from deepspeed_gear.remote.remote_rollout_worker import RemoteRolloutWorker as RemoteRolloutWorker
 from deepspeed_gear.remote.remote_writer import RemoteWriter as RemoteWriter
 from deepspeed_gear.remote.remote_writer import SendOptions as SendOptions

@@ -37,7 +37,7 @@ else
     tests/equivalence
     tests/unit/ops
     tests/property
-    "$(echo tests/unit/{actors,batching,checkpoint,cli,config,data,device,distributed})"
+    "$(echo tests/unit/{actors,batching,checkpoint,cli,config,data,device,distributed,frameworks})"
   )
   read -ra named <<<"${groups[*]/others/}"
   groups=("${groups[@]/#others/tests ${named[*]/#/--ignore=}}")  # tests that are in no other group, too

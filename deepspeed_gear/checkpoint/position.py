@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from deepspeed_gear.checkpoint.save_folders import ANOTHER, entry
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.store.records import Head
 
 FORMAT = 2

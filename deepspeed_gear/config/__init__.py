@@ -13,7 +13,6 @@ from deepspeed_gear.config.ds_config import refuse_batch_sizes as refuse_batch_s
 from deepspeed_gear.config.field_checks import ResolvedField as ResolvedField
 from deepspeed_gear.config.field_checks import check_against as check_against
 from deepspeed_gear.config.model import GearConfig as GearConfig
-from deepspeed_gear.config.model import difference as difference
 from deepspeed_gear.config.recipes import expand as expand
 from deepspeed_gear.config.sampler_options import DrawingOptions as DrawingOptions
 from deepspeed_gear.config.sampler_options import PriorityOptions as PriorityOptions

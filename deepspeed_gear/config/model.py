@@ -88,6 +88,6 @@ def _sha256(options: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(options, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def difference(a: GearOptions, b: GearOptions) -> list[str]:
-    """Return the shared options in which two configs differ, with both values: "gear.seed: 0 and 1"."""
-    return differences(shared_options(a), shared_options(b), "gear", "{}: {} and {}")
+def difference(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Return in which of their `shared_options` two configs differ: "gear.seed: 0 and 1"."""
+    return differences(a, b, "gear", "{}: {} and {}")

@@ -17,10 +17,10 @@ from deepspeed_gear.batching.gather import Buffers, note_overwritten
 from deepspeed_gear.batching.transfer.cuda_streams import refuse_capture
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, masses_of
 from deepspeed_gear.distributed.control_plane import lane
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES
 from deepspeed_gear.sampling.stream_spec import StreamSpec

@@ -18,12 +18,12 @@ from deepspeed_gear.config.schedules import function_of
 from deepspeed_gear.data.trajectory_checks import as_numbers
 from deepspeed_gear.device.added_columns import AddFilter
 from deepspeed_gear.device.ring_table import ItemRule, RingTable, RingTableSpec
-from deepspeed_gear.distributed.resolved_plan import Resolved
-from deepspeed_gear.distributed.table_resolution import capacity_of, environment_sizes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.ops.constants import ONE_Q62
 from deepspeed_gear.ops.records import MassUnit, Normalize, Resolution, RingState, Slot
+from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.plan.table_resolution import capacity_of, environment_sizes
 from deepspeed_gear.sampling.mass_rules import NORMALIZE_CODES
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.samplers.base import NativeDraw

@@ -36,6 +36,7 @@ class ControlPlane:
     """
 
     def __init__(self, process_group: Any = None) -> None:
+        self.process_group = process_group
         self.rank, self.world_size = 0, 1
         self._group: Any = None
         self._ranks: tuple[int, ...] = ()

@@ -9,29 +9,32 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
 from deepspeed_gear.arguments import folder as folder_argument
 from deepspeed_gear.batching.batch import Batch
-from deepspeed_gear.config import ds_config, parse, refuse_batch_sizes
+from deepspeed_gear.config import GearConfig, ds_config, parse, refuse_batch_sizes
 from deepspeed_gear.context import LOG
-from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.engine import engine_checkpoint, packed_steps, whole_tags
 from deepspeed_gear.engine.pipeline_engine import attach_pipeline, check_section, keep_sizes
 from deepspeed_gear.errors import ConfigError, undo_on_error
+from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.ops import stale_locks
 from deepspeed_gear.ops.builder import register
 from deepspeed_gear.replay import BatchInfo, DeviceReplay, Replay
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
+from deepspeed_gear.sampling.batch_info import Turns
 from deepspeed_gear.schema import Schema
 
 _plain_initialize = deepspeed.initialize
@@ -66,9 +69,19 @@ def initialize(
         be_single_rank_unless_launched()
     if options.get("training_data") is not None:
         raise ConfigError("training_data", "must not be given beside a gear section", None, "use one of them")
-    _check_section_first(_config_of(arguments, options), options)
-    engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
-    attach(engine, schemas=schemas)
+    config = _config_of(arguments, options)
+    if config is None:  # DeepSpeed reads it in another form
+        engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
+        attach(engine, schemas=schemas)
+    else:
+        required = options.get("dist_init_required")
+        if required is not False:
+            deepspeed.init_distributed(dist_init_required=required)
+        # A wrong section is refused on all ranks before the model is built.
+        exchange = ControlPlane()
+        section = exchange.agree("the gear section", lambda: _checked_section(config))
+        engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
+        _attach_new(engine, exchange, section, schemas)
     return engine, optimizer, engine.gear_iterator(), scheduler
 
 
@@ -100,35 +113,13 @@ def attach(
     """
     if "gear" in engine.__dict__:
         return engine
-    deepspeed_compat.check_engine(engine)
-    register()
-    owns = replay is None
     if replay is None:
-        replay = _make_replay(engine, config, schemas, checkpoint)
-        with undo_on_error(replay.close):
-            engine_checkpoint.load_late(engine, replay, checkpoint)
+        _attach_new(engine, ControlPlane(), config, schemas, checkpoint)
     else:
+        deepspeed_compat.check_engine(engine)
+        register()
         _check_shared(engine, replay, checkpoint)
-    engine.gear = replay
-    # An inner stage of a pipeline reads no batches.
-    engine.gear_sample = replay.sample if replay.topology.place.reads else lambda: None
-    engine.gear_update_priorities = replay.update_priorities
-    engine.gear_iterator = replay.iterator
-    keep_sizes(engine)
-    if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
-        attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
-    if isinstance(replay, Replay) and replay.config.pack is not None:
-        packed_steps.attach_packed(engine, replay, owns)
-    _carry_state(engine, replay, owns)
-    if owns:
-        _log_sizes(engine, replay)
-        _report_steps(engine, replay)
-
-        def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            replay.close()
-            return original(*arguments, **options)
-
-        deepspeed_compat.wrap(engine, "destroy", destroy)
+        _bind(engine, replay, owns=False)
     return engine
 
 
@@ -195,20 +186,14 @@ def _config_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     return config if is_file or isinstance(config, Mapping) else None
 
 
-def _check_section_first(config: Any, options: Mapping[str, Any]) -> None:
-    """Raise for a wrong gear section, or a file that is no JSON, on any rank before the model is built."""
-    if config is None:
-        return
-    if options.get("dist_init_required") is not False:
-        deepspeed.init_distributed(dist_init_required=options.get("dist_init_required"))
-
-    def check() -> None:
-        section = _section_in(given := ds_config.load(config))
-        deepspeed_compat.check_elasticity(given)
-        refuse_batch_sizes(parse(section))
-
-    with closing(ControlPlane()) as exchange:
-        exchange.agree("the gear section", check)
+def _checked_section(config: Any) -> GearConfig:
+    """Return the parsed gear section of a ds_config, or of the file of one, that an engine is made with."""
+    given = ds_config.load(config)
+    section = _section_in(given)
+    deepspeed_compat.check_elasticity(given)
+    checked = parse(section)
+    refuse_batch_sizes(checked)
+    return checked
 
 
 def _section_in(config: Any) -> Any:
@@ -218,34 +203,106 @@ def _section_in(config: Any) -> Any:
     return config["gear"]
 
 
-def _make_replay(
-    engine: Any, config: Any, schemas: Mapping[str, Schema] | None, checkpoint: engine_checkpoint.Checkpoint
-) -> ReplayBase:
+@dataclass(frozen=True)
+class ReplaySetup:
+    """What decides the replay of an engine: its gear section, and what the engine gives to it."""
+
+    config: GearConfig
+    place: RankCoordinates
+    info: BatchInfo
+    turns: Turns
+    engine_dtype: torch.dtype
+    device: torch.device
+
+
+def _attach_new(
+    engine: Any,
+    exchange: ControlPlane,
+    config: Any,
+    schemas: Mapping[str, Schema] | None,
+    checkpoint: engine_checkpoint.Checkpoint = None,
+) -> None:
+    """Make the replay of an engine, which uses this control plane from then on, and attach it. Collective."""
+    deepspeed_compat.check_engine(engine)
+    register()
+    setup = exchange.agree("the engine", lambda: _setup_of(engine, config, checkpoint))
+    replay = _make_replay(setup, exchange, schemas)
+    with undo_on_error(replay.close):
+        if isinstance(replay, Replay) and setup.config.pack is not None:
+            replay.set_model(engine)
+        engine_checkpoint.load_late(engine, replay, checkpoint, exchange)
+    _bind(engine, replay, owns=True)
+    _own(engine, replay)
+
+
+def _setup_of(engine: Any, config: Any, checkpoint: engine_checkpoint.Checkpoint) -> ReplaySetup:
+    """Read the gear section and check that the engine can train with it. A section is parsed once: `config`
+    may be the parsed one.
+    """
     given = engine.config.get("gear") if config is None else ds_config.read(config)[0]
-    section = _section_in({"gear": given})
-
-    def sizes() -> tuple[RankCoordinates, BatchInfo, bool]:
-        checked = parse(section)
-        deepspeed_compat.check_elasticity(engine.config)
-        engine_checkpoint.check_start(engine, checkpoint)
-        if checked.pack is not None:
-            packed_steps.check_engine(engine, checked.pack)
-        if deepspeed_compat.is_pipeline(engine):
-            check_section(checked)
-        return *_sizes_of(engine), checked.on_device
-
-    with closing(ControlPlane()) as exchange:
-        place, info, on_device = exchange.agree("the engine", sizes)
-    dtype, device = deepspeed_compat.compute_dtype(engine), engine.device
-    if on_device:
-        return DeviceReplay(section, device, schemas=schemas, info=info, place=place, engine_dtype=dtype)
+    checked = parse(_section_in({"gear": given}))
+    deepspeed_compat.check_elasticity(engine.config)
+    engine_checkpoint.check_start(engine, checkpoint)
+    if checked.pack is not None:
+        packed_steps.check_engine(engine, checked.pack)
+    if deepspeed_compat.is_pipeline(engine):
+        check_section(checked)
+    place, info = _sizes_of(engine)
     turns = deepspeed_compat.turns_of(engine)
-    replay = Replay(
-        section, schemas=schemas, info=info, place=place, turns=turns, engine_dtype=dtype, device=device
+    dtype = deepspeed_compat.compute_dtype(engine)
+    return ReplaySetup(checked, place, info, turns, dtype, engine.device)
+
+
+def _make_replay(
+    setup: ReplaySetup, exchange: ControlPlane, schemas: Mapping[str, Schema] | None
+) -> ReplayBase:
+    if setup.config.on_device:
+        return DeviceReplay(
+            setup.config,
+            setup.device,
+            exchange,
+            schemas,
+            info=setup.info,
+            place=setup.place,
+            engine_dtype=setup.engine_dtype,
+        )
+    return Replay(
+        setup.config,
+        exchange,
+        schemas,
+        info=setup.info,
+        place=setup.place,
+        turns=setup.turns,
+        engine_dtype=setup.engine_dtype,
+        device=setup.device,
     )
-    if replay.config.pack is not None:
-        replay.set_model(engine)
-    return replay
+
+
+def _bind(engine: Any, replay: ReplayBase, owns: bool) -> None:
+    """Give an engine the calls of a replay; the Replay may belong to another engine, too."""
+    engine.gear = replay
+    # An inner stage of a pipeline reads no batches.
+    engine.gear_sample = replay.sample if replay.topology.place.reads else lambda: None
+    engine.gear_update_priorities = replay.update_priorities
+    engine.gear_iterator = replay.iterator
+    keep_sizes(engine)
+    if deepspeed_compat.is_pipeline(engine) and isinstance(replay, Replay):
+        attach_pipeline(engine, replay)  # after its section was checked, so that this cannot fail
+    if isinstance(replay, Replay) and replay.config.pack is not None:
+        packed_steps.attach_packed(engine, replay, owns)
+    _carry_state(engine, replay, owns)
+
+
+def _own(engine: Any, replay: ReplayBase) -> None:
+    """Make an engine report and close the replay that was made for it."""
+    _log_sizes(engine, replay)
+    _report_steps(engine, replay)
+
+    def destroy(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        replay.close()
+        return original(*arguments, **options)
+
+    deepspeed_compat.wrap(engine, "destroy", destroy)
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:

@@ -8,7 +8,6 @@ a checkpoint that it has loaded: so `attach` needs the checkpoint of an engine t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -16,11 +15,11 @@ from typing import Any, Literal
 import torch
 
 from deepspeed_gear.checkpoint import whole_saves
-from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.engine import whole_tags
 from deepspeed_gear.engine.whole_tags import TABLES
 from deepspeed_gear.errors import CheckpointError, ConfigError
+from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.replay.replay_base import ReplayBase
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
@@ -80,20 +79,19 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     raise ConfigError("checkpoint", rule, None, remedy)
 
 
-def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint) -> None:
+def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective. `checkpoint` is
     the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     """
-    with closing(ControlPlane()) as exchange:
-        given = exchange.gather(str(checkpoint))
-        if len(set(given)) > 1:
-            raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
-        if checkpoint is None or checkpoint is False:
-            return
-        read = exchange.agree(
-            "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
-        )
-        folder, state = exchange.broadcast(read)
+    given = exchange.gather(str(checkpoint))
+    if len(set(given)) > 1:
+        raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
+    if checkpoint is None or checkpoint is False:
+        return
+    read = exchange.agree(
+        "the checkpoint", lambda: _read(engine, Path(checkpoint)) if exchange.rank == 0 else None
+    )
+    folder, state = exchange.broadcast(read)
     if not load(replay, folder, state):
         remedy = "give attach checkpoint=False to start at the first batch"
         raise CheckpointError(str(folder), "must hold the part of a replay", None, remedy)

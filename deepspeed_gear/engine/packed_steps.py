@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from deepspeed_gear.config.options import PackConfig
-from deepspeed_gear.distributed import deepspeed_compat
-from deepspeed_gear.distributed.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.errors import ConfigError, StoreError
+from deepspeed_gear.frameworks import deepspeed_compat
+from deepspeed_gear.frameworks.gradient_divisor import check_accumulation, engine_divisor
 from deepspeed_gear.replay import TRAIN, Replay
 from deepspeed_gear.replay.metrics import Metrics
 from deepspeed_gear.replay.rollout import TrainStep

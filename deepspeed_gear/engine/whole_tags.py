@@ -15,10 +15,10 @@ from typing import Any
 
 from deepspeed_gear.checkpoint import save_folders, whole_saves
 from deepspeed_gear.checkpoint.save_folders import ANOTHER
-from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.file_system import sync
+from deepspeed_gear.frameworks import deepspeed_compat
 
 TABLES = "gear"  # our folder in a tag's folder
 LATEST = "latest"

@@ -16,9 +16,9 @@ from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
 from deepspeed_gear.batching.transform import Transform, transform_keys
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.device_transfer import DeviceTransfer, is_wanted
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream

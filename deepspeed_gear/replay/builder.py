@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,32 +12,23 @@ import torch
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.prefetcher import Prefetcher
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
-from deepspeed_gear.context import LOG, Context
+from deepspeed_gear.context import Context
 from deepspeed_gear.distributed.batch_barrier import BatchBarrier
 from deepspeed_gear.distributed.control_plane import rendezvous
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.distributed.resolved_plan import Resolved
-from deepspeed_gear.distributed.sharded_selection import agree_on_quotas
-from deepspeed_gear.errors import LostNodeError, PeerError, StoreError, show_bytes, undo_on_error
+from deepspeed_gear.distributed.sharded_selection import SelectionAgreement, agree_on_quotas
+from deepspeed_gear.errors import LostNodeError, PeerError, undo_on_error
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange
+from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.stream_spec import StreamSpec
-from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
-from deepspeed_gear.store.kept_ledger import KeptLedger
-from deepspeed_gear.store.live_stores import new_run_name
-from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
-from deepspeed_gear.store.memory_limits import read_file, tightest
+from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
-from deepspeed_gear.store.shared_memory import clean_command, is_held, is_kept, opened, remove_garbage
 from deepspeed_gear.store.table import Table
-from deepspeed_gear.store.table_spec import TableSpec, table_layout
-from deepspeed_gear.store.writer_options import digest
-
-NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
 
 
 class ReplayParts:
@@ -50,20 +41,22 @@ class ReplayParts:
     def __init__(
         self, plan: Resolved, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.plan, config, agree = plan, plan.config, plan.exchange.agree
-        self.tables, states = _open_stores(plan)
-        self._states = [state for of_table in states.values() for state in of_table.values()]
-        self.late_updates = AsyncPriorityUpdates(config.timeout_s)
+        self.plan = plan
+        stores = open_stores(plan)
+        self.tables = stores.tables
+        self._states = [state for of_table in stores.states.values() for state in of_table.values()]
+        self.late_updates = AsyncPriorityUpdates(plan.config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
-        self.prefetcher = Prefetcher[Any](config.prefetch * plan.info.accumulation)  # of micro batches
+        self.prefetcher = Prefetcher[Any](plan.config.prefetch * plan.info.accumulation)  # of micro batches
         self.exchange = NodeExchange(plan, device)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
-        self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in states}
+        self.streams: dict[str, dict[str, BatchStream]] = {name: {} for name in stores.states}
         self.all_streams: list[BatchStream] = []
         with undo_on_error(self.release):
-            first = self.tables[config.sampled_tables[0]]
+            # The words by which ranks wait for each other lie in the store of the first sampled table.
+            first = self.tables[plan.config.sampled_tables[0]]
             self.detector = _start_detector(plan, first)
             if turns is not None:
                 self.barrier = _barrier(plan, first, turns, self.detector)
@@ -71,32 +64,58 @@ class ReplayParts:
             self.context = self._context(self.detector)
             note_broken = None if self.detector is None else self.detector.note_broken
             plan.exchange.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
-            goals = config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
-            relabelling = agree("the fields", lambda: HindsightRelabelling(*goals))
-            selectors = self.exchange.selectors(states, relabelling.draw, self.detector)
-            spread_states = [s for s in self._states if s.table.spec.name in plan.placement.spread]
-            own_totals = [state.masses.total for state in spread_states] if plan.leads_shard else None
-            of_nodes = [totals for totals in plan.exchange.gather(own_totals) if totals is not None]
-            num_items = {state: sum(node[at] for node in of_nodes) for at, state in enumerate(spread_states)}
-            training = self.context if self.barrier is None else self._context(self.barrier)
-            for state in self._states:
-                spec, selector = state.spec, selectors.get(state)
-                check = (training if spec.name == TRAIN else self.context).check
-                follows = spec.together and plan.holds_shard and selector is None
-                stream = BatchStream(state, selector, check, follows, num_items.get(state))
-                self.streams[state.table.spec.name][spec.name] = stream
-                self.all_streams.append(stream)
+            relabelling = plan.exchange.agree("the fields", self._relabelling)
+            selectors = self.exchange.selectors(stores.states, relabelling.draw, self.detector)
+            num_items = self._count_items()
+            self._make_streams(selectors, num_items)
             #: The training stream of each sampled table.
-            self.train = [self.streams[table][TRAIN] for table in config.sampled_tables]
-            self.assembler = agree(
-                "the fields",
-                lambda: BatchAssembler(plan, self.train, relabelling, engine_dtype, device, self.releases),
+            self.train = [self.streams[table][TRAIN] for table in plan.config.sampled_tables]
+            assemble = partial(
+                BatchAssembler, plan, self.train, relabelling, engine_dtype, device, self.releases
             )
-            # Numbers of a kept store are leased once a rank asks: it may load before.
-            every, keeps = self.all_streams, config.shared_memory.keep
-            streams = [one for one in every if not (keeps and one.table.ledger)]
-            agree_on_quotas(plan.exchange, plan.leads_shard, streams)
+            self.assembler = plan.exchange.agree("the fields", assemble)
+            self._agree_on_quotas()
         self.leave_inner_stage()
+
+    def _relabelling(self) -> HindsightRelabelling:
+        plan, config = self.plan, self.plan.config
+        return HindsightRelabelling(config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields)
+
+    def _count_items(self) -> dict[StreamState, int]:
+        """Count the items of all nodes, by stream of the tables that several nodes hold. Collective."""
+        plan = self.plan
+        spread = [state for state in self._states if state.table.spec.name in plan.placement.spread]
+        own = [state.masses.total for state in spread] if plan.leads_shard else None
+        of_nodes = [totals for totals in plan.exchange.gather(own) if totals is not None]
+        return {state: sum(totals[at] for totals in of_nodes) for at, state in enumerate(spread)}
+
+    def _make_streams(
+        self, selectors: Mapping[StreamState, SelectionAgreement], num_items: Mapping[StreamState, int]
+    ) -> None:
+        """Make the batch streams of all tables.
+
+        A stream without a selector here selects from this node alone, or follows the node's leader.
+        """
+        # The error of a rank ends the training stream's waits on all ranks that train together.
+        training = self.context if self.barrier is None else self._context(self.barrier)
+        for state in self._states:
+            spec = state.spec
+            context = training if spec.name == TRAIN else self.context
+            selector = selectors.get(state)
+            follows = spec.together and self.plan.holds_shard and selector is None
+            stream = BatchStream(state, selector, context.check, follows, num_items.get(state))
+            self.streams[state.table.spec.name][spec.name] = stream
+            self.all_streams.append(stream)
+
+    def _agree_on_quotas(self) -> None:
+        """Agree on the quotas of each node's writers. Collective.
+
+        Numbers of a kept store are leased once a rank asks: it may load before.
+        """
+        plan = self.plan
+        keeps = plan.config.shared_memory.keep
+        streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
+        agree_on_quotas(plan.exchange, plan.leads_shard, streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank; its check also releases selections that the device has read."""
@@ -149,126 +168,6 @@ class ReplayParts:
         for table in self.tables.values():
             table.close()
         self.plan.exchange.close()
-
-
-def _open_stores(plan: Resolved) -> tuple[dict[str, Table], dict[str, dict[str, StreamState]]]:
-    """Create the node's stores on one rank and attach the others. Collective. Names are removed as soon as
-    all are attached: no failure after that leaves a file; of a table with writers by a reaper, later; a store
-    that outlives its job keeps its name.
-    """
-    config, topology, ops = plan.config, plan.topology, plan.ops
-    memory, timeout_s, new = config.shared_memory, config.timeout_s, secrets.token_hex(16)
-    named = plan.exchange.agree("naming the run", lambda: new_run_name(memory.run))
-    of_ranks = plan.exchange.collect("the kept store", lambda: _kept(plan, named))
-    kept, known = of_ranks[plan.exchange.rank], sorted({run.id for run in of_ranks if run is not None})
-    if len(known) > 1:
-        rule = "must be of one run on all nodes"
-        remedy = f"use {clean_command(memory.prefix)} on each, or once with --hostfile"
-        raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
-    run_id, new, named = plan.exchange.broadcast(((known or [new])[0], new, named))
-    if topology.leads_node:
-        remove_garbage(memory.prefix)
-    tables: dict[str, Table] = {}
-    states: dict[str, dict[str, StreamState]] = {}
-
-    def open_store(spec: TableSpec, of_table: list[StreamSpec], writing: dict[str, Any]) -> None:
-        regions = [region for stream in of_table for region in stream_regions(stream, spec)]
-        if spec.name == config.sampled_tables[0]:
-            regions += [
-                *BatchBarrier.regions(topology.num_peers),
-                Region("questions/asked", "int64", (topology.num_peers,)),
-                Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
-                *(FailureDetector.regions(topology.num_peers) if topology.num_nodes > 1 else []),
-            ]
-        meaning = {
-            "seed": config.seed,
-            "fingerprint": getattr(spec.dataset, "fingerprint", ""),
-            "timeout_s": timeout_s,
-            "backend": ops.name,
-            "library": ops.native.__file__,
-            **{stream.name: stream.describe() for stream in of_table if stream.name == TRAIN},
-            "writing": writing,
-        }
-        keeps = memory.keep and spec.prompts is not None
-        file = f"{memory.prefix}-{run_id if keeps else new}-{spec.name}"
-        run = RunIdentity(run_id, named, digest(writing["options"]) if writing else "")
-
-        def keep(table: Table) -> list[StreamState]:
-            tables[spec.name] = table
-            made = [StreamState(stream, table) for stream in of_table]
-            states[spec.name] = {state.spec.name: state for state in made}
-            return made
-
-        def create() -> None:
-            if topology.leads_node and not (keeps and kept):
-                table = Table.create(spec, regions, meaning, run, ops, timeout_s, memory.huge_pages)
-                for state in keep(table):
-                    state.initialise()
-                table.memory.link(file, reaped=spec.num_writers > 0 and not keeps, kept=keeps)
-            elif kept and topology.leads_node:
-                layout = table_layout(spec, regions, meaning)
-                tables[spec.name] = Table.attach(spec, file, layout, run_id, 0, ops, timeout_s)
-
-        def begin() -> None:
-            if topology.leads_node and keeps and known:
-                table = tables[spec.name]
-                with table.lock:
-                    assert isinstance(table.ledger, KeptLedger)
-                    table.ledger.begin([region.name for region in regions])
-                    table.peers[1 : topology.num_peers] = 0  # they attach after this
-                    for state in states.get(spec.name, {}).values() or keep(table):
-                        state.initialise()
-
-        def attach() -> None:
-            if not topology.leads_node:
-                layout = table_layout(spec, regions, meaning)
-                keep(Table.attach(spec, file, layout, run_id, topology.peer, ops, timeout_s))
-
-        plan.exchange.agree(f"creating the store of table {spec.name}", create)
-        if keeps:  # no node's store is refused
-            plan.exchange.agree(f"retiring the groups of table {spec.name}", begin)
-        plan.exchange.agree(f"attaching to the store of table {spec.name}", attach)
-        if topology.leads_node and not spec.num_writers and not keeps:
-            tables[spec.name].memory.unlink()
-
-    try:
-        for resolved in plan.tables.values():
-            assert resolved.store is not None
-            open_store(resolved.store, list(resolved.streams.values()), resolved.writing)
-        _advise(tables.values())
-    except BaseException:
-        for table in tables.values():
-            table.close()
-        raise
-    return tables, states
-
-
-def _kept(plan: Resolved, name: str) -> RunIdentity | None:
-    """Return the run of this name whose job has left its store; None: there is none."""
-    memory, topology = plan.config.shared_memory, plan.topology
-    if not memory.keep or not topology.leads_node:
-        return None
-    for path, fd in opened(memory.prefix):
-        run = read_header(fd, str(path))[1] if is_kept(fd) else None
-        if run is not None and run.name == name:
-            if is_held(fd, 0, topology.num_peers):
-                rule, remedy = "must have no living rank", "give each job a shared_memory.run of its own"
-                raise StoreError(str(path), rule, None, remedy)
-            return run
-    return None
-
-
-def _advise(tables: Iterable[Table]) -> None:
-    """Read mapped data at random if they do not fit into the memory that is left to this process."""
-    mapped = [table for table in tables if table.spec.dataset is not None and not table.spec.in_memory]
-    num_bytes, limit = sum(a.nbytes for t in mapped for a in t.columns.values()), tightest(read_file)
-    if limit is None or num_bytes <= limit.available:
-        return
-    for table in mapped:
-        assert table.spec.dataset is not None
-        table.spec.dataset.read_at_random()
-    left = f"{show_bytes(limit.available)} are left ({limit.name})"
-    LOG.info("gear: %s of data are read page by page: %s", show_bytes(num_bytes), left)
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:

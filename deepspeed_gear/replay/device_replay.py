@@ -22,10 +22,10 @@ from deepspeed_gear.device import added_columns, device_checkpoint
 from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader
 from deepspeed_gear.device.device_table import DeviceTable, TableMixture, device_of, ops_of, table_of
 from deepspeed_gear.device.ring_table import RingTable
-from deepspeed_gear.distributed.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError, undo_on_error
 from deepspeed_gear.ops.records import RingState
+from deepspeed_gear.plan.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.replay.metrics import ClampWarning, Progress
 from deepspeed_gear.replay.replay_base import ReplayBase
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo

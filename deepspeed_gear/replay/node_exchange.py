@@ -10,7 +10,6 @@ import torch
 
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
@@ -25,7 +24,8 @@ from deepspeed_gear.distributed.sharded_selection import (
     SelectionAgreement,
     ShardedSelector,
 )
-from deepspeed_gear.distributed.table_resolution import ArrivalRoom
+from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.plan.table_resolution import ArrivalRoom
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_state import StreamState
 

@@ -19,9 +19,9 @@ from deepspeed_gear.config.field_checks import DERIVED
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.data.nested_columns import flatten
-from deepspeed_gear.distributed.resolved_plan import fields_of, schemas_of, statistics_of
 from deepspeed_gear.errors import CheckpointError, ConfigError, DataError, FieldError, ShapeError
 from deepspeed_gear.ops.conversion import arithmetic_dtype, widen
+from deepspeed_gear.plan.resolved_plan import fields_of, schemas_of, statistics_of
 from deepspeed_gear.schema import DTYPES, Schema
 
 FILE = "normalizer.json"

@@ -22,10 +22,10 @@ from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.ingest.source_checks import check_no_pointer
 from deepspeed_gear.distributed.row_exchange import exchange_plan
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ReadNeeds
-from deepspeed_gear.distributed.table_resolution import capacity_of
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, DataError, show_bytes
 from deepspeed_gear.ops import load_backend
+from deepspeed_gear.plan.table_resolution import capacity_of
 from deepspeed_gear.replay.replay import Replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 

@@ -22,10 +22,10 @@ from deepspeed_gear.batching.transform import Transform
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
-from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
-from deepspeed_gear.distributed.resolved_plan import resolve_plan
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError
+from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
+from deepspeed_gear.plan.resolved_plan import resolve_plan
 from deepspeed_gear.replay import metrics, priority_updates, table_access, table_forward
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts

@@ -21,8 +21,8 @@ from deepspeed_gear.checkpoint.save_folders import FolderLocks
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics
 from deepspeed_gear.device.device_loader import DeviceEvaluation
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.resolved_plan import Resolved
 from deepspeed_gear.errors import CheckpointError, ConfigError, PeerError, StoreError
+from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.public_names import PublicNames
 from deepspeed_gear.replay.batch_loader import Evaluation
 from deepspeed_gear.replay.metrics import Progress

@@ -16,8 +16,8 @@ from process_support import call_on_ranks
 from torch import Tensor, nn
 from trainers import EngineTrainer, ModuleTrainer, Weights
 
-from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 
 pytest.importorskip("transformers", reason="the model of packed gradients is transformers' Qwen2")
 from packed_gradients import attend, outcomes

@@ -20,8 +20,8 @@ from trainers import EngineTrainer, ModuleTrainer, Weights
 from transformers import AttentionInterface, Qwen2Config, Qwen2ForCausalLM
 
 from deepspeed_gear import MicroBatch, Replay
-from deepspeed_gear.distributed.deepspeed_compat import place_of
-from deepspeed_gear.distributed.gradient_divisor import gradient_divisor
+from deepspeed_gear.frameworks.deepspeed_compat import place_of
+from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 
 VOCABULARY, WIDTH, MOST = 50, 16, 40
 GROUPS, SIZE = 10, 4

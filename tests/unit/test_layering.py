@@ -14,7 +14,8 @@ from deepspeed_gear.ops import load_backend
 PACKAGE = "deepspeed_gear"
 LAYERS = (
     "errors outcome timeouts public_names arguments liveness file_system schema context config ops data "
-    "store sampling batching distributed checkpoint writer device replay actors remote engine cli __main__"
+    "store sampling batching distributed plan frameworks checkpoint writer device replay actors remote "
+    "engine cli __main__"
 ).split()
 RANK = {layer: rank for rank, layer in enumerate(LAYERS)}
 
@@ -78,8 +79,7 @@ def test_every_import_goes_to_the_left(modules: list[Module]) -> None:
 # What resolves a config, or takes one from a program.
 READS_CONFIG = {
     "config",
-    "distributed/resolved_plan",
-    "distributed/table_resolution",
+    "plan",
     "distributed/shard_placement",
     "distributed/row_exchange/exchange_plan",
     "replay/replay",

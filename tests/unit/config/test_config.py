@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from refusal_cases import refusals
 
-from deepspeed_gear.config import GearConfig, batch_sizes, difference, ds_config, parse, refuse_batch_sizes
+from deepspeed_gear.config import GearConfig, batch_sizes, ds_config, parse, refuse_batch_sizes
+from deepspeed_gear.config.model import difference, shared_options
 from deepspeed_gear.config.options import FieldConfig
 from deepspeed_gear.config.sampler_options import EveryConfig
 from deepspeed_gear.config.schedules import value_at
@@ -200,18 +201,19 @@ def test_digests_are_of_what_ranks_share_and_of_what_the_samples_are() -> None:
     for section in [*of_a_rank, *of_a_run, *of_samples]:
         config = parse(section)
         assert (config.digest == base.digest) == (section in of_a_rank)
-        assert len(difference(base, config)) == (section not in of_a_rank)
+        assert len(difference(shared_options(base), shared_options(config))) == (section not in of_a_rank)
         assert (config.resume_digest == base.resume_digest) == (section not in of_samples)
 
 
 def test_difference_names_options_and_values() -> None:
     a, b = parse(OFFLINE), parse({**_with("fields", "reward", {"pad": 1}), "seed": 1})
-    lines = difference(a, b)
+    lines = difference(shared_options(a), shared_options(b))
     assert lines[0] == "gear.seed: 0 and 1"
     assert lines[1].startswith("gear.fields.reward: absent and {")
     assert '"pad": 1' in lines[1]
-    assert difference(b, a)[1].endswith(" and absent")
-    assert difference(a, parse(_with("sampler", "where", {"return": {"min": 1}}))) == [
+    assert difference(shared_options(b), shared_options(a))[1].endswith(" and absent")
+    bounded = parse(_with("sampler", "where", {"return": {"min": 1}}))
+    assert difference(shared_options(a), shared_options(bounded)) == [
         'gear.sampler.where.return: absent and {"in": null, "max": null, "min": 1}',
     ]
 

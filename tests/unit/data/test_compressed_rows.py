@@ -21,9 +21,9 @@ from deepspeed_gear.cli import inspect as inspect_command
 from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset_writer import write_parts
 from deepspeed_gear.data.ingest import ingest
-from deepspeed_gear.distributed.resolved_plan import resolve_plan
-from deepspeed_gear.distributed.table_resolution import check_compressed
 from deepspeed_gear.errors import ConfigError, DataError, GearError, SchemaError
+from deepspeed_gear.plan.resolved_plan import resolve_plan
+from deepspeed_gear.plan.table_resolution import check_compressed
 
 zstandard = pytest.importorskip("zstandard")
 IMAGE = Column("image", "uint8", (6, 5), "observation", "T+1")

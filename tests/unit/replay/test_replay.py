@@ -19,7 +19,7 @@ from warm_python import run_warm
 
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError, StoreError, StoreFullError
-from deepspeed_gear.replay import builder
+from deepspeed_gear.replay import node_stores
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Progress
 from deepspeed_gear.store.memory_limits import MemoryLimit
@@ -42,7 +42,7 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
 def test_data_larger_than_memory_are_read_page_by_page(
     data: Path, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "tightest", lambda read: MemoryLimit("memory.max", left, "of a test"))
+    monkeypatch.setattr(node_stores, "tightest", lambda read: MemoryLimit("memory.max", left, "of a test"))
     with Replay(config_of(data, batch_size=2)) as replay:
         dataset = replay.tables["main"].spec.dataset
         assert dataset is not None

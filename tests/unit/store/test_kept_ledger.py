@@ -17,7 +17,7 @@ from media_support import image, with_media
 from deepspeed_gear import ConfigError, FillWorker, LeaseExpiredError, Replay, RolloutWorker, StoreError
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.ops.records import Slot
-from deepspeed_gear.replay import builder
+from deepspeed_gear.replay import node_stores
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.memory_layout import RunIdentity
 from deepspeed_gear.store.records import Control, MediaPage
@@ -230,7 +230,7 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
     with pytest.raises(
         StoreError, match=r"kept stores of g must be of one run on all .*\['a', 'b'\].* --kept --prefix g`"
     ):
-        builder._open_stores(plan)
+        node_stores.open_stores(plan)
 
 
 def test_a_kept_store_is_listed_and_removed(

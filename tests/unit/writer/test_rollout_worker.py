@@ -43,7 +43,7 @@ from deepspeed_gear import (
 from deepspeed_gear.cli import inspect
 from deepspeed_gear.cli.inspect import of_living
 from deepspeed_gear.data.ingest import ingested
-from deepspeed_gear.distributed.table_resolution import prompt_spec_of
+from deepspeed_gear.plan.table_resolution import prompt_spec_of
 from deepspeed_gear.store import prompt_ledger
 from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.prompt_ledger import EntryState, Left, PromptCount

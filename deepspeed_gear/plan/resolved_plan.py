@@ -16,12 +16,12 @@ from deepspeed_gear.config import (
     ResolvedField,
     batch_sizes,
     check_against,
-    difference,
     ds_config,
     parse,
     refuse_batch_sizes,
 )
 from deepspeed_gear.config.cross_checks import check_lengths, check_ranks
+from deepspeed_gear.config.model import difference, shared_options
 from deepspeed_gear.config.table_options import TableConfig
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
@@ -30,7 +30,10 @@ from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
-from deepspeed_gear.distributed.table_resolution import (
+from deepspeed_gear.distributed.topology import RankCoordinates, Topology
+from deepspeed_gear.errors import ConfigError, DataError
+from deepspeed_gear.ops import Ops, load_backend
+from deepspeed_gear.plan.table_resolution import (
     ArrivalRoom,
     admission,
     check_compressed,
@@ -44,9 +47,6 @@ from deepspeed_gear.distributed.table_resolution import (
     with_arrivals,
     writing_of,
 )
-from deepspeed_gear.distributed.topology import RankCoordinates, Topology
-from deepspeed_gear.errors import ConfigError, DataError
-from deepspeed_gear.ops import Ops, load_backend
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture
 from deepspeed_gear.sampling.stream_spec import StreamSpec
@@ -86,7 +86,11 @@ class Resolved:
     placement: ShardPlacement
     mixture: Mixture | None  # numbers of samples from each sampled table; None: there is one
     tables: Mapping[str, ResolvedTable]
-    group: Any = None  # the process group whose ranks the topology counts; None for all
+
+    @property
+    def group(self) -> Any:
+        """The process group whose ranks the topology counts; None for all."""
+        return self.exchange.process_group
 
     @property
     def holds_shard(self) -> bool:
@@ -116,6 +120,60 @@ class Resolved:
         return statistics_of(self.config, self.datasets)
 
 
+@dataclass(frozen=True)
+class TableResolver:
+    """Resolves the tables of a config one by one, from what all ranks have read and compared."""
+
+    config: GearConfig
+    topology: Topology
+    info: BatchInfo
+    datasets: Mapping[str, Dataset]
+    schemas: Mapping[str, Schema]
+    fields: Sequence[ResolvedField]
+    placement: ShardPlacement
+    weights: Mapping[str, float]  # sum over all nodes of the item weights of each data set
+    on_device: bool  # whether every replica has tables of its own, on its device
+
+    def streams(self) -> dict[str, dict[str, StreamSpec]]:
+        """Return the batch streams of each sampled table."""
+        return {name: self._streams_of(name) for name in self.config.sampled_tables}
+
+    def _streams_of(self, name: str) -> dict[str, StreamSpec]:
+        schema, dataset = self.schemas[name], self.datasets.get(name)
+        num_items = num_items_of(self.config, name, schema, dataset)
+        admitted = admission(self.config, name, schema, self.fields, dataset)
+        placement = None if self.on_device else self.placement
+        weights = self.weights.get(name, 0.0)
+        return streams_of(self.config, name, admitted, num_items, self.info, placement, weights)
+
+    def tables(self, streams: Mapping[str, Mapping[str, StreamSpec]]) -> dict[str, ResolvedTable]:
+        """Return all tables, of these streams; those on hosts with their stores."""
+        found = {}
+        for name, options in self.config.resolved_tables.items():
+            dataset = self.datasets.get(name)
+            table = ResolvedTable(options, self.schemas[name], dataset, streams.get(name, {}))
+            found[name] = table if self.on_device else self._with_store(name, table)
+        return found
+
+    def _with_store(self, name: str, table: ResolvedTable) -> ResolvedTable:
+        """Return a table with its store on this node, and its exchange of rows with other nodes."""
+        config, topology, placement = self.config, self.topology, self.placement
+        streams, shard = list(table.streams.values()), placement.shards.get(name)
+        most = max((spec.batch for spec in streams), default=0)
+        store = store_of(
+            config, name, table.schema, table.dataset, self.fields, topology.num_peers, shard, most
+        )
+        if table.dataset is None and streams:
+            count = 1 if shard is None else shard.count
+            check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
+        routes, rooms = None, dict[str, ArrivalRoom]()
+        if streams and name in placement.spread and topology.node in placement.order:
+            routes = routes_of(topology, placement.order, config, self.fields, table.schema)
+            store, rooms = with_arrivals(config, store, routes, streams)
+        writing = writing_of(config, store)
+        return replace(table, store=store, exchange=routes, rooms=rooms, writing=writing)
+
+
 def resolve_plan(
     config: Mapping[str, Any] | GearConfig | str | Path,
     process_group: Any,
@@ -125,13 +183,17 @@ def resolve_plan(
     *,
     on_device: bool = False,
 ) -> Resolved:
-    """Read config and data on every rank, compare and resolve; arguments of `Replay`. Collective, as its
-    errors are. `on_device`: tables must lie on devices.
+    """Read config and data on every rank, compare and resolve; arguments of `Replay`.
+
+    Collective, as its errors are. `on_device`: tables must lie on devices. `process_group` may be a control
+    plane of its ranks, over which a caller has agreed before: the plan continues with it.
     """
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
-    exchange = ControlPlane(process_group)
+    exchange = process_group if isinstance(process_group, ControlPlane) else ControlPlane(process_group)
     agree = exchange.agree
+
+    # The config and the ranks.
     options, ds_sizes = _read_config(exchange, config)
     exchange.allow(options.rollout_timeout_s)
     agree("the gear section", lambda: _check_placement(options, on_device))
@@ -139,71 +201,39 @@ def resolve_plan(
     here = place or RankCoordinates(exchange.rank, exchange.world_size)
     topology = Topology.discover(exchange, here)
     if options.pack is not None:
-        agree("the process group", lambda: check_process_group(topology, process_group))
+        agree("the process group", lambda: check_process_group(topology, exchange.process_group))
     sizes = agree("the batch sizes", lambda: batch_info(options, topology, info, ds_sizes))
     _compare_node(exchange, topology, options)
+
+    # The data, and what batches read of them.
     datasets = open_data(exchange, options)
     longest = {name: dataset.longest for name, dataset in datasets.items()}
     agree("the data sets", lambda: check_lengths(options, longest))
     known = agree("the schemas", lambda: schemas_of(options, datasets, schemas))
     fields = agree("the fields", lambda: fields_of(options, known, datasets))
     needs = agree("the fields", lambda: needs_of(here, options, fields))
+
+    # Each table: which part of it a node holds, its streams, its store.
     placement = place_tables(exchange, topology, options, datasets)
     agree("the data sets", lambda: check_compressed(options, datasets, placement.spread))
-    leads_shard = topology.leads_node and topology.node in placement.order
-    sampled_data = {name: datasets[name] for name in options.sampled_tables if name in datasets}
-    own = agree(
-        "the weights",
-        lambda: {name: weight_total(options, fields, name, data) for name, data in sampled_data.items()},
-    )
-    of_nodes = [weights for weights in exchange.gather(own if leads_shard else None) if weights is not None]
-
-    def streams(name: str) -> dict[str, StreamSpec]:
-        dataset = datasets.get(name)
-        num_items = num_items_of(options, name, known[name], dataset)
-        weights = own.get(name, 0.0)
-        if dataset is not None and dataset.part is not None:
-            weights = sum(node[name] for node in of_nodes)
-        placed = None if on_device else placement
-        admitted = admission(options, name, known[name], fields, dataset)
-        return streams_of(options, name, admitted, num_items, sizes, placed, weights)
-
-    def on_host(name: str, table: ResolvedTable) -> ResolvedTable:
-        streams, shard = list(table.streams.values()), placement.shards.get(name)
-        most = max((spec.batch for spec in streams), default=0)
-        store = store_of(options, name, table.schema, table.dataset, fields, topology.num_peers, shard, most)
-        if table.dataset is None and streams:
-            count = 1 if shard is None else shard.count
-            check_holds_batch(options, name, table.schema, table.streams[TRAIN], count)
-        routes, rooms = None, dict[str, ArrivalRoom]()
-        if streams and name in placement.spread and topology.node in placement.order:
-            routes = routes_of(topology, placement.order, options, fields, table.schema)
-            store, rooms = with_arrivals(options, store, routes, streams)
-        writing = writing_of(options, store)
-        return replace(table, store=store, exchange=routes, rooms=rooms, writing=writing)
-
-    def tables() -> dict[str, ResolvedTable]:
-        found = {
-            name: ResolvedTable(table, known[name], datasets.get(name), sampled.get(name, {}))
-            for name, table in options.resolved_tables.items()
-        }
-        return found if on_device else {name: on_host(name, table) for name, table in found.items()}
-
-    sampled = agree("the sampler", lambda: {name: streams(name) for name in options.sampled_tables})
+    weights = _sum_weights(exchange, topology, placement, options, fields, datasets)
+    resolver = TableResolver(options, topology, sizes, datasets, known, fields, placement, weights, on_device)
+    streams = agree("the sampler", resolver.streams)
+    mixture = mixture_of(options, sizes)
+    tables = agree("the sizes of the tables", lambda: resolver.tables(streams))
     return Resolved(
-        exchange,
-        options,
-        ops,
-        topology,
-        sizes,
-        datasets,
-        known,
-        fields,
-        needs,
-        placement,
-        mixture_of(options, sizes),
-        agree("the sizes of the tables", tables),
-        process_group,
+        exchange=exchange,
+        config=options,
+        ops=ops,
+        topology=topology,
+        info=sizes,
+        datasets=datasets,
+        schemas=known,
+        fields=fields,
+        needs=needs,
+        placement=placement,
+        mixture=mixture,
+        tables=tables,
     )
 
 
@@ -211,10 +241,10 @@ def _read_config(exchange: ControlPlane, given: Any) -> tuple[GearConfig, dict[s
     """Parse the config on every rank and compare; return it, and batch sizes of the ds_config around it."""
     section, sizes = exchange.agree("reading the config", lambda: ds_config.read(given))
     config = exchange.agree("the gear section", lambda: parse(section))
-    others = exchange.gather((config.to_json(), sizes))
+    others = exchange.gather((shared_options(config), sizes))
     first, first_sizes = others[0]
     for rank, (other, other_sizes) in enumerate(others):
-        found = difference(parse(first), parse(other)) if other != first else []
+        found = difference(first, other) if other != first else []
         if other_sizes != first_sizes:
             found.append(f"batch sizes of the ds_config: {first_sizes} and {other_sizes}")
         if found:
@@ -261,6 +291,28 @@ def open_data(exchange: ControlPlane, config: GearConfig) -> dict[str, Dataset]:
                 remedy = "copy it again; nodes may have parts of one whole, of one `gear split`"
                 raise DataError(f"table {name}: {data[name].path}", rule, given, remedy)
     return data
+
+
+def _sum_weights(
+    exchange: ControlPlane,
+    topology: Topology,
+    placement: ShardPlacement,
+    config: GearConfig,
+    fields: Sequence[ResolvedField],
+    datasets: Mapping[str, Dataset],
+) -> dict[str, float]:
+    """Sum the item weights of each sampled data set; of one in parts, those of all nodes. Collective."""
+    sampled = [name for name in config.sampled_tables if name in datasets]
+    own = exchange.agree(
+        "the weights",
+        lambda: {name: weight_total(config, fields, name, datasets[name]) for name in sampled},
+    )
+    leads_shard = topology.leads_node and topology.node in placement.order
+    of_nodes = [weights for weights in exchange.gather(own if leads_shard else None) if weights is not None]
+    return {
+        name: total if datasets[name].part is None else sum(node[name] for node in of_nodes)
+        for name, total in own.items()
+    }
 
 
 def schemas_of(

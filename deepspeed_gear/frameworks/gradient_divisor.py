@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from deepspeed_gear.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deepspeed_gear.distributed.deepspeed_compat import GradientSettings
+    from deepspeed_gear.frameworks.deepspeed_compat import GradientSettings
 
 ZERO_OPTIMIZERS = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
 AVERAGING_HOOKS = "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"  # of torch's default_hooks
@@ -44,7 +44,7 @@ def gradient_divisor(model: Any) -> float:
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     if "deepspeed" in sys.modules:
-        from deepspeed_gear.distributed import deepspeed_compat
+        from deepspeed_gear.frameworks import deepspeed_compat
 
         if deepspeed_compat.is_engine(model):
             return engine_divisor(deepspeed_compat.gradient_settings(model))

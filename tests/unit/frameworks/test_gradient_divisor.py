@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_gear.distributed.deepspeed_compat import GradientSettings
-from deepspeed_gear.distributed.gradient_divisor import (
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.frameworks.deepspeed_compat import GradientSettings
+from deepspeed_gear.frameworks.gradient_divisor import (
     check_accumulation,
     engine_divisor,
     gradient_divisor,
 )
-from deepspeed_gear.errors import ConfigError
 
 CLASSES = {
     0: "SGD",

@@ -1,5 +1,5 @@
 """All use of DeepSpeed's private names and of what differs between its versions, tested against the installed
-one by tests/unit/distributed/test_deepspeed_compat.py.
+one by tests/unit/frameworks/test_deepspeed_compat.py.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_gear.distributed import deepspeed_compat
 from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.frameworks import deepspeed_compat
 
 ON_GRADIENTS = """managed_gradient_accumulation was_step_applied get_data_types gradient_clipping
     postscale_gradients gradient_predivide_factor zero_quantized_gradients zenflow_config zero_reduce_scatter

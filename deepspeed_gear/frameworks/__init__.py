@@ -1,0 +1,1 @@
+"""What is known of DeepSpeed, DistributedDataParallel and FSDP: private names, and gradient divisors."""

@@ -1,0 +1,231 @@
+"""The stores of a node: its leader makes one per table, and the other ranks attach to them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from deepspeed_gear.context import LOG
+from deepspeed_gear.distributed.batch_barrier import BatchBarrier
+from deepspeed_gear.distributed.failure_detector import FailureDetector
+from deepspeed_gear.errors import StoreError, show_bytes, undo_on_error
+from deepspeed_gear.plan.resolved_plan import Resolved, ResolvedTable
+from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.stream_spec import StreamSpec
+from deepspeed_gear.sampling.stream_state import StreamState, stream_regions
+from deepspeed_gear.store.kept_ledger import KeptLedger
+from deepspeed_gear.store.live_stores import new_run_name
+from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
+from deepspeed_gear.store.memory_limits import read_file, tightest
+from deepspeed_gear.store.shared_memory import clean_command, is_held, is_kept, opened, remove_garbage
+from deepspeed_gear.store.table import Table
+from deepspeed_gear.store.table_spec import TableSpec, table_layout
+from deepspeed_gear.store.writer_options import digest
+
+NUM_ANSWERS = 64  # of can_sample() in the ring: the most that a rank may be ahead of the slowest
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """How this job begins its run, as all ranks have agreed on it."""
+
+    name: str  # of the run
+    run_id: str  # that of the kept stores, or `job_id`
+    job_id: str  # of this job alone: in the file names of stores that end with it
+    continues: bool  # whether a node has a store that an earlier job of the run has kept
+    has_kept: bool  # whether this rank leads a node that has one
+
+
+@dataclass(frozen=True)
+class StoreFile:
+    """What a store of this node is made from, the same on all of its ranks."""
+
+    spec: TableSpec
+    streams: Mapping[str, StreamSpec]
+    regions: list[Region]  # besides the table's own: of its streams, and of the ranks together
+    meaning: dict[str, Any]  # equal in all processes that attach
+    name: str
+    run: RunIdentity
+    keeps: bool  # whether it stays for the next job of its run
+
+
+def open_stores(plan: Resolved) -> NodeStores:
+    """Create the node's stores on one rank and attach the others. Collective.
+
+    Names are removed as soon as all ranks are attached, so no failure after that leaves a file. A reaper
+    removes that of a table with writers, later; a store that outlives its job keeps its name.
+    """
+    start = _agree_on_start(plan)
+    if plan.topology.leads_node:
+        remove_garbage(plan.config.shared_memory.prefix)
+    stores = NodeStores(plan, start)
+    with undo_on_error(stores.close):
+        for table in plan.tables.values():
+            stores.open(table)
+        _advise(stores.tables.values())
+    return stores
+
+
+class NodeStores:
+    """The stores that this rank is attached to, and the states of their batch streams."""
+
+    def __init__(self, plan: Resolved, start: RunStart) -> None:
+        self._plan = plan
+        self._start = start
+        self.tables: dict[str, Table] = {}
+        self.states: dict[str, dict[str, StreamState]] = {}  # by table and stream
+
+    def open(self, table: ResolvedTable) -> None:
+        """Open the store of a table: the node's leader creates it, the others attach. Collective."""
+        file = self._file_of(table)
+        name = file.spec.name
+        agree = self._plan.exchange.agree
+        agree(f"creating the store of table {name}", partial(self._create, file))
+        if file.keeps:  # no node's store is refused
+            agree(f"retiring the groups of table {name}", partial(self._begin_job, file))
+        agree(f"attaching to the store of table {name}", partial(self._attach, file))
+        if self._plan.topology.leads_node and not file.spec.num_writers and not file.keeps:
+            self.tables[name].memory.unlink()
+
+    def close(self) -> None:
+        for table in self.tables.values():
+            table.close()
+
+    def _file_of(self, table: ResolvedTable) -> StoreFile:
+        """Return what the store of a table is made from."""
+        config, ops, start = self._plan.config, self._plan.ops, self._start
+        spec = table.store
+        assert spec is not None
+        regions = [region for stream in table.streams.values() for region in stream_regions(stream, spec)]
+        if spec.name == config.sampled_tables[0]:
+            regions += self._regions_of_ranks()
+        meaning = {
+            "seed": config.seed,
+            "fingerprint": getattr(spec.dataset, "fingerprint", ""),
+            "timeout_s": config.timeout_s,
+            "backend": ops.name,
+            "library": ops.native.__file__,
+            **{name: stream.describe() for name, stream in table.streams.items() if name == TRAIN},
+            "writing": table.writing,
+        }
+        keeps = config.shared_memory.keep and spec.prompts is not None
+        owner = start.run_id if keeps else start.job_id
+        written = digest(table.writing["options"]) if table.writing else ""
+        return StoreFile(
+            spec=spec,
+            streams=table.streams,
+            regions=regions,
+            meaning=meaning,
+            name=f"{config.shared_memory.prefix}-{owner}-{spec.name}",
+            run=RunIdentity(start.run_id, start.name, written),
+            keeps=keeps,
+        )
+
+    def _regions_of_ranks(self) -> list[Region]:
+        """Return the regions by which ranks wait for each other, of the first sampled table's store."""
+        topology = self._plan.topology
+        regions = [
+            *BatchBarrier.regions(topology.num_peers),
+            Region("questions/asked", "int64", (topology.num_peers,)),
+            Region("questions/answers", "int64", (NUM_ANSWERS, 2)),
+        ]
+        if topology.num_nodes > 1:
+            regions += FailureDetector.regions(topology.num_peers)
+        return regions
+
+    def _create(self, file: StoreFile) -> None:
+        """Create the store, or attach to the one that an earlier job has kept; on the node's leader."""
+        if not self._plan.topology.leads_node:
+            return
+        if file.keeps and self._start.has_kept:
+            self.tables[file.spec.name] = self._attached(file, peer=0)  # its streams begin with the job
+            return
+        config = self._plan.config
+        huge_pages = config.shared_memory.huge_pages
+        table = Table.create(
+            file.spec, file.regions, file.meaning, file.run, self._plan.ops, config.timeout_s, huge_pages
+        )
+        for state in self._add(file, table):
+            state.initialise()
+        table.memory.link(file.name, reaped=file.spec.num_writers > 0 and not file.keeps, kept=file.keeps)
+
+    def _begin_job(self, file: StoreFile) -> None:
+        """Retire what the earlier job of a run had drawn, and begin its streams anew; on the node's leader.
+
+        A node whose store was lost has just made one: it takes part, since all nodes begin together.
+        """
+        if not self._plan.topology.leads_node or not self._start.continues:
+            return
+        table = self.tables[file.spec.name]
+        with table.lock:
+            assert isinstance(table.ledger, KeptLedger)
+            table.ledger.begin([region.name for region in file.regions])
+            table.peers[1 : self._plan.topology.num_peers] = 0  # they attach after this
+            made = self.states.get(file.spec.name)
+            for state in self._add(file, table) if made is None else made.values():
+                state.initialise()
+
+    def _attach(self, file: StoreFile) -> None:
+        """Attach to the store that the node's leader has made; on its other ranks."""
+        topology = self._plan.topology
+        if not topology.leads_node:
+            self._add(file, self._attached(file, topology.peer))
+
+    def _attached(self, file: StoreFile, peer: int) -> Table:
+        layout = table_layout(file.spec, file.regions, file.meaning)
+        timeout_s = self._plan.config.timeout_s
+        return Table.attach(file.spec, file.name, layout, file.run.id, peer, self._plan.ops, timeout_s)
+
+    def _add(self, file: StoreFile, table: Table) -> Iterable[StreamState]:
+        """Keep a table until `close`, and return the new states of its streams."""
+        name = file.spec.name
+        self.tables[name] = table
+        self.states[name] = {stream: StreamState(spec, table) for stream, spec in file.streams.items()}
+        return self.states[name].values()
+
+
+def _agree_on_start(plan: Resolved) -> RunStart:
+    """Agree on how this job begins its run: with the stores that an earlier one has kept, if any."""
+    exchange, memory = plan.exchange, plan.config.shared_memory
+    name = exchange.agree("naming the run", lambda: new_run_name(memory.run))
+    kept = exchange.collect("the kept store", lambda: _kept_run(plan, name))
+    known = sorted({run.id for run in kept if run is not None})
+    if len(known) > 1:
+        rule = "must be of one run on all nodes"
+        remedy = f"use {clean_command(memory.prefix)} on each, or once with --hostfile"
+        raise StoreError(f"the kept stores of {memory.prefix}", rule, known, remedy)
+    job_id = secrets.token_hex(16)
+    run_id = known[0] if known else job_id
+    run_id, job_id, name = exchange.broadcast((run_id, job_id, name))
+    return RunStart(name, run_id, job_id, continues=bool(known), has_kept=kept[exchange.rank] is not None)
+
+
+def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
+    """Return the run of this name whose job has left its store; None: there is none."""
+    memory, topology = plan.config.shared_memory, plan.topology
+    if not memory.keep or not topology.leads_node:
+        return None
+    for path, fd in opened(memory.prefix):
+        run = read_header(fd, str(path))[1] if is_kept(fd) else None
+        if run is not None and run.name == name:
+            if is_held(fd, 0, topology.num_peers):
+                rule, remedy = "must have no living rank", "give each job a shared_memory.run of its own"
+                raise StoreError(str(path), rule, None, remedy)
+            return run
+    return None
+
+
+def _advise(tables: Iterable[Table]) -> None:
+    """Read mapped data at random if they do not fit into the memory that is left to this process."""
+    mapped = [table for table in tables if table.spec.dataset is not None and not table.spec.in_memory]
+    num_bytes, limit = sum(a.nbytes for t in mapped for a in t.columns.values()), tightest(read_file)
+    if limit is None or num_bytes <= limit.available:
+        return
+    for table in mapped:
+        assert table.spec.dataset is not None
+        table.spec.dataset.read_at_random()
+    left = f"{show_bytes(limit.available)} are left ({limit.name})"
+    LOG.info("gear: %s of data are read page by page: %s", show_bytes(num_bytes), left)
