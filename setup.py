@@ -45,7 +45,9 @@ class BuildPy(build_py):
 
     def _sources(self) -> list[tuple[Path, Path]]:
         base = self._base()
-        files = [file for file in sorted(CSRC.rglob("*")) if file.suffix in (".h", ".cpp", ".cu", ".cuh")]
+        files = [
+            file for file in sorted(CSRC.rglob("*")) if file.suffix in (".h", ".cpp", ".cu", ".cuh")
+        ]
         return [(file, base / file.relative_to(CSRC)) for file in files]
 
 
@@ -64,7 +66,9 @@ def environment_of(variable: str) -> None:
         )
     missing = toolchain.missing_tools()
     if missing:
-        sys.exit(f"{variable}=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it out.")
+        sys.exit(
+            f"{variable}=1: {', '.join(missing)}; {' and '.join(missing.values())}, or leave it out."
+        )
 
 
 def native_ops(wanted: list[str]) -> dict[str, Any]:
@@ -94,7 +98,9 @@ def native_ops(wanted: list[str]) -> dict[str, Any]:
 
         def copy_extensions_to_source(self) -> None:
             super().copy_extensions_to_source()
-            self._record(Path(self.get_finalized_command("build_py").get_package_dir("deepspeed_gear.ops")))
+            self._record(
+                Path(self.get_finalized_command("build_py").get_package_dir("deepspeed_gear.ops"))
+            )
 
         def build_extensions(self) -> None:
             if GearCudaBuilder.NAME in extensions:
@@ -107,7 +113,10 @@ def native_ops(wanted: list[str]) -> dict[str, Any]:
 
         def get_outputs(self) -> list[str]:
             folder = Path(self.build_lib, "deepspeed_gear", "ops")
-            return [*super().get_outputs(), *(str(folder / f"{name}_op.json") for name in extensions)]
+            return [
+                *super().get_outputs(),
+                *(str(folder / f"{name}_op.json") for name in extensions),
+            ]
 
         def _record(self, folder: Path) -> None:
             folder.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,9 @@ class EnvironmentSteps:
         length: Steps of an episode.
     """
 
-    def __init__(self, num_envs: int, observation: tuple[int, ...], dtype: str, length: int) -> None:
+    def __init__(
+        self, num_envs: int, observation: tuple[int, ...], dtype: str, length: int
+    ) -> None:
         random, self.num_envs = np.random.default_rng(0), num_envs
         seen = [random.integers(0, 255, (num_envs, *observation)).astype(dtype) for _ in range(5)]
         fixed = {
@@ -74,7 +76,9 @@ class Peer:
 
     def __init__(self, module: str, steps: EnvironmentSteps, capacity: int) -> None:
         self._steps = steps
-        need = Steps(capacity, steps.num_envs, BATCH, seed=None, columns=steps.columns, autoreset="next_step")
+        need = Steps(
+            capacity, steps.num_envs, BATCH, seed=None, columns=steps.columns, autoreset="next_step"
+        )
         self._made = load(module).steps(need)
 
     def step(self) -> None:

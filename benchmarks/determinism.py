@@ -96,7 +96,9 @@ def _rows_of(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
     ]
     rows = [p.detach().contiguous().view(torch.uint8).reshape(batch.num_samples, -1) for p in parts]
     # Sample numbers are those of a table.
-    return (batch.source.numpy() << 48) + batch.sample_number.numpy(), torch.cat(rows, dim=1).numpy()
+    return (batch.source.numpy() << 48) + batch.sample_number.numpy(), torch.cat(
+        rows, dim=1
+    ).numpy()
 
 
 def digests_of(batches: Iterator[Batch], num_micro: int, count: int) -> list[str]:
@@ -186,7 +188,9 @@ def engine_cases(data: Path, chosen: Sequence[Case], count: int, target: Path) -
         def trained(engine: Any = engine) -> Iterator[Batch]:
             while True:
                 batch = engine.gear_sample()
-                loss = (engine(batch["observation"][:, -1]) - batch["action"][:, -1]).square().mean()
+                loss = (
+                    (engine(batch["observation"][:, -1]) - batch["action"][:, -1]).square().mean()
+                )
                 engine.backward(loss)
                 engine.step()
                 yield batch
@@ -237,7 +241,15 @@ def _launched(
         Path(sys.executable).with_name("deepspeed"),
         json.dumps([str(data), str(target), count]),
     )
-    command = [sys.executable, launcher, "--num_gpus", "2", "--master_port", port, Path(__file__).resolve()]
+    command = [
+        sys.executable,
+        launcher,
+        "--num_gpus",
+        "2",
+        "--master_port",
+        port,
+        Path(__file__).resolve(),
+    ]
     environment = {"DS_ACCELERATOR": "cpu"} if not torch.cuda.is_available() else {}
     path = os.pathsep.join(filter(None, (str(launcher.parent), os.environ.get("PATH"))))
     try:
@@ -250,13 +262,17 @@ def _launched(
             cwd=ROOT,
         )
     finally:
-        for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*"):  # DeepSpeed's own buffers, 69 MB a rank
+        for left in Path("/dev/shm").glob(
+            f"deepspeed_*_{port}_*"
+        ):  # DeepSpeed's own buffers, 69 MB a rank
             left.unlink(missing_ok=True)
     if result.returncode or not target.exists():
         text = (result.stdout + result.stderr)[-4000:]
         raise RuntimeError(f"deepspeed ended with {result.returncode}:\n{text}")
     variant = "engine.gear_sample() on 2 ranks, accumulation 2, under the deepspeed launcher"
-    return {(name, variant): d for name, d in zip(samplers, json.loads(target.read_text()), strict=True)}
+    return {
+        (name, variant): d for name, d in zip(samplers, json.loads(target.read_text()), strict=True)
+    }
 
 
 def run(quick: bool = False, launcher: bool = True) -> list[Row]:
@@ -279,7 +295,9 @@ def run(quick: bool = False, launcher: bool = True) -> list[Row]:
         for ranks in RANKS:
             group = [case for case in chosen if case.ranks == ranks]
             if group:
-                digests.update(zip(group, run_ranks(ranks, digest_cases, data, group, count)[0], strict=True))
+                digests.update(
+                    zip(group, run_ranks(ranks, digest_cases, data, group, count)[0], strict=True)
+                )
                 say(f"{len(group)} cases on {ranks} ranks")
         more = _resumed(data, samplers, folder, count)
         say("killed and resumed")
@@ -319,7 +337,9 @@ def _row(sampler: str, seed: int, variant: str, digest: str, equal: bool) -> Row
 
 def _distinct(first: Sequence[Row]) -> list[Row]:
     digests, variant = [row["digest"] for row in first], "differs from every other sampler and seed"
-    return [{**row, "variant": variant, "equal": digests.count(row["digest"]) == 1} for row in first]
+    return [
+        {**row, "variant": variant, "equal": digests.count(row["digest"]) == 1} for row in first
+    ]
 
 
 def _join(digests: Sequence[str]) -> str:

@@ -29,9 +29,17 @@ from torch.distributed import rpc
 from deepspeed_gear import Replay
 
 LEAST_RATE, LEAST_SPEEDUP = 0.9, 3.0
-LAUNCHES = 5  # a launch may have its threads on the cores in one way or another: the median of several
+LAUNCHES = (
+    5  # a launch may have its threads on the cores in one way or another: the median of several
+)
 # Workload, window and samples of each rank.
-CASES = (("W1", "whole", 64), ("W1", "20", 512), ("W1", "1", 256), ("W1", "1", 4096), ("W3", "frames", 64))
+CASES = (
+    ("W1", "whole", 64),
+    ("W1", "20", 512),
+    ("W1", "1", 256),
+    ("W1", "1", 4096),
+    ("W3", "frames", 64),
+)
 QUICK_CASES = (CASES[1], CASES[-1])  # a launch each
 _WARM_UP = 20
 _RPC_PORT = 31999
@@ -97,14 +105,18 @@ class Watch:
             begin = time.perf_counter()
             wait = begin_exchange(messages)
             begun_s = time.perf_counter() - begin
-            self.sizes = [0 if node == link.index else part.nbytes for node, part in enumerate(messages)]
+            self.sizes = [
+                0 if node == link.index else part.nbytes for node, part in enumerate(messages)
+            ]
 
             def timed_wait() -> list[np.ndarray]:
                 begin = time.perf_counter()
                 found = wait()
                 self.swap_s = begun_s + time.perf_counter() - begin
                 sizes = [8 + part.nbytes for part in found]
-                self.expected = [0 if node == link.index else size for node, size in enumerate(sizes)]
+                self.expected = [
+                    0 if node == link.index else size for node, size in enumerate(sizes)
+                ]
                 return found
 
             return timed_wait
@@ -176,7 +188,11 @@ class Owner:
         """Return a batch: its fields, its weights, and what its update needs."""
         with self._lock:
             batch = self._replay.sample()
-            return {name: value.clone() for name, value in batch.items()}, batch.is_weight, batch.reported
+            return (
+                {name: value.clone() for name, value in batch.items()},
+                batch.is_weight,
+                batch.reported,
+            )
 
     def update(self, reported: torch.Tensor, priorities: torch.Tensor) -> None:
         """Take new priorities."""
@@ -225,7 +241,9 @@ class Client:
         rpc.shutdown()
 
 
-def prioritized_of(batch: int, blocks: int, steps: int, block_s: float, scale: float) -> dict[str, Any]:
+def prioritized_of(
+    batch: int, blocks: int, steps: int, block_s: float, scale: float
+) -> dict[str, Any]:
     """Take prioritized batches and update them, of gear and of one owner, in turns.
 
     Returns:
@@ -233,7 +251,9 @@ def prioritized_of(batch: int, blocks: int, steps: int, block_s: float, scale: f
         exchanges and bytes a step.
     """
     load, world = workload("W1", scale), dist.get_world_size()
-    gears = {p: Shared(load, load.steps_section(world * batch, PRIORITIZED, prefetch=p)) for p in (0, 2)}
+    gears = {
+        p: Shared(load, load.steps_section(world * batch, PRIORITIZED, prefetch=p)) for p in (0, 2)
+    }
     client = Client(load, batch)
     fresh = torch.from_numpy(fresh_priorities(batch)).unbind()
     found: dict[str, Any] = {"gear 0": [], "gear 2": [], "owner": []}
@@ -275,7 +295,8 @@ def bandwidth(run: Nodes, quick: bool) -> Iterator[Row]:
     for name, window, batch in QUICK_CASES if quick else CASES:
         arguments = (name, window, 8, 5, 0.01) if quick else (name, window, batch, 100, 0.1)
         launches = [
-            run.run("exchange:bandwidth_of", *arguments, count=2) for _ in range(1 if quick else LAUNCHES)
+            run.run("exchange:bandwidth_of", *arguments, count=2)
+            for _ in range(1 if quick else LAUNCHES)
         ]
         size = float(np.median(np.max([rank["received"] for rank in launches[0]], axis=0)))
         times = [[rank["times"] for rank in found] for found in launches]
@@ -303,7 +324,11 @@ def prioritized(run: Nodes, quick: bool) -> Iterator[Row]:
         ratios = np.array(found[0][f"gear {prefetch}"]) / blocks.sum(0)
         ratio = float(np.median(ratios))
         row = {**case, "least": float(ratios.min()), "most": float(ratios.max())}
-        row |= {"system": f"gear, prefetch {prefetch}", "batches_per_s": rate, "in_step_per_s": rate}
+        row |= {
+            "system": f"gear, prefetch {prefetch}",
+            "batches_per_s": rate,
+            "in_step_per_s": rate,
+        }
         judge(row, ratio, LEAST_SPEEDUP, ratio >= LEAST_SPEEDUP)
         yield row if prefetch else {**row, "num_exchanges": found[0]["exchanges"]}
 

@@ -27,7 +27,9 @@ COLUMNS = {
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
     "ref_logp": {"dtype": "float32", "late": True},
 }
-System = tuple[Callable[[], None], Callable[[], int], Callable[[], None]]  # add all, fill all, close
+System = tuple[
+    Callable[[], None], Callable[[], int], Callable[[], None]
+]  # add all, fill all, close
 
 
 def responses(count: int, mean: int) -> list[np.ndarray]:

@@ -108,7 +108,10 @@ def measure(window: str, batch_size: int, count: int, scale: float) -> dict[str,
 
 def goals_us(batch_size: int, count: int) -> float:
     """Return the time of drawing the goals of a batch, where hindsight relabels four of five samples."""
-    columns = [Column("goal", "float32", (3,), rows="T+1"), Column("reward", "float32", (), "reward")]
+    columns = [
+        Column("goal", "float32", (3,), rows="T+1"),
+        Column("reward", "float32", (), "reward"),
+    ]
     section = {
         "tables": {"main": {"capacity_steps": 10_000}},
         "sampler": {"unit": "step"},
@@ -155,7 +158,9 @@ def calls(quick: bool) -> list[Row]:
         us = opening_us({"kind": kind, "unit": unit}, trajectories, times)
         name = f"Replay() over {trajectories:,} trajectories, {kind} by {unit}"
         found[name] = us, 500e3
-    return [{"call": name, "us": us, "bound": b, "holds": us <= b} for name, (us, b) in found.items()]
+    return [
+        {"call": name, "us": us, "bound": b, "holds": us <= b} for name, (us, b) in found.items()
+    ]
 
 
 def parts(quick: bool) -> list[Row]:

@@ -17,7 +17,9 @@ from support.workloads import SIZES, WINDOWS, workload
 
 KINDS = ("limit", "op", "sample", "index_select")
 OP_BOUND = {"whole": 1.15, "frames": 1.15, "100": 1.4, "20": 2.2}  # times the limit, for B >= 128
-FIXED_BOUND_US = 60.0  # of sample() above the op; judged at the smallest batch, where it is not hidden
+FIXED_BOUND_US = (
+    60.0  # of sample() above the op; judged at the smallest batch, where it is not hidden
+)
 RANKS_BOUND = 0.9  # of the rate of as many memcpy loops
 RANKS_CASES = (
     ("W1", "whole", 128),
@@ -34,7 +36,9 @@ def alone(name: str, window: str, batch_size: int, scale: float, repeats: int) -
     runs = {kind: getattr(subject, kind) for kind in KINDS}
     ms = in_turns(runs, dict.fromkeys(KINDS, block_size(subject.limit)), repeats)
     subject.close()
-    rows = against_limit({"workload": name, "window": window, "what": "", "B": batch_size}, "what", ms)
+    rows = against_limit(
+        {"workload": name, "window": window, "what": "", "B": batch_size}, "what", ms
+    )
     op, sample = rows["op"], rows["sample"]
     if batch_size >= 128:
         judge(op, op["ratio"], OP_BOUND[window], op["ratio"] <= OP_BOUND[window])
@@ -51,13 +55,17 @@ def at_once(ranks: int, name: str, window: str, batch_size: int, scale: float, r
     ms, cpu = of_ranks(found)
     what = "two_ranks" if ranks == 2 else f"{ranks}_ranks"
     case = {"workload": name, "window": window, "what": "", "B": batch_size}
-    row = against_limit(case, "what", {what: ranks * ms["sample"], "limit": ranks * ms["limit"]})[what]
+    row = against_limit(case, "what", {what: ranks * ms["sample"], "limit": ranks * ms["limit"]})[
+        what
+    ]
     if window in ("whole", "frames"):  # in short windows the op itself may take longer than that
         judge(row, row["ratio"], 1 / RANKS_BOUND, row["ratio"] <= 1 / RANKS_BOUND)
     return {**row, "rate_ratio": 1 / row["ratio"], "cpu_ratio": cpu["sample"] / cpu["limit"]}
 
 
-def on_a_rank(name: str, window: str, batch_size: int, scale: float, repeats: int) -> dict[str, list[float]]:
+def on_a_rank(
+    name: str, window: str, batch_size: int, scale: float, repeats: int
+) -> dict[str, list[float]]:
     """Measure one of the ranks. Returns the times of its blocks."""
     import torch
     import torch.distributed as dist

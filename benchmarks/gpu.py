@@ -32,7 +32,9 @@ Figure = Callable[[], Iterator[Row]]
 FIGURES = ("gather", "selection", "kernels", "steps", "online", "host")
 
 
-def figures(clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES) -> dict[str, Figure]:
+def figures(
+    clock: Clock, is_smoke: bool, tables: Sequence[str] = gpu_host_table.TABLES
+) -> dict[str, Figure]:
     """Return all figures by name.
 
     Args:
@@ -70,7 +72,9 @@ def card(device: torch.device) -> dict[str, Any]:
     facts = torch.cuda.get_device_properties(device)
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
+        driver = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split(
+            "\n"
+        )[0]
     except (OSError, subprocess.CalledProcessError) as error:
         driver = f"unknown: {error}"
     size = {"memory_bytes": facts.total_memory, "multiprocessors": facts.multi_processor_count}
@@ -103,7 +107,9 @@ def main() -> None:
     )
     device, is_smoke = torch.device(report.options.device), report.options.quick
     if device.type == "cpu" and not is_smoke:
-        report.parser.error("--device cpu needs --smoke: without a GPU there are no figures to take")
+        report.parser.error(
+            "--device cpu needs --smoke: without a GPU there are no figures to take"
+        )
     if device.type == "cuda":
         if not torch.cuda.is_available():
             print(

@@ -143,7 +143,12 @@ def median_us(seconds: np.ndarray, calls: int = 1) -> float:
 
 
 def rows_against(
-    figure: str, case: str, times: Mapping[str, np.ndarray], ceiling: str, calls: int = 1, num_bytes: int = 0
+    figure: str,
+    case: str,
+    times: Mapping[str, np.ndarray],
+    ceiling: str,
+    calls: int = 1,
+    num_bytes: int = 0,
 ) -> dict[str, Row]:
     """Return a row for each thing that was compared with the ceiling, by name.
 

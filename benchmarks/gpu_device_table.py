@@ -21,10 +21,17 @@ LENGTH, ROW_BYTES = 20, 64  # of the windows, in steps; of a step
 ROUNDS, OUTS = 16, 4  # gathers of a graph, and how many batches they rotate over
 CALLS = 20  # draws or updates of a graph
 COPY = "device copy of the same bytes"
-TRANSITION = {"observation": (11,), "next_observation": (11,), "action": (3,), "reward": (), "done": ()}
+TRANSITION = {
+    "observation": (11,),
+    "next_observation": (11,),
+    "action": (3,),
+    "reward": (),
+    "done": (),
+}
 SIMULATED = {"observation": (11,), "action": (3,), "reward": ()}  # and `terminated`, of a simulator
 STEP: dict[str, dict[str, Any]] = {
-    name: {"dtype": "float32", "shape": list(shape), "role": name} for name, shape in SIMULATED.items()
+    name: {"dtype": "float32", "shape": list(shape), "role": name}
+    for name, shape in SIMULATED.items()
 }
 STEP["observation"]["rows"] = "T+1"
 STEP["terminated"] = {"dtype": "bool", "role": "terminated"}
@@ -107,7 +114,11 @@ def gathers(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     for shapes in ({"row": (16,)}, {"observation": (12,), "action": (3,), "reward": ()}):
         fields = {name: {"offset": 0, "length": LENGTH} for name in shapes}
         sampler = {"kind": "uniform", "unit": "step", "anchors": "fits"}
-        options: dict[str, Any] = {"sampler": sampler, "fields": fields, "batch_size": max(sizes.batches)}
+        options: dict[str, Any] = {
+            "sampler": sampler,
+            "fields": fields,
+            "batch_size": max(sizes.batches),
+        }
         table = sizes.trajectories, sizes.steps
         with replay_of(shapes, *table, clock.device, **options) as replay:
             yield from _gathers_of(clock, sizes, replay, card)
@@ -115,7 +126,9 @@ def gathers(clock: Clock, sizes: Sizes) -> Iterator[Row]:
 
 def _card_gb_per_s(clock: Clock, sizes: Sizes) -> float:
     """Return the card's copy bandwidth, read and written."""
-    source, target = (torch.zeros(sizes.copied, dtype=torch.uint8, device=clock.device) for _ in range(2))
+    source, target = (
+        torch.zeros(sizes.copied, dtype=torch.uint8, device=clock.device) for _ in range(2)
+    )
     seconds = clock.compare({"copy": clock.graph(lambda: target.copy_(source))})["copy"]
     return 2 * sizes.copied / median_us(seconds) / 1e3
 
@@ -129,7 +142,9 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
     names = list(replay.table.columns)
     columns = [replay.table.columns[name] for name in names]
     packed = torch.cat([column.reshape(len(column), -1) for column in columns], 1)
-    targets = [torch.zeros(max(sizes.batches), LENGTH, 16, device=clock.device) for _ in range(OUTS)]
+    targets = [
+        torch.zeros(max(sizes.batches), LENGTH, 16, device=clock.device) for _ in range(OUTS)
+    ]
     firsts = [part[:, FIRST_ROW] + part[:, ANCHOR] for part in records]
     steps = torch.arange(LENGTH, device=clock.device)
     for size in sizes.batches:
@@ -240,7 +255,11 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """What each op of a captured step adds to a graph that has it 20 times, and an empty node."""
     count, items = 256, sizes.items
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
-    options: dict[str, Any] = {"sampler": sampler, "fields": {n: {} for n in TRANSITION}, "batch_size": count}
+    options: dict[str, Any] = {
+        "sampler": sampler,
+        "fields": {n: {} for n in TRANSITION},
+        "batch_size": count,
+    }
     with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
         batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
         gatherer, nothing = replay._mixture.tables[0].gatherer, torch.zeros(32, device=clock.device)
@@ -258,7 +277,10 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         graphs = {name: clock.graph(partial(_repeat, run)) for name, run in runs.items()}
         for name, seconds in clock.compare(graphs).items():
             yield row_of(
-                "kernels", f"{name}, {items} items, {CALLS} in a graph", "gear", median_us(seconds, CALLS)
+                "kernels",
+                f"{name}, {items} items, {CALLS} in a graph",
+                "gear",
+                median_us(seconds, CALLS),
             )
 
 
@@ -271,7 +293,11 @@ def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """Adds of transitions, a whole captured step with one, and sums of rewards."""
     count, items = 256, sizes.items
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
-    options: dict[str, Any] = {"sampler": sampler, "fields": {n: {} for n in TRANSITION}, "batch_size": count}
+    options: dict[str, Any] = {
+        "sampler": sampler,
+        "fields": {n: {} for n in TRANSITION},
+        "batch_size": count,
+    }
     with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
         batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
         for envs in sizes.envs:
@@ -310,10 +336,19 @@ def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float
     fields: dict[str, Any] = {name: {} for name in STEP}
     fields["next_observation"] = {"column": "observation", "offset": 1}
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
-    config = {"seed": 0, "tables": {"main": table}, "sampler": sampler, "fields": fields, "batch_size": count}
+    config = {
+        "seed": 0,
+        "tables": {"main": table},
+        "sampler": sampler,
+        "fields": fields,
+        "batch_size": count,
+    }
     with DeviceReplay(config, clock.device) as replay:
         batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
-        step = {name: torch.zeros(envs, *shape, device=clock.device) for name, shape in SIMULATED.items()}
+        step = {
+            name: torch.zeros(envs, *shape, device=clock.device)
+            for name, shape in SIMULATED.items()
+        }
         following = {"observation": torch.zeros_like(step["observation"])}
         ends = step["terminated"] = torch.zeros(envs, dtype=torch.bool, device=clock.device)
         copies = {name: torch.zeros_like(values) for name, values in step.items()}
@@ -331,11 +366,17 @@ def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float
                 copies[name].copy_(values)
 
         turn_of_end = torch.arange(envs, device=clock.device) % sizes.episode
-        for number in range(sizes.episode):  # later as many episodes end in each turn, at `max_length`
+        for number in range(
+            sizes.episode
+        ):  # later as many episodes end in each turn, at `max_length`
             ends.copy_(turn_of_end == number)
             add()
         ends.zero_()
-        functions: dict[str, Run] = {"add_steps": add, "add_steps, sample and update": turn, ceiling: copy}
+        functions: dict[str, Run] = {
+            "add_steps": add,
+            "add_steps, sample and update": turn,
+            ceiling: copy,
+        }
         runs = {name: clock.graph(function) for name, function in functions.items()}
         for _ in range(replay.table.num_rows // envs):
             runs["add_steps"]()  # the table is full: an episode that begins evicts one

@@ -70,7 +70,9 @@ class MappedTable:
             self._is_registered = True
             self.mapped = torch.as_tensor(_Alias(self.host), device=device)
             if self.mapped.data_ptr() != self.host.data_ptr():
-                raise RuntimeError("the device must see the registered table at its own address, not a copy")
+                raise RuntimeError(
+                    "the device must see the registered table at its own address, not a copy"
+                )
 
     def close(self) -> None:
         """Give the registration back; nothing may use the table any more."""
@@ -124,10 +126,15 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
     column = table.mapped.view(torch.int64).view(-1, elements)
     counts = {ZERO_COPY: max(1, sizes.batch_bytes // row_bytes)}
     counts |= {WHOLE: counts[ZERO_COPY]}
-    numbers = {name: torch.from_numpy(random.integers(0, len(column), n)) for name, n in counts.items()}
+    numbers = {
+        name: torch.from_numpy(random.integers(0, len(column), n)) for name, n in counts.items()
+    }
     numbers[WHOLE] = numbers[ZERO_COPY]
     blocks = {ZERO_COPY: _DIRECT_BLOCKS if is_cuda else 1, WHOLE: 1}  # 1: as many as fit
-    out = {name: torch.zeros(n, 1, elements, dtype=torch.int64, device=device) for name, n in counts.items()}
+    out = {
+        name: torch.zeros(n, 1, elements, dtype=torch.int64, device=device)
+        for name, n in counts.items()
+    }
     counters, none = torch.zeros(3, dtype=torch.int64, device=device), NONE.to(device)
     spec = [Source.STEPS, 0, 1, 0, 0, Pad.VALUE, elements, -1, 0, 1]
 
@@ -143,7 +150,11 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
 def _records(rows: Tensor) -> Tensor:
     """Return resolutions of trajectories of one step, one for each row. [B, 8]."""
     records = torch.zeros(len(rows), 8, dtype=torch.int64)
-    records[:, Resolution.FIRST_ROW], records[:, Resolution.NUM_STEPS], records[:, Resolution.MASS] = (
+    (
+        records[:, Resolution.FIRST_ROW],
+        records[:, Resolution.NUM_STEPS],
+        records[:, Resolution.MASS],
+    ) = (
         rows,
         1,
         1,
@@ -156,27 +167,38 @@ def collections(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     for num_bytes in sizes.tables:
         free = available_bytes()
         if num_bytes * 1.2 > free:
-            case = f"table of {num_bytes} bytes: left out, {free} bytes of host memory are available"
+            case = (
+                f"table of {num_bytes} bytes: left out, {free} bytes of host memory are available"
+            )
             yield row_of("host table", case, "", None)
             continue
         with MappedTable(num_bytes, clock.device) as table:
             words = table.host.view(torch.int64)
             for row_bytes in sizes.rows:
-                words[:: row_bytes // 8] = torch.arange(num_bytes // row_bytes)  # rows say which they are
+                words[:: row_bytes // 8] = torch.arange(
+                    num_bytes // row_bytes
+                )  # rows say which they are
                 yield from _collections_of(clock, sizes, table, row_bytes)
             yield from _beside(clock, sizes, table)
 
 
-def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: int) -> Iterator[Row]:
+def _collections_of(
+    clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: int
+) -> Iterator[Row]:
     found = ways(table, row_bytes, clock, sizes)
     part = min(sizes.slice_bytes, len(table.host))
     buffer = torch.zeros(part // 8, dtype=torch.int64, device=clock.device)
-    slices = [slice(at, at + part // 8) for at in range(0, len(table.host) // 8 - part // 8 + 1, part // 8)]
+    slices = [
+        slice(at, at + part // 8)
+        for at in range(0, len(table.host) // 8 - part // 8 + 1, part // 8)
+    ]
     mapped, host = table.mapped.view(torch.int64), table.host.view(torch.int64)
 
     def read() -> None:
         for where in slices:
-            torch.bitwise_not(mapped[where], out=buffer)  # an elementwise kernel; copy_ takes the engine
+            torch.bitwise_not(
+                mapped[where], out=buffer
+            )  # an elementwise kernel; copy_ takes the engine
 
     def copy() -> None:
         for where in slices:
@@ -188,7 +210,9 @@ def _collections_of(clock: Clock, sizes: Sizes, table: MappedTable, row_bytes: i
     speeds = {name: num_bytes[name] / median_us(seconds) / 1e3 for name, seconds in times.items()}
     case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B"
     for name in found.runs:
-        scaled = {key: times[key] / num_bytes[key] * num_bytes[name] for key in (name, "read", "copy")}
+        scaled = {
+            key: times[key] / num_bytes[key] * num_bytes[name] for key in (name, "read", "copy")
+        }
         against = {name: scaled[name], KERNEL_READ: scaled["read"], PINNED_COPY: scaled["copy"]}
         row = rows_against("host table", case, against, KERNEL_READ, 1, num_bytes[name])[name]
         of_copy = float(np.median(scaled["copy"] / scaled[name]))
@@ -216,10 +240,14 @@ def _beside(clock: Clock, sizes: Sizes, table: MappedTable) -> Iterator[Row]:
         gather = found.runs[ZERO_COPY]
         own = median_us(clock.compare({ZERO_COPY: gather})[ZERO_COPY])
         count = max(1, math.ceil(1.5 * median_us(alone) / own))
-        pairs = [(clock.seconds(step, 1), clock.beside(step, gather, count)) for _ in range(clock.blocks)]
+        pairs = [
+            (clock.seconds(step, 1), clock.beside(step, gather, count)) for _ in range(clock.blocks)
+        ]
         before, beside = np.array(pairs).T
         growth = float(np.median(beside / before)) - 1
-        case = f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B, {num_matmuls} x {side}^3"
+        case = (
+            f"table of {len(table.host) >> 20} MiB, rows of {row_bytes} B, {num_matmuls} x {side}^3"
+        )
         row = row_of(
             "training step beside",
             case,

@@ -22,7 +22,14 @@ from support.report import Report, Row, judge
 from support.turns import median_us
 from support.workloads import workload
 
-from deepspeed_gear import Column, InferenceClient, InferenceLoader, Replay, Schema, TrajectoryWriter
+from deepspeed_gear import (
+    Column,
+    InferenceClient,
+    InferenceLoader,
+    Replay,
+    Schema,
+    TrajectoryWriter,
+)
 from deepspeed_gear.store.records import Control
 from deepspeed_gear.store.shared_memory import living
 
@@ -51,7 +58,12 @@ def table(length: int) -> Replay:
     """Make the store that actors write into; it lets the oldest go."""
     section = {
         "tables": {
-            "main": {"capacity_steps": STORE_STEPS, "writers": 4, "remove": "fifo", "max_length": length}
+            "main": {
+                "capacity_steps": STORE_STEPS,
+                "writers": 4,
+                "remove": "fifo",
+                "max_length": length,
+            }
         },
         "sampler": {"kind": "uniform", "unit": "step"},
         "fields": {"observation": {"offset": -19, "length": 20}},
@@ -93,7 +105,9 @@ class Memcpy:
 
     def __init__(self, num_bytes: int) -> None:
         self._bytes = num_bytes
-        self._ring = np.ones(max(STORE_STEPS * W1.row_bytes, num_bytes), np.uint8)  # every page is there
+        self._ring = np.ones(
+            max(STORE_STEPS * W1.row_bytes, num_bytes), np.uint8
+        )  # every page is there
         self._sources = [np.full(num_bytes, seed, np.uint8) for seed in range(_KINDS)]
         self._slots, self._turn = len(self._ring) // num_bytes, 0
         self._base = self._ring.ctypes.data
@@ -212,7 +226,9 @@ def simulate(config: dict[str, Any], num_envs: int, rounds: int, results: Any) -
             observation[:, 0] = simulators.act()["action"][:, 0]
             waits.append(time.perf_counter() - asked)
             truncated = ends if i % EPISODE == EPISODE - 1 else going
-            simulators.step(observation=observation, reward=reward, terminated=going, truncated=truncated)
+            simulators.step(
+                observation=observation, reward=reward, terminated=going, truncated=truncated
+            )
         results.put(((time.perf_counter() - begun) / rounds, waits[rounds // 4 :]))
 
 
@@ -235,7 +251,9 @@ def actions(num_envs: int, rounds: int) -> Row:
         Replay(config, schemas={"main": POLICY_SCHEMA}) as replay,
         InferenceLoader(replay, num_envs, timeout=0.1) as loader,
     ):
-        process = context.Process(target=simulate, args=(config, num_envs, rounds, results), daemon=True)
+        process = context.Process(
+            target=simulate, args=(config, num_envs, rounds, results), daemon=True
+        )
         process.start()
         weights = torch.full((17, 6), 0.01)
         for request in loader:

@@ -22,8 +22,24 @@ import numpy as np
 from support.report import Report, print_rows
 from leases import section
 
-from deepspeed_gear import Column, DatasetWriter, LeaseExpiredError, Replay, RolloutWorker, Schema, StoreError
-from deepspeed_gear.cli.simulate import RULES, Lengths, Pace, Prediction, lengths_of, read_spec, simulate
+from deepspeed_gear import (
+    Column,
+    DatasetWriter,
+    LeaseExpiredError,
+    Replay,
+    RolloutWorker,
+    Schema,
+    StoreError,
+)
+from deepspeed_gear.cli.simulate import (
+    RULES,
+    Lengths,
+    Pace,
+    Prediction,
+    lengths_of,
+    read_spec,
+    simulate,
+)
 from deepspeed_gear.config import parse
 
 SIZE, GROUPS, MAX_LAG, LONGEST = 4, 16, 2, 16384
@@ -60,7 +76,9 @@ def work(config: dict[str, Any], lengths: Lengths, held_s: Any, lost: Any) -> No
                     lease = heapq.heappop(held)[2]
                     tokens = [np.ones(length, np.int32) for length in lengths(lease.number)]
                     try:
-                        lease.commit([{"tokens": one, "reward": np.float32(lease.version)} for one in tokens])
+                        lease.commit(
+                            [{"tokens": one, "reward": np.float32(lease.version)} for one in tokens]
+                        )
                     except LeaseExpiredError:  # too old
                         lost.value += int(lengths(lease.number).sum())
             except StoreError:  # the ranks have ended

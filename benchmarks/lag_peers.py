@@ -102,9 +102,20 @@ class Trl(_Numbered):
     def __init__(self, wheel: Path) -> None:
         super().__init__()
         silent = SimpleNamespace(info=lambda _: None)
-        given: dict[str, Any] = {"queue": queue, "threading": threading, "time": time, "torch": torch}
-        given |= {"contextvars": contextvars, "logger": silent, "log_rollout_traces": lambda *_, **__: None}
-        loaded = load_names(wheel, "async_grpo/async_grpo_trainer.py", ["RolloutQueueDataset"], **given)
+        given: dict[str, Any] = {
+            "queue": queue,
+            "threading": threading,
+            "time": time,
+            "torch": torch,
+        }
+        given |= {
+            "contextvars": contextvars,
+            "logger": silent,
+            "log_rollout_traces": lambda *_, **__: None,
+        }
+        loaded = load_names(
+            wheel, "async_grpo/async_grpo_trainer.py", ["RolloutQueueDataset"], **given
+        )
         self._ready, self._got = deque[Any](), list[int]()
         self._advance: Advance = lambda: None
         dataset = loaded.RolloutQueueDataset(
@@ -125,11 +136,15 @@ class Trl(_Numbered):
         return self._ready.popleft()
 
     def lease(self, free: int) -> list[tuple[int, int]]:
-        return self.begin(min(free, max(MAX_LAG, 1) * GROUPS - self.running))  # its max_inflight_tasks
+        return self.begin(
+            min(free, max(MAX_LAG, 1) * GROUPS - self.running)
+        )  # its max_inflight_tasks
 
     def complete(self, number: int) -> None:
         self.running -= 1
-        nothing = dict.fromkeys(("input_ids", "completion_mask", "old_log_probs", "advantage", "metrics"))
+        nothing = dict.fromkeys(
+            ("input_ids", "completion_mask", "old_log_probs", "advantage", "metrics")
+        )
         place = {"group_id": number, "model_version": self.versions[number], "enqueued_at": None}
         self._ready += [SimpleNamespace(**nothing, **place) for _ in range(SIZE)]
 
@@ -146,10 +161,14 @@ class Areal(_Numbered):
 
     def __init__(self, wheel: Path) -> None:
         super().__init__()
-        stat = load_names(wheel, "areal/api/io_struct.py", ["RolloutStat"], dataclass=dataclass).RolloutStat
+        stat = load_names(
+            wheel, "areal/api/io_struct.py", ["RolloutStat"], dataclass=dataclass
+        ).RolloutStat
         given = {"Lock": threading.Lock, "RolloutStat": stat, "VersionProvider": object}
         name = "StalenessManager"
-        manager = getattr(load_names(wheel, "areal/infra/staleness_manager.py", [name], **given), name)
+        manager = getattr(
+            load_names(wheel, "areal/infra/staleness_manager.py", [name], **given), name
+        )
         self._manager = manager(
             SimpleNamespace(get_version=lambda: self.version),
             PACE.workers * PACE.concurrency,
@@ -210,7 +229,9 @@ class Run:
 
     def lengths_of(self, numbers: Sequence[int]) -> np.ndarray:
         """Return the lengths of all responses of some groups."""
-        return np.concatenate([self._lengths(number) for number in numbers] or [np.zeros(0, np.int64)])
+        return np.concatenate(
+            [self._lengths(number) for number in numbers] or [np.zeros(0, np.int64)]
+        )
 
     @property
     def first_open(self) -> int:
@@ -256,7 +277,9 @@ class Run:
 def kolmogorov_smirnov(one: np.ndarray, other: np.ndarray) -> tuple[float, float]:
     """Return the largest distance of two samples' distributions, and what it exceeds with a chance of 1%."""
     at = np.sort(np.concatenate((one, other)))
-    shares = [np.searchsorted(np.sort(sample), at, side="right") / len(sample) for sample in (one, other)]
+    shares = [
+        np.searchsorted(np.sort(sample), at, side="right") / len(sample) for sample in (one, other)
+    ]
     bound = ALPHA_1_PERCENT * ((len(one) + len(other)) / (len(one) * len(other))) ** 0.5
     return float(np.abs(shares[0] - shares[1]).max()), bound
 

@@ -74,7 +74,10 @@ _START = ("--learning-starts", str(RANDOM_STEPS))
 _OURS = ("--random-steps", str(RANDOM_STEPS))
 _UNIFORM = (*_OURS, "--buffer", "uniform")
 _DISCRETE = ("--env-id", "CartPole-v1", *_START, "--train-frequency", "1", "--buffer-size", "10000")
-_DISCRETE += ("--exploration-fraction", "0.1")  # a random action costs CleanRL no pass through the network
+_DISCRETE += (
+    "--exploration-fraction",
+    "0.1",
+)  # a random action costs CleanRL no pass through the network
 _DQN = (*_DISCRETE, "--tau", "0.02", "--target-network-frequency", "1")
 _CONTINUOUS = ("--env-id", "Pendulum-v1", *_START, "--buffer-size", "100000")
 _ROLLOUTS = ("--num-envs", str(ENVS), "--num-steps", str(ROLLOUT), "--num-minibatches", "4")
@@ -157,7 +160,11 @@ class Programs:
         """
         first, last = case.window(self._quick)
         if system == "gear":
-            python, root, program = sys.executable, ROOT, ROOT / "examples" / f"{case.algorithm}_device.py"
+            python, root, program = (
+                sys.executable,
+                ROOT,
+                ROOT / "examples" / f"{case.algorithm}_device.py",
+            )
             options = ("--steps", str(last + 1), *case.ours)
         else:
             python, root = self._python, self._folders[system]
@@ -187,7 +194,9 @@ class Programs:
         return Speed(steps / taken["seconds"], steps / taken["cpu_seconds"])
 
 
-def measured(programs: Programs, systems: Collection[str], options: argparse.Namespace) -> list[Row]:
+def measured(
+    programs: Programs, systems: Collection[str], options: argparse.Namespace
+) -> list[Row]:
     """Return a row for each program and its flags; the programs of an algorithm run in turns."""
     flags: list[tuple[str, ...]] = [()]
     flags += [("--compile",)] if options.compile else []
@@ -202,12 +211,19 @@ def measured(programs: Programs, systems: Collection[str], options: argparse.Nam
             for system, each in runs:
                 found[system, each].append(programs.speed(case, system, each))
         for (system, each), speeds in found.items():
-            row = {"algorithm": case.algorithm, "envs": case.envs, "system": system, "flags": " ".join(each)}
+            row = {
+                "algorithm": case.algorithm,
+                "envs": case.envs,
+                "system": system,
+                "flags": " ".join(each),
+            }
             row["env"] = case.lean_env if system == "LeanRL" and case.lean_env else case.env
             cpu = sorted(speed.per_cpu_s for speed in speeds)
             row |= {"steps_per_s": round(statistics.median(speed.per_s for speed in speeds), 1)}
             row |= {"steps_per_cpu_s": round(statistics.median(cpu), 1)}
-            rows.append({**row, "least": round(cpu[0], 1), "most": round(cpu[-1], 1), "note": case.note})
+            rows.append(
+                {**row, "least": round(cpu[0], 1), "most": round(cpu[-1], 1), "note": case.note}
+            )
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
 
@@ -229,7 +245,9 @@ def main() -> None:
     folders = {name: folder.resolve() for name, folder in given.items() if folder is not None}
     for name, folder in folders.items():
         if not (folder / name.lower()).is_dir():
-            report.parser.error(f"{folder} must be a checkout of {name}: it has no folder {name.lower()}/")
+            report.parser.error(
+                f"{folder} must be a checkout of {name}: it has no folder {name.lower()}/"
+            )
     with tempfile.TemporaryDirectory() as scratch:
         programs = Programs(options.peer_python, folders, options.quick, Path(scratch))
         rows = measured(programs, folders, options)

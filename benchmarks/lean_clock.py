@@ -32,7 +32,9 @@ class Clock:
         if self._count == self._first:
             self._begin = now
         if self._count == self._last:
-            seconds, cpu_seconds = (after - before for after, before in zip(now, self._begin, strict=True))
+            seconds, cpu_seconds = (
+                after - before for after, before in zip(now, self._begin, strict=True)
+            )
             print("\n" + json.dumps({"seconds": seconds, "cpu_seconds": cpu_seconds}), flush=True)
             os._exit(0)  # nothing of the program's own end is measured
 

@@ -69,7 +69,9 @@ def serve(config: dict[str, Any], url: Any) -> None:
 def work(config: dict[str, Any], url: str | None, size: int, count: int, at_once: int) -> None:
     """Lease and commit `count` prompts, through the gateway if there is one."""
     response = {"tokens": np.ones(TOKENS, np.int32), "reward": np.float32(1)}
-    attached = RemoteRolloutWorker.connect(url, token=TOKEN) if url else RolloutWorker.attach(config)
+    attached = (
+        RemoteRolloutWorker.connect(url, token=TOKEN) if url else RolloutWorker.attach(config)
+    )
     with attached as worker:
         while count > 0:
             for lease in worker.lease(min(at_once, count), timeout_s=60):

@@ -174,9 +174,13 @@ def measure(workload: Workload, peers: Sequence[Peer], quick: bool) -> list[Row]
     """Return a row for each planner: K of each seed, the mean of the rest."""
     turns, peer_turns = (1, 1) if quick else (TURNS, PEER_TURNS)
     given = workload.tokens, workload.width
-    found: dict[str, list[Row]] = {GEAR: [plan_gear(lengths, *given, turns) for lengths in workload.batches]}
+    found: dict[str, list[Row]] = {
+        GEAR: [plan_gear(lengths, *given, turns) for lengths in workload.batches]
+    }
     for peer in peers:
-        found[peer.name] = [plan_peer(peer, lengths, *given, peer_turns) for lengths in workload.batches]
+        found[peer.name] = [
+            plan_peer(peer, lengths, *given, peer_turns) for lengths in workload.batches
+        ]
     case = {
         "workload": workload.name,
         "n": len(workload.batches[0]),
@@ -215,8 +219,14 @@ def bounds(rows: list[Row]) -> list[Row]:
         bound = BOUNDS.get((row["workload"], row["width"]))
         if row["planner"] != GEAR or bound is None:
             continue
-        same = [r for r in rows if all(r[key] == row[key] for key in ("workload", "n", "width")) and "k" in r]
-        above_peers = max(k - min(other["k"][seed] for other in same) for seed, k in enumerate(row["k"]))
+        same = [
+            r
+            for r in rows
+            if all(r[key] == row[key] for key in ("workload", "n", "width")) and "k" in r
+        ]
+        above_peers = max(
+            k - min(other["k"][seed] for other in same) for seed, k in enumerate(row["k"])
+        )
         above_least = max(k - least for k, least in zip(row["k"], row["least"], strict=True))
         judged = {
             "K above the lower bound": (above_least, bound.above_least),
@@ -246,7 +256,9 @@ def main() -> None:
     torch.set_num_threads(1)
     peers = load_peers(wheels) if wheels else []
     plans = [row for workload in workloads(quick) for row in measure(workload, peers, quick)]
-    columns = "workload n width planner least k imbalance over empty ms rank_ms fewest most_even error"
+    columns = (
+        "workload n width planner least k imbalance over empty ms rank_ms fewest most_even error"
+    )
     print_rows(plans, columns)
     print()
     judged = bounds(plans)

@@ -168,7 +168,9 @@ class _Pack:
         self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows, rows)
         self._records = part.rows[torch.from_numpy(columns.records.row[pack])].contiguous()
         self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
-        self._arrays = [np.ascontiguousarray(v) for v in _pieces(columns, self._records.numpy(), self.outs)]
+        self._arrays = [
+            np.ascontiguousarray(v) for v in _pieces(columns, self._records.numpy(), self.outs)
+        ]
         self._pointers = [ctypes.c_void_p(values.ctypes.data) for values in self._arrays]
         self._count, self._copy = ctypes.c_int64(len(self._arrays[0])), library("limit").CopyPieces
 

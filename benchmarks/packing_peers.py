@@ -47,7 +47,9 @@ def load_names(wheel: Path, member: str, names: Sequence[str], **given: Any) -> 
         path = next(name for name in archive.namelist() if name.endswith(member))
         tree = ast.parse(archive.read(path))
     found = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
     ]
     missing = set(names) - {node.name for node in found}
     if missing:
@@ -90,7 +92,10 @@ def _verl(wheel: Path, version: str) -> Peer:
         own_costs = [costs(values) for values in own]
         count = max(min(len(values), verl.ceildiv(sum(values), tokens)) for values in own)
         while True:
-            made = [verl.get_seqlen_balanced_partitions(cost, count, equal_size=False) for cost in own_costs]
+            made = [
+                verl.get_seqlen_balanced_partitions(cost, count, equal_size=False)
+                for cost in own_costs
+            ]
             if all(
                 sum(values[i] for i in pack) <= tokens
                 for values, packs in zip(own, made, strict=True)
@@ -116,7 +121,8 @@ def _areal(wheel: Path, version: str) -> Peer:
         count = 1
         while True:
             made = [
-                sorted(sorted(pack) for pack in areal.ffd_allocate(values, tokens, count)) for values in own
+                sorted(sorted(pack) for pack in areal.ffd_allocate(values, tokens, count))
+                for values in own
             ]
             most = max(map(len, made))
             if all(len(packs) == most for packs in made):
@@ -130,7 +136,10 @@ def _openrlhf(wheel: Path, version: str) -> Peer:
     """Split by alternating long and short; the first-fit count of the fullest rank, balanced by tokens."""
     names = ("karmarkar_karp", "get_seqlen_balanced_partitions", "get_minimum_num_micro_batch_size")
     balancing = load_names(wheel, "openrlhf/utils/seqlen_balancing.py", names)
-    plain = {"split_experience_batch": lambda item: [item], "make_experience_batch": lambda items: items}
+    plain = {
+        "split_experience_batch": lambda item: [item],
+        "make_experience_batch": lambda items: items,
+    }
     experience = load_names(
         wheel, "openrlhf/trainer/ppo_utils/experience.py", ("balance_experiences",), **plain
     )
@@ -144,8 +153,13 @@ def _openrlhf(wheel: Path, version: str) -> Peer:
 
     def pack(lengths: list[int], parts: Parts, tokens: int) -> Plan:
         own = [[lengths[i] for i in part] for part in parts]
-        count = max(balancing.get_minimum_num_micro_batch_size(values, tokens, 1, 1) for values in own)
-        made = [balancing.get_seqlen_balanced_partitions(values, count, equal_size=False) for values in own]
+        count = max(
+            balancing.get_minimum_num_micro_batch_size(values, tokens, 1, 1) for values in own
+        )
+        made = [
+            balancing.get_seqlen_balanced_partitions(values, count, equal_size=False)
+            for values in own
+        ]
         return _globally(made, parts)
 
     return Peer(f"OpenRLHF {version}", split, pack)
@@ -166,7 +180,9 @@ def _trl(wheel: Path, version: str) -> Peer:
         def samples() -> Iterator[dict[str, Any]]:
             for i, length in enumerate(lengths):
                 yield {"input_ids": range(length), "index": i}
-            for _ in range(width):  # it never ends: these push out the last step, and are not trained
+            for _ in range(
+                width
+            ):  # it never ends: these push out the last step, and are not trained
                 yield {"input_ids": range(tokens), "index": -1}
             yield {"input_ids": range(1), "index": -1}
 
@@ -180,4 +196,6 @@ def _trl(wheel: Path, version: str) -> Peer:
 
 def _globally(made: Plan, parts: Parts) -> Plan:
     """Return packs of a rank's own indices as packs of those of the batch."""
-    return [[[part[i] for i in pack] for pack in packs] for packs, part in zip(made, parts, strict=True)]
+    return [
+        [[part[i] for i in pack] for pack in packs] for packs, part in zip(made, parts, strict=True)
+    ]

@@ -56,7 +56,9 @@ def measure_prefixes(quick: bool) -> list[Row]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1 if quick else 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=WORDS, attn_implementation="sdpa", **sizes, **heads))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=WORDS, attn_implementation="sdpa", **sizes, **heads)
+    )
     words = np.random.default_rng(0)
     rows: dict[str, Row] = {}
     replays = {prefix: Replay(section(prefix, size)) for prefix in ("own", "share")}
@@ -80,7 +82,12 @@ def measure_prefixes(quick: bool) -> list[Row]:
             seconds = perf_counter() - begin
             row = rows.setdefault(prefix, {"what": "prefix", "prefix": prefix, "seconds": seconds})
             row["seconds"] = min(row["seconds"], seconds)
-            row |= {"micro_batches": len(step), "rows": places, "shared": step.shared_tokens, "loss": loss}
+            row |= {
+                "micro_batches": len(step),
+                "rows": places,
+                "shared": step.shared_tokens,
+                "loss": loss,
+            }
             row["tokens_per_s"] = step.num_tokens / row["seconds"]
     for replay in replays.values():
         replay.close()

@@ -53,7 +53,9 @@ SEED, KEY = 1, 7
 STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node
 WINDOW = 20
 SCHEMA = workload("W1").schema
-FIELDS = {name: {"offset": 1 - WINDOW, "length": WINDOW} for name in ("observation", "action", "reward")}
+FIELDS = {
+    name: {"offset": 1 - WINDOW, "length": WINDOW} for name in ("observation", "action", "reward")
+}
 ROW_BYTES = {"observation": 44, "action": 12, "reward": 4}
 
 
@@ -121,7 +123,10 @@ class Planner(RowExchange):
         )
         self._slots_held = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
         self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
-        self._sizes, self._needed = torch.zeros(routes.num_nodes, dtype=torch.int64), torch.zeros(2).long()
+        self._sizes, self._needed = (
+            torch.zeros(routes.num_nodes, dtype=torch.int64),
+            torch.zeros(2).long(),
+        )
         heads = np.zeros(routes.num_nodes, np.int64)
         self._heads, self._head_words = torch.from_numpy(heads), heads.data
 
@@ -133,7 +138,9 @@ class Planner(RowExchange):
         for node, head in enumerate(heads):
             self._head_words[node] = 8 * head
         given = self._nowhere, outgoing, *self._layout, self._heads, self._slots_held
-        self._encode(torch.empty(0, dtype=torch.int64), self._sizes, *given)  # no room, so none is copied
+        self._encode(
+            torch.empty(0, dtype=torch.int64), self._sizes, *given
+        )  # no room, so none is copied
         return [np.empty(head, np.int64) for head in heads]
 
     def fill(
@@ -184,7 +191,9 @@ class Node:
         rule = MassRule("step", False, AnchorRule())
         sampling = SamplerSpec(rule, NativeDraw.RANDOM)
         sampler = sampler_for(UniformSampler(unit="step"))
-        self.spec = StreamSpec("train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes)
+        self.spec = StreamSpec(
+            "train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes
+        )
         self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
         state: Any = SimpleNamespace(
             pin=lambda key, records: None,
@@ -216,16 +225,24 @@ class Node:
         others = wanted[np.argsort(owner, kind="stable")]
         records = np.zeros((len(others), 8), np.int64)
         records[:, Resolution.ID] = batch.coordinates[others] // STEPS
-        records[:, Resolution.SLOT], records[:, Resolution.ANCHOR] = batch.slot[others], batch.anchor[others]
+        records[:, Resolution.SLOT], records[:, Resolution.ANCHOR] = (
+            batch.slot[others],
+            batch.anchor[others],
+        )
         records[:, Resolution.NUM_STEPS] = STEPS
-        everyone = torch.ones(1, 1, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int16)  # as for node 1
+        everyone = (
+            torch.ones(1, 1, dtype=torch.int64),
+            torch.zeros(2, 1, dtype=torch.int16),
+        )  # as for node 1
         given = torch.from_numpy(records), torch.arange(len(records))
         samples = torch.empty(len(records), RowSample.NUM_WORDS, dtype=torch.int64)
         resolutions, ends_ = (
             torch.empty(len(records), 4, dtype=torch.int64),
             torch.empty(2, dtype=torch.int64),
         )
-        load_backend().encode_draws_(samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0)
+        load_backend().encode_draws_(
+            samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0
+        )
         packed = resolutions.numpy()
         ends = np.cumsum(np.bincount(owner, minlength=routes.num_nodes))[:-1]
         parts = [part.reshape(-1) for part in np.split(packed, ends)]
@@ -234,7 +251,9 @@ class Node:
     def plan(self, key: int) -> None:
         """Make the selection of a global batch up to what is sent."""
         selector, count = self.selector, self.spec.batch
-        if self.routes.num_nodes == 1:  # the node's own store makes the selection, as without other nodes
+        if (
+            self.routes.num_nodes == 1
+        ):  # the node's own store makes the selection, as without other nodes
             self._draw(self._coordinates, SEED, KEY, key * count, TRAJECTORIES * STEPS)
             selector.masses.resolve(selector.state.ring[0], self._coordinates, key * count)
             return
@@ -263,13 +282,19 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (ShardedSelector, "begin", "begin: record, status"),
     (ShardedSelector, "resolve", "own samples, owners"),
     (ItemMasses, "resolve_numbered", "resolve own samples: resolve_"),
-    (ShardedSelector, "finish", "own records together; ring, origins, samples whose rows are received"),
+    (
+        ShardedSelector,
+        "finish",
+        "own records together; ring, origins, samples whose rows are received",
+    ),
     (ResolutionExchange, "_encode", "resolutions by node"),
     (RowExchange, "send", "messages"),
 )
 
 
-def time_plans(node: Node, batches: Sequence[Batch], timers: Timers, cold: bool) -> dict[str, float]:
+def time_plans(
+    node: Node, batches: Sequence[Batch], timers: Timers, cold: bool
+) -> dict[str, float]:
     """Return the median milliseconds of each part of a plan, and of all of it.
 
     Args:
@@ -285,7 +310,9 @@ def time_plans(node: Node, batches: Sequence[Batch], timers: Timers, cold: bool)
         other += 1
         timers.spent.clear()
         plan(key)
-        found.append({name: sum(times) / 1e6 for name, times in timers.spent.items() if name != LINK})
+        found.append(
+            {name: sum(times) / 1e6 for name, times in timers.spent.items() if name != LINK}
+        )
         found[-1]["all"] = sum(found[-1].values())
     return {name: float(np.median([parts[name] for parts in found[WARM:]])) for name in found[0]}
 
@@ -301,11 +328,19 @@ def run_one(num_nodes: int, ranks: int, samples: int, repeats: int) -> Row:
         node = Node(routes_of_node(num_nodes // 2), count, timers)
         warm_ms = time_plans(node, batches, timers, cold=False)["all"]
         parts = time_plans(node, batches, timers, cold=True)
-    row: Row = {"nodes": num_nodes, "ranks": num_nodes * ranks, "samples": count, "routes_s": setup_s}
+    row: Row = {
+        "nodes": num_nodes,
+        "ranks": num_nodes * ranks,
+        "samples": count,
+        "routes_s": setup_s,
+    }
     row |= {"plan_ms": parts.pop("all"), "warm_ms": warm_ms}
     row["plan_us_a_rank"] = row["plan_ms"] * 1e3 / ranks
     row["us_a_sample"] = row["plan_ms"] * 1e3 / count
-    return {**row, "parts_ms": {name: parts[name] for name in sorted(parts, key=lambda name: -parts[name])}}
+    return {
+        **row,
+        "parts_ms": {name: parts[name] for name in sorted(parts, key=lambda name: -parts[name])},
+    }
 
 
 def judge(rows: Sequence[Row], ranks: int, samples: int) -> None:

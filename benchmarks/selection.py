@@ -103,7 +103,9 @@ class Gear(Stepped):
 def cpprb_of(content: Workload, sampler: str, batch: int) -> Stepped:
     """Return cpprb's buffer with the same transitions."""
     exponents = PRIORITIZED["alpha"], PRIORITIZED["beta"]
-    need = Steps(content.num_items, 1, batch, sampler == "prioritized", *exponents, columns=content.make(0))
+    need = Steps(
+        content.num_items, 1, batch, sampler == "prioritized", *exponents, columns=content.make(0)
+    )
     made = load("cpprb").steps(need)
     for trajectory in content.trajectories():
         made.add(trajectory)
@@ -159,7 +161,11 @@ def at_once(ranks: int, batch: int, scale: float, repeats: int) -> Row:
     case = {"what": "ranks", "system": "", "sampler": "prioritized", "B": batch, "ranks": ranks}
     row = against_limit({**case, "items": workload("W2", scale).num_items}, "system", ms)["gear"]
     judge(row, row["ms"], 1e3 / RANKS_BOUND, row["ms"] <= 1e3 / RANKS_BOUND)
-    return {**row, "batches_per_s": 1e3 / row["ms"], **{f"{name}_cpu_ms": cpu[name] for name in cpu}}
+    return {
+        **row,
+        "batches_per_s": 1e3 / row["ms"],
+        **{f"{name}_cpu_ms": cpu[name] for name in cpu},
+    }
 
 
 def on_a_rank(batch: int, scale: float, repeats: int) -> dict[str, list[float]]:

@@ -43,7 +43,9 @@ def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
     """
     expected = counts.sum() / len(counts)
     chi2 = float(np.square(counts - expected).sum() / expected)
-    z = (chi2 - (len(counts) - 1)) / math.sqrt(2 * (len(counts) - 1))  # normal for so many degrees of freedom
+    z = (chi2 - (len(counts) - 1)) / math.sqrt(
+        2 * (len(counts) - 1)
+    )  # normal for so many degrees of freedom
     p = math.erfc(abs(z) / math.sqrt(2))
     starved, likely_starved = int((counts == 0).sum()), len(counts) * math.exp(-expected)
     return {
@@ -106,7 +108,9 @@ def count_all(items: int, batches: Iterator[np.ndarray]) -> np.ndarray:
     return counts
 
 
-def of_replay(what: str, items: int, sampler: dict[str, str], draws_per_item: int, chunk: int) -> Row:
+def of_replay(
+    what: str, items: int, sampler: dict[str, str], draws_per_item: int, chunk: int
+) -> Row:
     """Test the steps of a table through `Replay.sample()`."""
     begin = time.monotonic()
     with table(items, sampler, chunk) as replay:
@@ -133,7 +137,10 @@ def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
     # Only the slot of a resolution is looked at, so the slots may be zeros that take no memory.
     slots = torch.from_numpy(np.zeros((items, 8), np.int64))
     rule = AnchorRule().as_list()
-    coordinates, resolutions = torch.empty(chunk, dtype=torch.int64), torch.empty(chunk, 8, dtype=torch.int64)
+    coordinates, resolutions = (
+        torch.empty(chunk, dtype=torch.int64),
+        torch.empty(chunk, 8, dtype=torch.int64),
+    )
 
     def batches() -> Iterator[np.ndarray]:
         for first in range(0, items * draws_per_item, chunk):

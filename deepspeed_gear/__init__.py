@@ -10,7 +10,9 @@ __version__ = "0.1.0"
 
 # The stub lists the public names once: for type checkers, and for this module.
 _IMPORTS = re.compile(r"^from (\S+) import (\w+) as \2$", re.MULTILINE)
-_HOMES = {name: home for home, name in _IMPORTS.findall(Path(__file__).with_suffix(".pyi").read_text())}
+_HOMES = {
+    name: home for home, name in _IMPORTS.findall(Path(__file__).with_suffix(".pyi").read_text())
+}
 __all__ = [*_HOMES]
 
 

@@ -34,7 +34,9 @@ def dense(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise DataError(name, "must be a tensor", type(tensor).__name__)
     if tensor.is_nested or tensor.layout != torch.strided:
-        raise DataError(name, "must be a dense tensor", str(tensor.layout), "give tensor.to_dense()")
+        raise DataError(
+            name, "must be a dense tensor", str(tensor.layout), "give tensor.to_dense()"
+        )
     if tensor.is_meta or tensor.is_quantized:
         form = "a meta tensor, which has no values" if tensor.is_meta else str(tensor.dtype)
         raise DataError(name, "must be a tensor of numbers", form)
@@ -49,7 +51,11 @@ def array(name: str, value: object) -> np.ndarray:
     else:
         try:
             found = np.asarray(value)
-        except (ValueError, TypeError, RuntimeError) as error:  # lists of unequal lengths, tensors in them
+        except (
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:  # lists of unequal lengths, tensors in them
             raise DataError(name, "must be an array of numbers", None, str(error)) from error
     if found.dtype.kind not in "biuf":
         raise DataError(name, "must hold real numbers", f"{type(value).__name__} of {found.dtype}")
@@ -127,7 +133,9 @@ def device(name: str, value: object) -> torch.device:
         found: torch.device = torch.device(value)  # type: ignore[call-overload]
         return found
     except (TypeError, RuntimeError, ValueError) as error:
-        raise ConfigError(name, "must be a device", repr(value)[:80], 'write "cpu" or "cuda:0"') from error
+        raise ConfigError(
+            name, "must be a device", repr(value)[:80], 'write "cpu" or "cuda:0"'
+        ) from error
 
 
 def usable_device(name: str, value: object) -> torch.device:

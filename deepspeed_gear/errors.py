@@ -27,7 +27,12 @@ class GearError(Exception):
     @classmethod
     @contextmanager
     def on(
-        cls, name: str, rule: str, *kinds: type[Exception], value: Any = None, remedy: str | None = None
+        cls,
+        name: str,
+        rule: str,
+        *kinds: type[Exception],
+        value: Any = None,
+        remedy: str | None = None,
     ) -> Iterator[None]:
         """Raise exceptions of these kinds, as libraries raise them, as this error; itself it stays.
 
@@ -45,7 +50,12 @@ class GearError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by parts, so that an error crosses a process group unchanged."""
         is_plain = isinstance(self.value, (str, int, float, bool, type(None)))
-        return type(self), (self.name, self.rule, self.value if is_plain else repr(self.value), self.remedy)
+        return type(self), (
+            self.name,
+            self.rule,
+            self.value if is_plain else repr(self.value),
+            self.remedy,
+        )
 
 
 class ConfigError(GearError, ValueError):
@@ -146,13 +156,20 @@ def show_bytes(count: float) -> str:
 _ABSENT = object()
 
 
-def differences(mine: Any, theirs: Any, name: str = "gear", form: str = "{}: {} here, {} there") -> list[str]:
+def differences(
+    mine: Any, theirs: Any, name: str = "gear", form: str = "{}: {} here, {} there"
+) -> list[str]:
     """Return the values of JSON that differ, such as "gear.seed: 0 here, 1 there"."""
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        inner = {key: (mine.get(key, _ABSENT), theirs.get(key, _ABSENT)) for key in {**mine, **theirs}}
-        return [text for key, two in inner.items() for text in differences(*two, f"{name}.{key}", form)]
+        inner = {
+            key: (mine.get(key, _ABSENT), theirs.get(key, _ABSENT)) for key in {**mine, **theirs}
+        }
+        return [
+            text for key, two in inner.items() for text in differences(*two, f"{name}.{key}", form)
+        ]
     shown = [
-        "absent" if one is _ABSENT else json.dumps(one, sort_keys=True, default=str) for one in (mine, theirs)
+        "absent" if one is _ABSENT else json.dumps(one, sort_keys=True, default=str)
+        for one in (mine, theirs)
     ]
     return [] if shown[0] == shown[1] else [form.format(name, *shown)]
 
@@ -160,14 +177,22 @@ def differences(mine: Any, theirs: Any, name: str = "gear", form: str = "{}: {} 
 def error_to_json(error: GearError) -> dict[str, Any]:
     """Return an error's kind and parts, JSON-able; `error_from_json` reverses it."""
     _, (name, rule, value, remedy) = error.__reduce__()
-    return {"kind": type(error).__name__, "name": name, "rule": rule, "value": value, "remedy": remedy}
+    return {
+        "kind": type(error).__name__,
+        "name": name,
+        "rule": rule,
+        "value": value,
+        "remedy": remedy,
+    }
 
 
 def error_from_json(parts: Mapping[str, Any]) -> GearError:
     """Return an error of its kind; a PeerError for a kind that this version does not have."""
     kind = globals().get(str(parts["kind"]), PeerError)
     known = isinstance(kind, type) and issubclass(kind, GearError)
-    return (kind if known else PeerError)(*(parts[key] for key in ("name", "rule", "value", "remedy")))
+    return (kind if known else PeerError)(
+        *(parts[key] for key in ("name", "rule", "value", "remedy"))
+    )
 
 
 _RAISED = " [raised on "

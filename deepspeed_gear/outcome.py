@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deepspeed_gear.errors import EmptyTableError, GearError, NotReadyError, PeerError, StoreError, relayed
+from deepspeed_gear.errors import (
+    EmptyTableError,
+    GearError,
+    NotReadyError,
+    PeerError,
+    StoreError,
+    relayed,
+)
 
 _KINDS: tuple[type[GearError], ...] = (PeerError, EmptyTableError, NotReadyError, StoreError)
 _HEAD_WORDS = 2  # kind, bytes of the text
@@ -23,7 +30,9 @@ class Outcome:
     def of(cls, error: BaseException) -> Outcome:
         """Return the outcome of an action that has raised an error."""
         text = str(error) if isinstance(error, GearError) else f"{type(error).__name__}: {error}"
-        return cls(next((code for code, kind in enumerate(_KINDS) if isinstance(error, kind)), 0), text)
+        return cls(
+            next((code for code, kind in enumerate(_KINDS) if isinstance(error, kind)), 0), text
+        )
 
     def words(self, count: int) -> np.ndarray:
         """Return the kind, the text's number of bytes, and what fits of the text. [count], int64."""

@@ -12,5 +12,9 @@ class PublicNames:
     _internal: ClassVar[frozenset[str]] = frozenset()
 
     def __dir__(self) -> list[str]:
-        internal = frozenset[str]().union(*(vars(one).get("_internal", ()) for one in type(self).__mro__))
-        return sorted(name for name in super().__dir__() if not name.startswith("_") and name not in internal)
+        internal = frozenset[str]().union(
+            *(vars(one).get("_internal", ()) for one in type(self).__mro__)
+        )
+        return sorted(
+            name for name in super().__dir__() if not name.startswith("_") and name not in internal
+        )

@@ -18,7 +18,10 @@ from deepspeed_gear.errors import SchemaError, known_names
 _DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64".split()
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _DTYPES}
 FLOATING = ("float16", "bfloat16", "float32", "float64")
-OPAQUE = ("bytes", "json")  # one value per trajectory, in a row of fixed size: never a tensor of a batch
+OPAQUE = (
+    "bytes",
+    "json",
+)  # one value per trajectory, in a row of fixed size: never a tensor of a batch
 LENGTH_BYTES = 4  # of an opaque row, before the value: its length, little-endian
 MOST_OPAQUE_BYTES = (1 << 31) - 1
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -26,11 +29,22 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     **dict.fromkeys(OPAQUE, np.dtype(np.uint8)),
 }
 ROLES = (
-    *("observation", "next_observation", "action", "reward", "terminated", "truncated", "return", "length"),
+    *(
+        "observation",
+        "next_observation",
+        "action",
+        "reward",
+        "terminated",
+        "truncated",
+        "return",
+        "length",
+    ),
     *("token", "loss_mask", "timestep", "return_to_go", "media", "other"),
 )
 TOKEN_DTYPES = ("uint8", "int8", "int16", "int32", "int64")
-_SCALAR_ROLES: dict[str, tuple[str, ...]] = {  # of a value per step, at most one each; dtypes: any if empty
+_SCALAR_ROLES: dict[
+    str, tuple[str, ...]
+] = {  # of a value per step, at most one each; dtypes: any if empty
     **dict.fromkeys(("reward", "terminated", "truncated"), ()),
     "token": TOKEN_DTYPES,
     "loss_mask": ("bool", "uint8"),
@@ -80,22 +94,34 @@ class Column:
     def __post_init__(self) -> None:
         for what in ("name", "dtype", "role", "rows"):
             if not isinstance(given := getattr(self, what), str):
-                raise SchemaError(f"column {self.name}: {what}", "must be a string", type(given).__name__)
+                raise SchemaError(
+                    f"column {self.name}: {what}", "must be a string", type(given).__name__
+                )
         try:
             if isinstance(self.shape, bytes):
                 raise TypeError
             object.__setattr__(self, "shape", tuple(operator.index(n) for n in self.shape))
         except TypeError:
             rule = "must be integers"
-            raise SchemaError(f"column {self.name}: shape", rule, type(self.shape).__name__) from None
+            raise SchemaError(
+                f"column {self.name}: shape", rule, type(self.shape).__name__
+            ) from None
         if not is_legal_name(self.name):
-            raise SchemaError("column name", "must consist of letters, digits, '_', '-' and '.'", self.name)
+            raise SchemaError(
+                "column name", "must consist of letters, digits, '_', '-' and '.'", self.name
+            )
         name, kinds, shape = f"column {self.name}", (*DTYPES, *OPAQUE), self.shape
-        _check(f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype)
+        _check(
+            f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype
+        )
         _check(f"{name}: role", self.role in ROLES, f"must be one of {', '.join(ROLES)}", self.role)
-        _check(f"{name}: rows", self.rows in ("T", "T+1", "1"), "must be 'T', 'T+1' or '1'", self.rows)
+        _check(
+            f"{name}: rows", self.rows in ("T", "T+1", "1"), "must be 'T', 'T+1' or '1'", self.rows
+        )
         must_be_there = self.role in ("reward", "terminated", "truncated", "media")
-        _check(name, not (self.late and must_be_there), f"must not be late with the role {self.role}")
+        _check(
+            name, not (self.late and must_be_there), f"must not be late with the role {self.role}"
+        )
         rule = f"must be left out unless the dtype is one of {', '.join(FLOATING)}"
         _check(f"{name}: allow_nan", self.is_floating or not self.allow_nan, rule, self.dtype)
         _check(f"{name}: shape", all(n >= 1 for n in shape), "must have positive sizes", shape)
@@ -108,7 +134,12 @@ class Column:
         fits = type(most) is int and 1 <= most <= MOST_OPAQUE_BYTES
         rule = f"must be an integer in [1, {MOST_OPAQUE_BYTES}] {of}"
         _check(f"{name}: max_bytes", fits, rule, most, remedy)
-        _check(f"{name}: rows", self.rows == "1", f"must be '1' {of}: one value per trajectory", self.rows)
+        _check(
+            f"{name}: rows",
+            self.rows == "1",
+            f"must be '1' {of}: one value per trajectory",
+            self.rows,
+        )
         _check(f"{name}: role", self.role == "other", f"must be 'other' {of}", self.role)
         stored, remedy = (LENGTH_BYTES + most,), "max_bytes gives the size of a row"
         _check(f"{name}: shape", shape in ((), stored), f"must be left out {of}", shape, remedy)
@@ -177,7 +208,9 @@ class Schema:
     def __init__(self, columns: Iterator[Column] | list[Column] | tuple[Column, ...]) -> None:
         is_list = isinstance(columns, Iterable) and not isinstance(columns, torch.Tensor)
         for one in (given := tuple(columns) if is_list else (columns,)):
-            _check("schema", isinstance(one, Column), "must be a list of Columns", type(one).__name__)
+            _check(
+                "schema", isinstance(one, Column), "must be a list of Columns", type(one).__name__
+            )
         self.columns: tuple[Column, ...] = given  # type: ignore[assignment]
         self._by_name = {column.name: column for column in self.columns}
         self.names = tuple(self._by_name)
@@ -193,20 +226,28 @@ class Schema:
         _check("schema", bool(names), "must have at least one column")
         _check("schema", len(self.names) == len(names), "must have unique column names", names)
         _check("schema", few_late, f"must have at most {MOST_LATE} late columns")
-        _check("schema", bool(self.step_columns), "must have at least one column with a row per step")
+        _check(
+            "schema", bool(self.step_columns), "must have at least one column with a row per step"
+        )
         for role, dtypes in _SCALAR_ROLES.items():
             found = [c for c in self.columns if c.role == role]
             if len(found) > 1:
-                raise SchemaError("schema", f"must have at most one {role} column", [c.name for c in found])
+                raise SchemaError(
+                    "schema", f"must have at most one {role} column", [c.name for c in found]
+                )
             for column in found:
                 rule = f"has role {role} and must be a scalar with rows 'T'"
                 if column.shape or column.rows != "T" or (dtypes and column.dtype not in dtypes):
-                    of_dtype = (f"{rule} of {', '.join(dtypes)}", column.dtype) if dtypes else (rule,)
+                    of_dtype = (
+                        (f"{rule} of {', '.join(dtypes)}", column.dtype) if dtypes else (rule,)
+                    )
                     raise SchemaError(f"column {column.name}", *of_dtype)
         to_go = self.role("return_to_go")
         if to_go is not None and not (to_go.late and self.role("reward") is not None):
             rule = "has role return_to_go: must be late, in a table with a reward column"
-            raise SchemaError(f"column {to_go.name}", rule, None, "it is written when the episode has ended")
+            raise SchemaError(
+                f"column {to_go.name}", rule, None, "it is written when the episode has ended"
+            )
 
     def late_bits(self, names: Iterable[str]) -> int:
         """Return the bits that mark the named late columns as written; other columns have no bit."""
@@ -255,7 +296,11 @@ class Schema:
         for entry in entries:
             if entry["max_bytes"]:
                 del entry["shape"]  # follows from it
-            for name in ("late", "allow_nan", "max_bytes"):  # later options: old fingerprints stay equal
+            for name in (
+                "late",
+                "allow_nan",
+                "max_bytes",
+            ):  # later options: old fingerprints stay equal
                 if not entry[name]:
                     del entry[name]
         return {"columns": entries}

@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 def wait_until(
-    condition: Callable[[], T], timeout_s: float, pause_s: float, check: Callable[[], None] | None = None
+    condition: Callable[[], T],
+    timeout_s: float,
+    pause_s: float,
+    check: Callable[[], None] | None = None,
 ) -> T:
     """Call a condition until it returns neither None nor False; return what it has returned last. It is
     called at least once, and once after the timeout; `check`, which raises where waiting is vain, before each

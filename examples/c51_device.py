@@ -28,13 +28,21 @@ from deepspeed_gear import DeviceReplay
 GAMMA, N_STEP, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 3, 0.02, 5e-4, (120, 84)
 ATOMS, LEAST, MOST = 51, 0.0, 100.0  # of the distribution of returns
 CAPACITY, LONGEST, BATCH = 10_000, 500, 128  # the longest episode
-EXPLORES_AT_LAST, EXPLORING_PART = 0.05, 0.2  # the probability of a random action, and when it is reached
+EXPLORES_AT_LAST, EXPLORING_PART = (
+    0.05,
+    0.2,
+)  # the probability of a random action, and when it is reached
 
 
 def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
     """Return the `gear` section: episodes that grow, steps by priority, n-step returns."""
     columns = {
-        "observation": {"dtype": "float32", "shape": list(envs.shape), "role": "observation", "rows": "T+1"},
+        "observation": {
+            "dtype": "float32",
+            "shape": list(envs.shape),
+            "role": "observation",
+            "rows": "T+1",
+        },
         "action": {"dtype": "int64", "role": "action"},
         "reward": {"dtype": "float32", "role": "reward"},
         "terminated": {"dtype": "bool", "role": "terminated"},
@@ -43,12 +51,19 @@ def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
     capacity = max(CAPACITY, 3 * LONGEST * envs.num)
     table |= {"capacity_steps": capacity, "num_envs": envs.num, "max_length": LONGEST}
     beta = {"linear": [0.4, 1.0, args.steps]}
-    fields = {"observation": {}, "action": {}, "bootstrap": {"column": "observation", "offset": "n_step"}}
+    fields = {
+        "observation": {},
+        "action": {},
+        "bootstrap": {"column": "observation", "offset": "n_step"},
+    }
     return {
         "seed": args.seed,
         "tables": {"main": table},
         "sampler": {"kind": "prioritized", "unit": "step", "alpha": 0.5, "beta": beta},
-        "n_step": {"n": N_STEP, "gamma": GAMMA},  # adds return_n, and discount: gamma^k, 0 at a terminal step
+        "n_step": {
+            "n": N_STEP,
+            "gamma": GAMMA,
+        },  # adds return_n, and discount: gamma^k, 0 at a terminal step
         "fields": fields,
         "batch_size": BATCH,
     }
@@ -78,7 +93,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     samples = torch.arange(BATCH, device=args.device)
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(network.parameters(), LEARNING_RATE, capturable=on_gpu)
-    turn_on_device, last_loss = torch.zeros((), device=args.device), torch.zeros((), device=args.device)
+    turn_on_device, last_loss = (
+        torch.zeros((), device=args.device),
+        torch.zeros((), device=args.device),
+    )
     exploring_turns = max(1.0, EXPLORING_PART * args.steps)
 
     @torch.no_grad()
@@ -98,7 +116,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         following = batch["bootstrap"]
         masses = targets(following)[samples, best(following)].softmax(1)
         moved = batch["return_n"].unsqueeze(1) + batch["discount"].unsqueeze(1) * atoms
-        at = (moved.clamp(LEAST, MOST) - LEAST) * (ATOMS - 1) / (MOST - LEAST)  # in numbers of atoms
+        at = (
+            (moved.clamp(LEAST, MOST) - LEAST) * (ATOMS - 1) / (MOST - LEAST)
+        )  # in numbers of atoms
         lower, upper_part = at.long(), at.frac()
         goals = torch.zeros_like(masses).scatter_add_(1, lower, masses * (1 - upper_part))
         return goals.scatter_add_(1, (lower + 1).clamp_max(ATOMS - 1), masses * upper_part)
@@ -119,7 +139,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         last_loss.copy_(loss.detach())
         replay.update_priorities_(batch, errors.detach() + EPSILON)
         with torch.no_grad():
-            torch._foreach_lerp_(list(targets.parameters()), list(network.parameters()), TARGET_STEP)
+            torch._foreach_lerp_(
+                list(targets.parameters()), list(network.parameters()), TARGET_STEP
+            )
 
     with DeviceReplay(section(envs, args), args.device) as replay:
         batch = replay.new_batch()

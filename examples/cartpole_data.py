@@ -34,11 +34,15 @@ def write(dest: str | Path) -> None:
         rewards = np.split(file["rews"], file["indices"])
         first = np.cumsum([0, *(len(a) + 1 for a in actions)])  # one observation more than actions
         observations = np.split(file["obs"], first[1:-1])
-    with DatasetWriter(dest, SCHEMA, overwrite=True, source={"format": "npz", "file": SOURCE.name}) as writer:
+    with DatasetWriter(
+        dest, SCHEMA, overwrite=True, source={"format": "npz", "file": SOURCE.name}
+    ) as writer:
         for observation, action, reward in zip(observations, actions, rewards, strict=True):
             position, _, angle, _ = observation[-1]
             failed = abs(position) > X_LIMIT or abs(angle) > ANGLE_LIMIT
-            assert failed == (len(action) < TIME_LIMIT), "an episode ends by failure or by its time limit"
+            assert failed == (len(action) < TIME_LIMIT), (
+                "an episode ends by failure or by its time limit"
+            )
             ends = np.arange(len(action)) == len(action) - 1
             writer.add(
                 {

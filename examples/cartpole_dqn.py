@@ -47,7 +47,9 @@ def arguments() -> argparse.Namespace:
         "--config", default="configs/cartpole_dqn.json", help="a ds_config with a gear section"
     )
     parser.add_argument("--data", help="folder of the data set (default: the config's)")
-    parser.add_argument("--alpha", type=float, help="exponent of the priorities (default: the config's)")
+    parser.add_argument(
+        "--alpha", type=float, help="exponent of the priorities (default: the config's)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights and of replay")
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's)")
     parser.add_argument("--evaluate-every", type=int, default=100, metavar="STEPS")
@@ -60,10 +62,14 @@ def arguments() -> argparse.Namespace:
 
 def q_network() -> nn.Module:
     """Return a network from an observation to the value of each of the two actions."""
-    return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+    return nn.Sequential(
+        nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
+    )
 
 
-def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def losses_of(
+    engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch
+) -> tuple[Tensor, Tensor]:
     """Return the loss and the TD error of each sample. [B] and [B].
 
     In a double DQN the trained network chooses the next action and the target network values it. The data
@@ -73,7 +79,9 @@ def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch
     with torch.no_grad():
         chosen = engine.module(batch["next_observation"]).argmax(1, keepdim=True)
         value = target(batch["next_observation"]).gather(1, chosen).squeeze(1)
-        expected = batch["return_n"] + batch["discount"] * value  # the discount is 0 after a failure
+        expected = (
+            batch["return_n"] + batch["discount"] * value
+        )  # the discount is 0 after a failure
     q = engine(batch["observation"])
     taken = q.gather(1, batch["action"][:, None]).squeeze(1)
     loss = F.huber_loss(taken, expected, reduction="none") + CONSERVATIVE * (q.logsumexp(1) - taken)
@@ -137,7 +145,9 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = q_network()
     target = copy.deepcopy(model)
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     target.to(engine.device)
     is_first, world = dist.get_rank() == 0, dist.get_world_size()
     concentration = Concentration(engine.gear, gear["sampler"]["alpha"])

@@ -21,13 +21,17 @@ def plot_curves(runs: dict[str, Curves], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 3.8), constrained_layout=True)
+    figure, (left, middle, right) = pyplot.subplots(
+        1, 3, figsize=(13, 3.8), constrained_layout=True
+    )
     for i, (name, curves) in enumerate(runs.items()):
         style = {"color": f"C{i}", "linewidth": 1.2 + 1.6 * (len(runs) - 1 - i), "label": name}
         left.plot(*zip(*curves["return"], strict=True), **style)
         middle.semilogy(*zip(*curves["loss"], strict=True), **style)
         right.plot(*zip(*curves["top_tenth"], strict=True), **style)
-        right.plot(*zip(*curves["effective"], strict=True), **{**style, "linestyle": "--", "label": None})
+        right.plot(
+            *zip(*curves["effective"], strict=True), **{**style, "linestyle": "--", "label": None}
+        )
     left.set(xlabel="step", ylabel="return", title="mean return of 20 episodes")
     middle.set(xlabel="step", ylabel="loss", title="loss")
     right.set(xlabel="step", ylim=(0, 1.05), title="concentration of the probabilities")

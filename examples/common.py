@@ -21,7 +21,9 @@ from torch import Tensor
 from deepspeed_gear import Batch
 
 OBSERVATION, ACTION = 11, 3  # elements, in Hopper
-Errors = Callable[[Batch], tuple[Tensor, Tensor]]  # squared error of each step [B, T], which are real [B, T]
+Errors = Callable[
+    [Batch], tuple[Tensor, Tensor]
+]  # squared error of each step [B, T], which are real [B, T]
 
 
 def arguments(description: str, config: str) -> argparse.Namespace:

@@ -48,7 +48,9 @@ def config_of(steps: int, seed: int) -> dict[str, Any]:
     }
 
 
-def play(env: gymnasium.Env, q: nn.Module, epsilon: float, random: np.random.Generator) -> dict[str, Any]:
+def play(
+    env: gymnasium.Env, q: nn.Module, epsilon: float, random: np.random.Generator
+) -> dict[str, Any]:
     """Return an episode as columns."""
     observations, actions, rewards = [env.reset(seed=int(random.integers(2**31)))[0]], [], []
     ended = truncated = False
@@ -94,7 +96,9 @@ def train(steps: int, seed: int) -> tuple[dict[str, Any], nn.Module, Batch]:
             batch = replay.sample()  # this worker's part of the global batch
             td = td_errors(q, online, target, batch)
             optimizer.zero_grad()
-            (batch.is_weight * F.huber_loss(td, torch.zeros_like(td), reduction="none")).mean().backward()
+            (
+                batch.is_weight * F.huber_loss(td, torch.zeros_like(td), reduction="none")
+            ).mean().backward()
             optimizer.step()
             replay.update_priorities(batch, td.abs() + 1e-3)
             with torch.no_grad():
@@ -108,7 +112,9 @@ def train(steps: int, seed: int) -> tuple[dict[str, Any], nn.Module, Batch]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -34,7 +34,9 @@ def attention_mask(real: Tensor) -> Tensor:
     """Return which steps [.., T, T] each step may attend to: real ones up to itself. [B, 1, T, T], bool."""
     steps = real.shape[1]
     causal = torch.ones(steps, steps, dtype=torch.bool, device=real.device).tril()
-    itself = torch.eye(steps, dtype=torch.bool, device=real.device)  # a row without a key would be NaN
+    itself = torch.eye(
+        steps, dtype=torch.bool, device=real.device
+    )  # a row without a key would be NaN
     return ((causal & real[:, None]) | itself)[:, None]
 
 
@@ -52,7 +54,10 @@ class Embedding(nn.Module):
     ) -> None:
         super().__init__()
         self.has_goal, self.sees_return = has_goal, sees_return
-        self.observation, self.action = nn.Linear(observation_size, width), nn.Linear(action_size, width)
+        self.observation, self.action = (
+            nn.Linear(observation_size, width),
+            nn.Linear(action_size, width),
+        )
         if has_goal:
             self.goal = nn.Embedding(NUM_BINS, width)
         else:
@@ -71,7 +76,9 @@ class Embedding(nn.Module):
             # A little above the edge: 3.6 belongs to the bin that begins there, also in float32.
             bins = (BINS_PER_UNIT * batch["goal"] + 1e-4).long().clamp(0, NUM_BINS - 1)
             return x, self.goal(bins if self.sees_return else torch.zeros_like(bins))
-        returns = batch["return_to_go"] if self.sees_return else torch.zeros_like(batch["return_to_go"])
+        returns = (
+            batch["return_to_go"] if self.sees_return else torch.zeros_like(batch["return_to_go"])
+        )
         x = x + self.return_to_go(returns[..., None])
         return x + self.time(TIME_SCALE * batch["timestep"][..., None].float()), None
 

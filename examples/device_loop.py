@@ -48,7 +48,10 @@ class Environments:
         make = [lambda: gymnasium.make(name)] * num
         self.name, self.num, self.device = name, num, device
         self._envs = SyncVectorEnv(make, autoreset_mode=AutoresetMode.SAME_STEP)
-        actions, self.shape = self._envs.single_action_space, self._envs.single_observation_space.shape
+        actions, self.shape = (
+            self._envs.single_action_space,
+            self._envs.single_observation_space.shape,
+        )
         self.num_actions = int(getattr(actions, "n", 0))
         self.largest = 0.0 if self.num_actions else float(actions.high.max())
         kind = torch.int64 if self.num_actions else torch.float32
@@ -58,11 +61,16 @@ class Environments:
         shapes |= {"terminated": ((), flag), "truncated": ((), flag)}
         shapes |= {"following": (self.shape, number), "seen": (self.shape, number)}
         pin = device.type == "cuda"
-        self._host = {n: torch.zeros(num, *shape, pin_memory=pin, **of) for n, (shape, of) in shapes.items()}
+        self._host = {
+            n: torch.zeros(num, *shape, pin_memory=pin, **of) for n, (shape, of) in shapes.items()
+        }
         self._there = {n: values.to(device, copy=True) for n, values in self._host.items()}
         self.seen, self.following = self._there["seen"], self._there["following"]
         columns = ("observation", "reward", "terminated", "truncated")
-        self.row = {"action": torch.zeros_like(self.action), **{name: self._there[name] for name in columns}}
+        self.row = {
+            "action": torch.zeros_like(self.action),
+            **{name: self._there[name] for name in columns},
+        }
         self.returns, self._totals = list[float](), np.zeros(num)
         self._observation, _ = self._envs.reset(seed=seed)
         self._write(seen=self._observation)
@@ -94,7 +102,10 @@ class Environments:
         self._write(reward=reward, **ends, **rows)
 
     def _write(self, **values: np.ndarray) -> None:
-        for name, value in values.items():  # pinned memory: `fetch` has waited for the previous copies
+        for (
+            name,
+            value,
+        ) in values.items():  # pinned memory: `fetch` has waited for the previous copies
             self._host[name].copy_(torch.from_numpy(value))
             self._there[name].copy_(self._host[name], non_blocking=True)
 
@@ -112,11 +123,18 @@ class Environments:
         return round(float(total.mean()), 1)
 
 
-def transitions(envs: Environments, capacity: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:
+def transitions(
+    envs: Environments, capacity: int, batch: int, args: argparse.Namespace
+) -> dict[str, Any]:
     """Return the `gear` section of a ring of transitions in the memory of the device."""
     shape, kind = list(envs.action.shape[1:]), str(envs.action.dtype).removeprefix("torch.")
     columns = {
-        "observation": {"dtype": "float32", "shape": list(envs.shape), "role": "observation", "rows": "T+1"},
+        "observation": {
+            "dtype": "float32",
+            "shape": list(envs.shape),
+            "role": "observation",
+            "rows": "T+1",
+        },
         "action": {"dtype": kind, "shape": shape, "role": "action"},
         "reward": {"dtype": "float32", "role": "reward"},
         "terminated": {"dtype": "bool", "role": "terminated"},
@@ -125,7 +143,10 @@ def transitions(envs: Environments, capacity: int, batch: int, args: argparse.Na
     table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns}}
     table |= {"capacity_steps": capacity, "max_length": 1, "capacity_trajectories": capacity}
     following = {"column": "observation", "offset": 1}
-    fields = {"next_observation": following, **{name: {} for name in columns if name != "truncated"}}
+    fields = {
+        "next_observation": following,
+        **{name: {} for name in columns if name != "truncated"},
+    }
     options = {"sampler": SAMPLERS[args.buffer], "fields": fields, "batch_size": batch}
     return {"seed": args.seed, "tables": {"main": table}, **options}
 
@@ -213,14 +234,18 @@ def act_and_learn(
             act_()
         envs.fetch()  # the only wait of the host in a turn
         if turn > args.random_steps:
-            learns_[turn % len(learns_)]()  # the device learns while the host steps the environments
+            learns_[
+                turn % len(learns_)
+            ]()  # the device learns while the host steps the environments
         elif turn > 0:
             add()
         envs.step()
     return clock
 
 
-def result(args: argparse.Namespace, envs: Environments, clock: Clock, **numbers: float) -> dict[str, Any]:
+def result(
+    args: argparse.Namespace, envs: Environments, clock: Clock, **numbers: float
+) -> dict[str, Any]:
     """Return what a program prints: its numbers, the last episodes, turns per second, and its options.
 
     Raises:
@@ -228,7 +253,9 @@ def result(args: argparse.Namespace, envs: Environments, clock: Clock, **numbers
     """
     for name, value in numbers.items():
         if not math.isfinite(value):
-            raise FloatingPointError(f"{name} must be finite, got {value}: the training has diverged")
+            raise FloatingPointError(
+                f"{name} must be finite, got {value}: the training has diverged"
+            )
     device = "cpu" if envs.device.type == "cpu" else torch.cuda.get_device_name(envs.device)
     last = round(float(np.mean(envs.returns[-10:])), 1) if envs.returns else None
     options = {name: value for name, value in vars(args).items() if name not in ("device", "all")}
@@ -240,17 +267,25 @@ def arguments(description: str | None, steps: int, envs: int = 1) -> argparse.Ar
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=description, formatter_class=form)
     here = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=here, help="of table and networks (default here: %(default)s)")
+    parser.add_argument(
+        "--device", default=here, help="of table and networks (default here: %(default)s)"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile acting and learning")
     parser.add_argument("--cudagraphs", action="store_true", help="capture both in CUDA graphs")
-    parser.add_argument("--all", action="store_true", help="all combinations of the two, and a table")
-    parser.add_argument("--steps", type=int, default=steps, help="of each environment (%(default)s)")
+    parser.add_argument(
+        "--all", action="store_true", help="all combinations of the two, and a table"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=steps, help="of each environment (%(default)s)"
+    )
     parser.add_argument("--envs", type=int, default=envs, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     return parser
 
 
-def run(parser: argparse.ArgumentParser, train: Callable[[argparse.Namespace], dict[str, Any]]) -> None:
+def run(
+    parser: argparse.ArgumentParser, train: Callable[[argparse.Namespace], dict[str, Any]]
+) -> None:
     """Read the command line, train, and print the result as JSON; with --all for all combinations."""
     args = parser.parse_args()
     device = args.device = torch.device(args.device)

@@ -35,7 +35,9 @@ def q_network(inputs: int, actions: int) -> nn.Module:
     )
 
 
-def act(q: nn.Module, observation: np.ndarray, step: int, random: np.random.Generator) -> np.ndarray:
+def act(
+    q: nn.Module, observation: np.ndarray, step: int, random: np.random.Generator
+) -> np.ndarray:
     """Return an action of each environment, greedy but for a part that shrinks with the steps."""
     greedy = q(torch.from_numpy(observation)).argmax(1).numpy()
     epsilon = max(LEAST_EPSILON, 1 - step / EPSILON_STEPS)
@@ -52,7 +54,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     q = q_network(space.shape[0], int(actions.n))
     target = copy.deepcopy(q)
     optimizer = torch.optim.Adam(q.parameters(), LEARNING_RATE)
-    buffer = TransitionBuffer(CAPACITY, space, actions, n_envs=envs, batch_size=BATCH, seed=args.seed)
+    buffer = TransitionBuffer(
+        CAPACITY, space, actions, n_envs=envs, batch_size=BATCH, seed=args.seed
+    )
     returns, total, loss = [], np.zeros(args.envs), torch.tensor(torch.nan)
     observation, _ = envs.reset(seed=args.seed)
     for step in range(1, args.steps + 1):

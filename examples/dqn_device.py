@@ -19,14 +19,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from device_loop import EPSILON, SAMPLERS, Environments, act_and_learn, arguments, result, run, transitions
+from device_loop import (
+    EPSILON,
+    SAMPLERS,
+    Environments,
+    act_and_learn,
+    arguments,
+    result,
+    run,
+    transitions,
+)
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
 GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.02, 1e-3, (120, 84)
 CAPACITY, BATCH = 10_000, 128
-EXPLORES_AT_LAST, EXPLORING_PART = 0.05, 0.2  # the probability of a random action, and when it is reached
+EXPLORES_AT_LAST, EXPLORING_PART = (
+    0.05,
+    0.2,
+)  # the probability of a random action, and when it is reached
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
@@ -43,7 +55,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     targets = copy.deepcopy(values)
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(values.parameters(), LEARNING_RATE, capturable=on_gpu)
-    turn_on_device, last_loss = torch.zeros((), device=args.device), torch.zeros((), device=args.device)
+    turn_on_device, last_loss = (
+        torch.zeros((), device=args.device),
+        torch.zeros((), device=args.device),
+    )
     exploring_turns = max(1.0, EXPLORING_PART * args.steps)
 
     @torch.no_grad()

@@ -52,7 +52,9 @@ def main() -> None:
     model = DecisionTransformer(OBSERVATION, ACTION, context_of(config))
     for block in model.blocks:
         block.mlp = Experts(block.mlp)
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
 
     def errors(batch: Batch) -> tuple[Tensor, Tensor]:
         real = batch.mask["action"]
@@ -65,7 +67,13 @@ def main() -> None:
             engine.step()
 
     replicas = engine.gear.num_replicas
-    report(lambda: held_out_loss(engine, errors), train, steps=steps, replicas=replicas, experts=EXPERTS)
+    report(
+        lambda: held_out_loss(engine, errors),
+        train,
+        steps=steps,
+        replicas=replicas,
+        experts=EXPERTS,
+    )
     engine.destroy()
     dist.destroy_process_group()
 

@@ -53,13 +53,21 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/grpo.json", help="a ds_config with a gear section")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts, samples and replay")
+    parser.add_argument(
+        "--config", default="configs/grpo.json", help="a ds_config with a gear section"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, prompts, samples and replay"
+    )
     parser.add_argument("--iterations", type=int, default=500, help="rollout batches at most")
     parser.add_argument("--evaluate-every", type=int, default=10, metavar="ITERATIONS")
-    parser.add_argument("--warm-accuracy", type=float, default=0.3, help="where the warm start ends")
+    parser.add_argument(
+        "--warm-accuracy", type=float, default=0.3, help="where the warm start ends"
+    )
     parser.add_argument("--goal", type=float, default=GOAL, help="accuracy that ends it")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds added to a batch of responses")
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="seconds added to a batch of responses"
+    )
     parser.add_argument("--out", type=Path, help="folder of the curve and the result")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
     return parser.parse_args()
@@ -90,7 +98,9 @@ def warm_start(model: nn.Module, problems: Problems, seed: int, wanted: float) -
     raise RuntimeError("the warm start has not reached its accuracy")
 
 
-def generate(engine: Any, problems: Problems, rounds: Iterator[int], seed: int, latency_s: float) -> float:
+def generate(
+    engine: Any, problems: Problems, rounds: Iterator[int], seed: int, latency_s: float
+) -> float:
     """Add responses until a rollout batch is there; return the mean reward of the last round."""
     while True:
         reward = add_rollouts(engine, problems, next(rounds), seed, latency_s)
@@ -99,7 +109,9 @@ def generate(engine: Any, problems: Problems, rounds: Iterator[int], seed: int, 
             return reward
 
 
-def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int, latency_s: float) -> float:
+def add_rollouts(
+    engine: Any, problems: Problems, round_number: int, seed: int, latency_s: float
+) -> float:
     """Sample responses to this rank's prompts and add them to the table; return their mean reward."""
     replay, rank, world = engine.gear, dist.get_rank(), dist.get_world_size()
     first = round_number * PROMPTS
@@ -110,8 +122,12 @@ def add_rollouts(engine: Any, problems: Problems, round_number: int, seed: int, 
     responses, logp = sample(engine.module, prompts, words)
     time.sleep(latency_s)
     rewards = problems.rewards(prompts, responses)
-    for number, prompt, response, own, reward in zip(numbers, prompts, responses, logp, rewards, strict=True):
-        length = int((response == EOS).nonzero()[0]) + 1 if (response == EOS).any() else len(response)
+    for number, prompt, response, own, reward in zip(
+        numbers, prompts, responses, logp, rewards, strict=True
+    ):
+        length = (
+            int((response == EOS).nonzero()[0]) + 1 if (response == EOS).any() else len(response)
+        )
         tokens = torch.cat([prompt, response[:length]])
         replay.add(
             {
@@ -155,7 +171,9 @@ def train(engine: Any, **more: Callable[[MicroBatch], Tensor]) -> dict[str, floa
         sums = defaultdict(list)
         for micro in step:
             loss, clipped = policy_loss(log_probabilities(engine, micro), micro)
-            values = {"loss": loss, "clipped": clipped} | {name: of(micro) for name, of in more.items()}
+            values = {"loss": loss, "clipped": clipped} | {
+                name: of(micro) for name, of in more.items()
+            }
             for name, value in values.items():
                 sums[name].append(micro.sum(value))
             engine.backward(sums["loss"][-1])
@@ -211,11 +229,17 @@ def main() -> None:
         speed.add(means["tokens"])
         if iteration % args.evaluate_every == 0 or iteration == args.iterations:
             curve.append(
-                (iteration, time.perf_counter() - begin, accuracy(engine.module, problems, TEST_SEED))
+                (
+                    iteration,
+                    time.perf_counter() - begin,
+                    accuracy(engine.module, problems, TEST_SEED),
+                )
             )
             if is_first:
                 text = f"iteration {iteration}: accuracy {curve[-1][2]:.3f}, reward {reward:.3f}"
-                print(f"{text}, clipped {means['clipped']:.3f}, {curve[-1][1]:.0f} s", file=sys.stderr)
+                print(
+                    f"{text}, clipped {means['clipped']:.3f}, {curve[-1][1]:.0f} s", file=sys.stderr
+                )
             if curve[-1][2] >= args.goal:
                 break
     greedy = accuracy(engine.module, problems, TEST_SEED, greedy=True)

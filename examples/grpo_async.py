@@ -62,20 +62,34 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/grpo_async.json", help="a ds_config with a gear section")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, prompts, samples and replay")
+    parser.add_argument(
+        "--config", default="configs/grpo_async.json", help="a ds_config with a gear section"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights, prompts, samples and replay"
+    )
     parser.add_argument("--iterations", type=int, default=500, help="rollout batches at most")
     parser.add_argument("--seconds", type=float, default=math.inf, help="of training at most")
     parser.add_argument("--evaluate-every", type=int, default=10, metavar="ITERATIONS")
-    parser.add_argument("--warm-accuracy", type=float, default=0.3, help="where the warm start ends")
-    parser.add_argument("--goal", type=float, default=GOAL, help="accuracy of the validation that ends it")
+    parser.add_argument(
+        "--warm-accuracy", type=float, default=0.3, help="where the warm start ends"
+    )
+    parser.add_argument(
+        "--goal", type=float, default=GOAL, help="accuracy of the validation that ends it"
+    )
     parser.add_argument("--workers", type=int, default=2, help="rollout workers that it starts")
     parser.add_argument("--max-lag", type=int, help="rollout batches (default: the config's)")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds added to a batch of responses")
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="seconds added to a batch of responses"
+    )
     parser.add_argument("--save-every", type=int, default=20, metavar="ITERATIONS")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint of --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the latest checkpoint of --out"
+    )
     parser.add_argument("--compare", action="store_true", help="run examples/grpo.py as well")
-    parser.add_argument("--out", type=Path, default=Path("runs/grpo_async"), help="folder of all files")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/grpo_async"), help="folder of all files"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
     return parser.parse_args()
 
@@ -83,7 +97,9 @@ def arguments() -> argparse.Namespace:
 class Workers:
     """The rollout workers that this process has started; one that is killed is started again."""
 
-    def __init__(self, count: int, config: Path, board: PolicyBoard, latency_s: float, seed: int) -> None:
+    def __init__(
+        self, count: int, config: Path, board: PolicyBoard, latency_s: float, seed: int
+    ) -> None:
         self._command = [
             sys.executable,
             str(PROGRAM.with_name("rollout_worker.py")),
@@ -117,7 +133,10 @@ class Workers:
                 self._processes[index] = self._start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for process in self._processes:
             process.terminate()
@@ -205,10 +224,14 @@ def main() -> None:
     speed, lags, waited_s, workers, iteration = Speed(), list[float](), 0.0, None, books["version"]
     with ExitStack() as stack:
         if replay.is_node_leader:
-            board = stack.enter_context(PolicyBoard.create(engine.module, replay.config.shared_memory.prefix))
+            board = stack.enter_context(
+                PolicyBoard.create(engine.module, replay.config.shared_memory.prefix)
+            )
             if books["version"]:
                 board.publish(engine.module, books["version"] + 1)
-            workers = stack.enter_context(Workers(args.workers, path, board, args.latency, args.seed))
+            workers = stack.enter_context(
+                Workers(args.workers, path, board, args.latency, args.seed)
+            )
         for iteration in range(books["version"] + 1, args.iterations + 1):
             waited_s += wait_for_rollouts(replay, workers)
             means = train(engine, lag=partial(lag_of, iteration))
@@ -217,11 +240,12 @@ def main() -> None:
             speed.add(means["tokens"])
             lags.append(means["lag"])
             if iteration % args.evaluate_every == 0:
-                curve.append((iteration, time.perf_counter() - begin, validate(engine.module, problems)))
+                curve.append(
+                    (iteration, time.perf_counter() - begin, validate(engine.module, problems))
+                )
                 if is_first:
-                    text = (
-                        f"iteration {iteration}: accuracy {curve[-1][2]:.3f}, clipped {means['clipped']:.3f}"
-                    )
+                    text = f"iteration {iteration}: accuracy {curve[-1][2]:.3f}, "
+                    text += f"clipped {means['clipped']:.3f}"
                     print(f"{text}, lag {means['lag']:.2f}, {curve[-1][1]:.0f} s", file=sys.stderr)
                 if curve[-1][2] >= args.goal:
                     break
@@ -244,7 +268,9 @@ def main() -> None:
             **speed.report(),
             "mean_lag": round(float(np.mean(lags or [0.0])), 2),
             "largest_lag": books["largest_lag"],
-            "prompts": {name: books[name] for name in ("issued", "trained", "dropped", "leases_returned")},
+            "prompts": {
+                name: books[name] for name in ("issued", "trained", "dropped", "leases_returned")
+            },
             "workers_killed": workers.num_killed,
             "seed": args.seed,
             "ranks": dist.get_world_size(),
@@ -259,7 +285,12 @@ def compare(args: argparse.Namespace) -> int:
     """Run the synchronous program, and this one for the same time of training; print both results."""
     common = {"--seed": args.seed, "--latency": args.latency, "--warm-accuracy": args.warm_accuracy}
     common |= {"--goal": math.inf, "--evaluate-every": NEVER}
-    own = {"--config": args.config, "--out": args.out, "--workers": args.workers, "--save-every": NEVER}
+    own = {
+        "--config": args.config,
+        "--out": args.out,
+        "--workers": args.workers,
+        "--save-every": NEVER,
+    }
     own |= {} if args.max_lag is None else {"--max-lag": args.max_lag}
     status, line = run(
         str(PROGRAM.with_name("grpo.py")), RANKS, *words(common | {"--iterations": args.iterations})
@@ -274,7 +305,10 @@ def compare(args: argparse.Namespace) -> int:
     asynchronous = json.loads(line)
     ratio = asynchronous["tokens_per_s"] / synchronous["tokens_per_s"]
     both = {"synchronous": synchronous, "asynchronous": asynchronous}
-    print(json.dumps({"tokens_per_s_ratio": round(ratio, 2), "latency_s": args.latency, **both}), flush=True)
+    print(
+        json.dumps({"tokens_per_s_ratio": round(ratio, 2), "latency_s": args.latency, **both}),
+        flush=True,
+    )
     return 0
 
 

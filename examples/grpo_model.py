@@ -38,7 +38,10 @@ class Problems:
     def all(self) -> Tensor:
         """Return every prompt. [10,000, 6], int64."""
         a, b, c, d = (
-            torch.arange(10_000).div(torch.tensor([[1000], [100], [10], [1]]), rounding_mode="floor") % 10
+            torch.arange(10_000).div(
+                torch.tensor([[1000], [100], [10], [1]]), rounding_mode="floor"
+            )
+            % 10
         )
         plus, equals = torch.full_like(a, PLUS), torch.full_like(a, EQUALS)
         return torch.stack([a, b, plus, c, d, equals], dim=1)
@@ -51,9 +54,17 @@ class Problems:
 def policy() -> GPT2LMHeadModel:
     """Return a GPT-2 of 104,000 weights, which begin larger than those of a deep one: it learns sooner."""
     drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    sizes = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "n_positions": 32,
+        "n_embd": WIDTH,
+        "n_layer": LAYERS,
+        "n_head": HEADS,
+    }
     first = {"initializer_range": 0.07, "tie_word_embeddings": False}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **drop, **first, bos_token_id=None, eos_token_id=EOS))
+    model = GPT2LMHeadModel(
+        GPT2Config(**sizes, **drop, **first, bos_token_id=None, eos_token_id=EOS)
+    )
     for embedding in (model.transformer.wte, model.transformer.wpe):
         nn.init.normal_(embedding.weight)
     return model
@@ -67,7 +78,9 @@ def reward(prompt: Mapping[str, Any], response: Sequence[int]) -> float:
 
 
 @torch.no_grad()
-def sample(model: nn.Module, prompts: Tensor, words: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def sample(
+    model: nn.Module, prompts: Tensor, words: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
     """Sample responses; without a generator, take the most likely tokens.
 
     Returns:

@@ -21,8 +21,12 @@ from deepspeed_gear import Batch
 
 def main() -> None:
     options = parser(__doc__, "hopper")
-    options.add_argument("--target", type=float, nargs="+", default=[3600.0], help="returns to ask for")
-    options.add_argument("--behaviour-cloning", action="store_true", help="hide the return from the model")
+    options.add_argument(
+        "--target", type=float, nargs="+", default=[3600.0], help="returns to ask for"
+    )
+    options.add_argument(
+        "--behaviour-cloning", action="store_true", help="hide the return from the model"
+    )
     args = options.parse_args()
     config, steps = config_of(args)
     context = context_of(config)
@@ -42,7 +46,9 @@ def main() -> None:
         return masked_mean(squared_error(run.engine(batch, real), batch["action"]), real)
 
     run.train(loss_of, partial(play, target=args.target[0]))
-    others = {f"{target:.0f}": run.evaluate(partial(play, target=target))[0] for target in args.target[1:]}
+    others = {
+        f"{target:.0f}": run.evaluate(partial(play, target=target))[0] for target in args.target[1:]
+    }
     returns = {f"{args.target[0]:.0f}": run.record.returns[-1][1], **others}
     run.finish("squared error of actions", returns=returns)
 

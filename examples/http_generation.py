@@ -40,7 +40,9 @@ class Server:
     """What a server calls the steps of an update of its weights: each a path and the body of a POST."""
 
     pause: tuple[str, dict[str, Any]]
-    load: Callable[[str], list[tuple[str, dict[str, Any]]]]  # of a folder; and forget cached prefixes
+    load: Callable[
+        [str], list[tuple[str, dict[str, Any]]]
+    ]  # of a folder; and forget cached prefixes
     resume: tuple[str, dict[str, Any]]
 
 
@@ -90,7 +92,11 @@ class HttpGeneration:
         self._url, self._server, self._timeout_s = url, server, timeout_s
         self._model, self._board, self._folder = model, board, folder.resolve()
         self._places, self._eos = places, model.config.eos_token_id
-        self._fixed = {"model": name or str(folder), "max_tokens": max_tokens, "temperature": temperature}
+        self._fixed = {
+            "model": name or str(folder),
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
         self._fixed |= {"logprobs": 1, "return_token_ids": True}
         self._requests: dict[Future[Any], tuple[int, int, int]] = {}  # key, responses, version
         self._pool = ThreadPoolExecutor(places)

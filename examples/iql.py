@@ -72,7 +72,12 @@ class IQL(nn.Module):
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
 
     def forward(
-        self, observation: Tensor, action: Tensor, following: Tensor, reward: Tensor, discount: Tensor
+        self,
+        observation: Tensor,
+        action: Tensor,
+        following: Tensor,
+        reward: Tensor,
+        discount: Tensor,
     ) -> Tensor:
         """Return the sum of the losses of value function, critics and actor.
 
@@ -92,7 +97,9 @@ class IQL(nn.Module):
         advantage = least - self.value(observation)[:, 0]
         below = (advantage.detach() < 0).float()
         value_loss = ((EXPECTILE - below).abs() * advantage.square()).mean()
-        critic_loss = torch.stack([F.mse_loss(critic(inputs)[:, 0], goal) for critic in self.critics]).sum()
+        critic_loss = torch.stack(
+            [F.mse_loss(critic(inputs)[:, 0], goal) for critic in self.critics]
+        ).sum()
         weight = (self.beta * advantage.detach()).exp().clamp(max=MAX_WEIGHT)
         log_std = self.log_std.clamp(LEAST_LOG_STD, MOST_LOG_STD)
         normal = torch.distributions.Normal(self.act(observation), log_std.exp())
@@ -114,7 +121,9 @@ def episodes_of(model: IQL, seeds: list[int], normalizer: Normalizer) -> list[tu
 
 def main() -> None:
     options = parser(__doc__, "iql")
-    options.add_argument("--beta", type=float, default=3.0, help="inverse temperature of the actor's weights")
+    options.add_argument(
+        "--beta", type=float, default=3.0, help="inverse temperature of the actor's weights"
+    )
     options.add_argument("--uniform", action="store_true", help="draw all steps alike")
     args = options.parse_args()
     config, steps = config_of(args)

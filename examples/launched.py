@@ -41,13 +41,18 @@ def run(program: str, ranks: int, *arguments: str) -> tuple[int, str]:
     options = {"env": environment, "stdout": pipe, "text": True, "start_new_session": True}
     with subprocess.Popen([str(word) for word in command], **options) as process:
         assert process.stdout is not None
-        for number in (signal.SIGINT, signal.SIGTERM):  # the launcher itself would not end its ranks
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # the launcher itself would not end its ranks
             signal.signal(number, lambda *_: os.killpg(process.pid, signal.SIGTERM))
         for line in process.stdout:
             if RESULT.match(line):
                 result = line  # the launcher writes after it
             else:
                 sys.stderr.write(line)
-    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):  # of DeepSpeed's own
+    for left in Path("/dev/shm").glob(
+        f"deepspeed_allreduce_buffer_*_{port}_*"
+    ):  # of DeepSpeed's own
         left.unlink(missing_ok=True)
     return process.returncode, result

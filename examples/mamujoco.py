@@ -35,11 +35,15 @@ def divide(source: str, dest: str) -> Dataset:
     """Write a data set of Hopper with observations [T+1, 3, 9] and actions [T, 3, 1]."""
     data = Dataset.open(source)
     shapes = {"observation": (AGENTS, SIZE), "action": (AGENTS, 1)}
-    schema = Schema(replace(column, shape=shapes.get(column.name, column.shape)) for column in data.schema)
+    schema = Schema(
+        replace(column, shape=shapes.get(column.name, column.shape)) for column in data.schema
+    )
     with DatasetWriter(dest, schema, split=data.split) as writer:
         for trajectory in map(data.trajectory, range(len(data))):
             local = local_observations(trajectory["observation"])
-            writer.add({**trajectory, "observation": local, "action": trajectory["action"][..., None]})
+            writer.add(
+                {**trajectory, "observation": local, "action": trajectory["action"][..., None]}
+            )
     return Dataset.open(dest)
 
 

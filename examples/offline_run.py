@@ -50,7 +50,9 @@ def parser(description: str | None, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="optimizer steps (default: the schedule's)")
     parser.add_argument("--evaluate-every", type=int, default=1000, metavar="STEPS")
     parser.add_argument("--out", type=Path, default=out, help="folder of curves and results")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest save in --out")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue from the newest save in --out"
+    )
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
     return parser
 
@@ -113,7 +115,9 @@ class OfflineRun:
 
         Episodes run on the host, alike on any machine.
         """
-        seeds = list(range(FIRST_SEED, FIRST_SEED + EPISODES))[dist.get_rank() :: dist.get_world_size()]
+        seeds = list(range(FIRST_SEED, FIRST_SEED + EPISODES))[
+            dist.get_rank() :: dist.get_world_size()
+        ]
         mine = play(copy.deepcopy(self.average).cpu(), seeds) if seeds else []
         sums = [sum(values) for values in zip((0.0, 0), *mine, strict=True)]
         total = torch.tensor(sums, dtype=torch.float64, device=self.engine.device)

@@ -38,14 +38,19 @@ TARGET_STEP = 0.01  # how far the target network moves towards the trained one i
 PUBLISH_EVERY = 10  # steps
 EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
 GOAL = 475.0  # mean return; two evaluations in a row that reach it are enough
-SEED, TEST_SEED = 1000, 2000  # of evaluations; of the last one, whose episodes did not end the training
+SEED, TEST_SEED = (
+    1000,
+    2000,
+)  # of evaluations; of the last one, whose episodes did not end the training
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/online.json", help="a ds_config with a gear section")
+    parser.add_argument(
+        "--config", default="configs/online.json", help="a ds_config with a gear section"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, replay and environments")
     parser.add_argument("--steps", type=int, default=20_000, help="optimizer steps at most")
     parser.add_argument("--evaluate-every", type=int, default=250, metavar="STEPS")
@@ -54,7 +59,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+def losses_of(
+    engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch
+) -> tuple[Tensor, Tensor]:
     """Return the loss and the TD error of each sample. [B] and [B].
 
     In a double DQN the trained network chooses the next action and the target network values it.
@@ -62,7 +69,9 @@ def losses_of(engine: deepspeed.DeepSpeedEngine, target: nn.Module, batch: Batch
     with torch.no_grad():
         chosen = engine.module(batch["next_observation"]).argmax(1, keepdim=True)
         value = target(batch["next_observation"]).gather(1, chosen).squeeze(1)
-        expected = batch["return_n"] + batch["discount"] * value  # the discount is 0 after a failure
+        expected = (
+            batch["return_n"] + batch["discount"] * value
+        )  # the discount is 0 after a failure
     taken = engine(batch["observation"]).gather(1, batch["action"][:, None]).squeeze(1)
     return F.huber_loss(taken, expected, reduction="none"), (taken - expected).detach()
 
@@ -98,9 +107,13 @@ def main() -> None:
                 seed=args.seed + 1000 * replay.node,
             )
             actors = stack.enter_context(started)
-        bar = stack.enter_context(tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=5.0))
+        bar = stack.enter_context(
+            tqdm(total=args.steps, disable=not is_first, unit="step", mininterval=5.0)
+        )
         for step in range(1, args.steps + 1):
-            batch = engine.gear_sample()  # waits for the actors while the rate limiter blocks samples
+            batch = (
+                engine.gear_sample()
+            )  # waits for the actors while the rate limiter blocks samples
             losses, td = losses_of(engine, target, batch)
             engine.backward((batch.is_weight * losses).mean())
             engine.step()
@@ -110,7 +123,9 @@ def main() -> None:
                 board.publish(engine.module)
                 actors.check()
             if step % args.evaluate_every == 0:
-                curve.append((time.perf_counter() - begin, mean_return(target, SEED, engine.device)))
+                curve.append(
+                    (time.perf_counter() - begin, mean_return(target, SEED, engine.device))
+                )
                 bar.set_postfix({"return": f"{curve[-1][1]:.0f}", "steps": replay.num_steps})
                 if min(mean for _, mean in curve[-2:]) >= GOAL:
                     break

@@ -15,7 +15,9 @@ LARGEST, SPREAD = 0.4, 7.0  # epsilons from 0.4 to 0.4 ** 8
 
 def q_network() -> nn.Module:
     """Return a network from an observation of CartPole to the value of each of the two actions."""
-    return nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2))
+    return nn.Sequential(
+        nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
+    )
 
 
 def epsilon_greedy(actor: Actor) -> Callable[[np.ndarray], np.ndarray]:

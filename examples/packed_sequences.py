@@ -33,11 +33,17 @@ class Block(nn.Module):
         super().__init__()
         self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
         batch, length, _ = x.shape
-        parts = self.qkv(self.before(x)).view(batch, length, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
+        parts = (
+            self.qkv(self.before(x))
+            .view(batch, length, 3, HEADS, WIDTH // HEADS)
+            .permute(2, 0, 3, 1, 4)
+        )
         mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=mask is None)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, WIDTH))
         return x + self.mlp(self.after(x))
@@ -49,9 +55,14 @@ class Cloner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.observation, self.places = nn.Linear(11, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks, self.action = nn.ModuleList(Block() for _ in range(LAYERS)), nn.Linear(WIDTH, 3)
+        self.blocks, self.action = (
+            nn.ModuleList(Block() for _ in range(LAYERS)),
+            nn.Linear(WIDTH, 3),
+        )
 
-    def forward(self, observation: Tensor, position_ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, observation: Tensor, position_ids: Tensor, mask: Tensor | None = None
+    ) -> Tensor:
         x = self.observation(observation) + self.places(position_ids)
         for block in self.blocks:
             x = block(x, mask)
@@ -91,7 +102,11 @@ def padded(data: str, steps: int, seed: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         seconds = time.perf_counter() - begin
-    return {"steps_per_s": round(counted / seconds), "fill": round(counted / places, 3), "losses": losses}
+    return {
+        "steps_per_s": round(counted / seconds),
+        "fill": round(counted / places, 3),
+        "losses": losses,
+    }
 
 
 def packed(data: str, steps: int, seed: int) -> dict[str, Any]:

@@ -13,7 +13,16 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from common import ACTION, OBSERVATION, arguments, config_of, context_of, masked_mean, report, squared_error
+from common import (
+    ACTION,
+    OBSERVATION,
+    arguments,
+    config_of,
+    context_of,
+    masked_mean,
+    report,
+    squared_error,
+)
 from decision_transformer import Block, Embedding, Head, attention_mask
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor
@@ -78,7 +87,9 @@ def main() -> None:
     args = arguments(__doc__, "configs/pipeline_parallel.json")
     config, steps = config_of(args)
     model = pipeline(config, args.seed)
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
 
     def evaluate() -> float:
         held_out = engine.gear_iterator("eval")

@@ -31,7 +31,9 @@ def plot_curves(runs: dict[str, Curves], goal: float | None, loss_name: str, pat
     scale = "log" if is_positive else "linear"
     left.set(xlabel="step", ylabel=loss_name, title="loss", yscale=scale)
     if goal is not None:
-        right.axhline(goal, linestyle="--", linewidth=1, color="gray", label=f"asked for: {goal:.0f}")
+        right.axhline(
+            goal, linestyle="--", linewidth=1, color="gray", label=f"asked for: {goal:.0f}"
+        )
     right.set(xlabel="step", ylabel="return", title="mean return of 5 episodes")
     right.legend(loc="best", fontsize="small")
     figure.savefig(path, dpi=110)

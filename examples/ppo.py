@@ -85,7 +85,10 @@ class Player:
         after = self._ask(self.observation)[1].numpy()
         rows["value"].append(np.where(results[2], finals[:, -1], after))
         columns = {name: np.stack(kept, 1) for name, kept in rows.items()}
-        return [({name: column[env] for name, column in columns.items()}, finals[env]) for env in range(ENVS)]
+        return [
+            ({name: column[env] for name, column in columns.items()}, finals[env])
+            for env in range(ENVS)
+        ]
 
     def _ask(self, observation: np.ndarray) -> tuple[Tensor, Tensor]:
         logits, value = self.model(torch.from_numpy(observation).to(self.device))
@@ -96,7 +99,10 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     """Return the clipped loss of the policy, and that of the values."""
     logits, value = model(batch["observation"])
     ratio = (Categorical(logits=logits).log_prob(batch["action"]) - batch["log_probability"]).exp()
-    advantage, target = batch["advantage"][:, 0], batch["value_target"][:, 0]  # of a window, at its step
+    advantage, target = (
+        batch["advantage"][:, 0],
+        batch["value_target"][:, 0],
+    )  # of a window, at its step
     advantage = advantage / (advantage.std() + 1e-6)
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return VALUE_PART * F.mse_loss(value, target) - gain.mean()
@@ -106,7 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", default="configs/ppo.json", help="a ds_config with a gear section")
+    parser.add_argument(
+        "--config", default="configs/ppo.json", help="a ds_config with a gear section"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=150, help="roll-outs at most")
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
@@ -115,7 +123,9 @@ def main() -> None:
     config["gear"]["seed"] = args.seed
     torch.manual_seed(args.seed)
     model = ActorCritic()
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     rank, ranks, replay = dist.get_rank(), dist.get_world_size(), engine.gear
     player = Player(model, STEPS // (ENVS * ranks), args.seed + 1000 * rank, engine.device)
     policy = lambda observation: model(observation)[0]  # noqa: E731
@@ -123,7 +133,9 @@ def main() -> None:
 
     curve = [(0.0, mean_return(policy, SEED, engine.device))]
     begin = time.perf_counter()
-    for update in tqdm(range(1, args.updates + 1), disable=rank > 0, unit="update", mininterval=5.0):
+    for update in tqdm(
+        range(1, args.updates + 1), disable=rank > 0, unit="update", mininterval=5.0
+    ):
         for rollout, values in player.play():
             replay.add(rollout, split_by_flags=True, final={"value": values})
         dist.barrier()  # the epochs go over the roll-outs of all ranks

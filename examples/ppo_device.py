@@ -36,14 +36,25 @@ def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
     columns["observation"] = {"dtype": "float32", "shape": list(envs.shape), "role": "observation"}
     columns["action"] = {"dtype": "int64", "role": "action"}
     table = {"placement": "device", "remove": "fifo", "schema": {"columns": columns}}
-    table |= {"capacity_steps": envs.num * STEPS, "max_length": STEPS, "capacity_trajectories": envs.num}
+    table |= {
+        "capacity_steps": envs.num * STEPS,
+        "max_length": STEPS,
+        "capacity_trajectories": envs.num,
+    }
     options: dict[str, Any] = {"sampler": {"kind": "uniform", "unit": "step"}}
-    options |= {"fields": {name: {} for name in COLUMNS}, "batch_size": envs.num * STEPS // MINIBATCHES}
+    options |= {
+        "fields": {name: {} for name in COLUMNS},
+        "batch_size": envs.num * STEPS // MINIBATCHES,
+    }
     return {"seed": args.seed, "tables": {"main": table}, **options}
 
 
 def network(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    first, second, last = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, outputs)
+    first, second, last = (
+        nn.Linear(inputs, HIDDEN),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.Linear(HIDDEN, outputs),
+    )
     for layer, own in ((first, 2**0.5), (second, 2**0.5), (last, gain)):
         nn.init.orthogonal_(layer.weight, own)
         nn.init.zeros_(layer.bias)
@@ -57,7 +68,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     actor = network(envs.shape[0], envs.num_actions, 0.01).to(args.device)
     critic = network(envs.shape[0], 1, 1.0).to(args.device)
     parameters = [*actor.parameters(), *critic.parameters()]
-    rate = torch.tensor(LEARNING_RATE, device=args.device)  # a tensor: a graph reads its value of each replay
+    rate = torch.tensor(
+        LEARNING_RATE, device=args.device
+    )  # a tensor: a graph reads its value of each replay
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(parameters, rate, eps=1e-5, capturable=on_gpu)
     shape, at = (envs.num, STEPS), {"device": args.device}
@@ -71,7 +84,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     def act() -> None:
         """Draw an action of each environment, and write the columns that are known before it is done."""
         log_probabilities = actor(envs.seen).log_softmax(1)
-        noise = -torch.empty_like(log_probabilities).exponential_().log()  # Gumbel: the largest sum is a draw
+        noise = (
+            -torch.empty_like(log_probabilities).exponential_().log()
+        )  # Gumbel: the largest sum is a draw
         envs.action.copy_((log_probabilities + noise).argmax(1))
         chosen = log_probabilities.gather(1, envs.action.unsqueeze(1)).squeeze(1)
         columns = {"observation": envs.seen, "action": envs.action, "log_probability": chosen}
@@ -82,7 +97,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         """Write the error of the value, and whether the episode goes on, after the environments' step."""
         value = rollout["value"].index_select(1, step).squeeze(1)
         later = GAMMA * critic(envs.following).squeeze(1) * (~envs.row["terminated"]).float()
-        ended = envs.row["terminated"] | envs.row["truncated"]  # truncation bootstraps, and ends the trace
+        ended = (
+            envs.row["terminated"] | envs.row["truncated"]
+        )  # truncation bootstraps, and ends the trace
         write({"error": envs.row["reward"] + later - value, "goes_on": (~ended).float()}, more)
         step.add_(1).remainder_(STEPS)
 

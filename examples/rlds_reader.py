@@ -51,15 +51,21 @@ class RldsReader(Reader):
 
     def open(self) -> None:
         """Check the features, and describe the columns by the first episode."""
-        for name in re.findall(r'"pythonClassName": "([^"]*)"', json.dumps(read_json(self.path / _FEATURES))):
+        for name in re.findall(
+            r'"pythonClassName": "([^"]*)"', json.dumps(read_json(self.path / _FEATURES))
+        ):
             if not name.startswith("tensorflow_datasets."):  # which would be imported
                 where = f"{self.path / _FEATURES}: pythonClassName"
                 raise DataError(where, "must be a class of tensorflow_datasets", name)
-        self._file_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        self._file_bytes = sum(
+            file.stat().st_size for file in self.path.rglob("*") if file.is_file()
+        )
         episodes = self._read()
         first = next(episodes, None)
         if first is None:
-            raise DataError(str(self.path), "must hold at least one episode", 0, "the data set is empty")
+            raise DataError(
+                str(self.path), "must hold at least one episode", 0, "the data set is empty"
+            )
         self._episodes, (name, steps) = chain([first], episodes), first
         groups = {key: key.split(".")[0] for key in steps}
         for key in sorted({"observation", *_FLAGS} - set(groups.values())):
@@ -81,12 +87,17 @@ class RldsReader(Reader):
         """Yield the name of each episode, and its steps: [N, ...] by the name of the column."""
         rule, packages = "must be read with tensorflow-datasets", "tensorflow tensorflow-datasets"
         tf, tfds = (
-            optional(str(self.path), rule, packages, m) for m in ("tensorflow", "tensorflow_datasets")
+            optional(str(self.path), rule, packages, m)
+            for m in ("tensorflow", "tensorflow_datasets")
         )
         kinds, num_bytes = (tf.errors.OpError, tfds.core.DatasetNotFoundError, OSError), 0
-        with DataError.on(str(self.path), "must be a readable data set of TFDS", *kinds, remedy=DAMAGED):
+        with DataError.on(
+            str(self.path), "must be a readable data set of TFDS", *kinds, remedy=DAMAGED
+        ):
             builder = tfds.builder_from_directory(str(self.path))
-            self.description.update(dataset=builder.info.full_name, splits=list(builder.info.splits))
+            self.description.update(
+                dataset=builder.info.full_name, splits=list(builder.info.splits)
+            )
             config = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
             for split in builder.info.splits:
                 data = builder.as_dataset(split=split, shuffle_files=False, read_config=config)
@@ -107,11 +118,15 @@ class RldsReader(Reader):
             if first[1:].any() or last[:-1].any():
                 at = int(np.argmax(first[1:] | last[:-1]))
                 rule = "must be set at the first and the last step of an episode only"
-                raise DataError(f"{self.path}: {name}: is_first, is_last", rule, f"an end at step {at}")
+                raise DataError(
+                    f"{self.path}: {name}: is_first, is_last", rule, f"an end at step {at}"
+                )
             rewards = steps.get("reward", np.zeros(1))
             if self.ends_with_observation and len(first) and rewards[-1].any():
                 rule = "must be 0 at the last step, which has only an observation in RLDS"
-                remedy = "RldsStepsReader takes every step for a transition, and has no last observation"
+                remedy = (
+                    "RldsStepsReader takes every step for a transition, and has no last observation"
+                )
                 raise DataError(f"{self.path}: {name}: reward", rule, rewards[-1].item(), remedy)
             length = len(first) - int(self.ends_with_observation)
             if length < 1:

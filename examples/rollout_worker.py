@@ -96,16 +96,25 @@ class Generation:
         seed: int = 0,
         step_s: float = 0.0,
     ) -> None:
-        self._model, self._board, self._places, self._max_tokens = model.eval(), board, places, max_tokens
+        self._model, self._board, self._places, self._max_tokens = (
+            model.eval(),
+            board,
+            places,
+            max_tokens,
+        )
         self._temperature, self._step_s, self._device = temperature, step_s, model.device
         self._ends = np.atleast_1d(model.config.eos_token_id).tolist()  # one or several
         self._words = torch.Generator(self._device).manual_seed(seed)
         names = inspect.signature(model.forward).parameters
-        self._cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
+        self._cache_name = (
+            "cache" if "cache" in names else "past_key_values"
+        )  # before transformers 5.24
         self._new: list[tuple[list[int], list[Response]]] = []  # prompts that have no row yet
         self._rows: list[Response] = []
         self._cache: list[tuple[Tensor, Tensor]] = []  # keys and values of each layer. [n, H, W, D]
-        self._mask = torch.empty(0, 0, dtype=torch.int64, device=self._device)  # tokens of the cache. [n, W]
+        self._mask = torch.empty(
+            0, 0, dtype=torch.int64, device=self._device
+        )  # tokens of the cache. [n, W]
         self.version = 0
 
     @property
@@ -161,7 +170,9 @@ class Generation:
         """Feed the new prompts, once each, and join their rows to the batch; return their logits. [n, V]."""
         longest = max(len(prompt) for prompt, _ in self._new)
         pads = [longest - len(prompt) for prompt, _ in self._new]
-        ids = torch.tensor([[0] * pad + prompt for pad, (prompt, _) in zip(pads, self._new, strict=True)])
+        ids = torch.tensor(
+            [[0] * pad + prompt for pad, (prompt, _) in zip(pads, self._new, strict=True)]
+        )
         mask = torch.arange(longest) >= torch.tensor(pads)[:, None]
         ids, mask = ids.to(self._device), mask.long().to(self._device)
         places = (mask.cumsum(1) - 1).clamp(min=0)
@@ -172,7 +183,9 @@ class Generation:
         mask, cache = mask[spread], [(keys[spread], values[spread]) for keys, values in cache]
         if self._rows:
             mask, pairs = _joined(self._mask, mask, dim=1), zip(self._cache, cache, strict=True)
-            cache = [(_joined(k, key, dim=2), _joined(v, value, dim=2)) for (k, v), (key, value) in pairs]
+            cache = [
+                (_joined(k, key, dim=2), _joined(v, value, dim=2)) for (k, v), (key, value) in pairs
+            ]
         self._mask, self._cache = mask, cache
         self._rows += [row for _, rows in self._new for row in rows]
         self._new = []
@@ -193,9 +206,13 @@ class Generation:
         index = torch.tensor(wanted, device=self._device).nonzero()[:, 0]
         self._rows = [row for row, keep in zip(self._rows, wanted, strict=True) if keep]
         mask = self._mask[index]
-        first = int(mask.any(0).long().argmax()) if self._rows else mask.size(1)  # column with a token
+        first = (
+            int(mask.any(0).long().argmax()) if self._rows else mask.size(1)
+        )  # column with a token
         self._mask = mask[:, first:]
-        self._cache = [(keys[index, :, first:], values[index, :, first:]) for keys, values in self._cache]
+        self._cache = [
+            (keys[index, :, first:], values[index, :, first:]) for keys, values in self._cache
+        ]
 
 
 def _joined(rows: Tensor, others: Tensor, dim: int) -> Tensor:
@@ -254,7 +271,9 @@ class Worker:
         waiting += self._lease(room) if room > 0 else []
         self._generator.refresh()
         for group in waiting:
-            if group.lease.version < self._generator.version:  # weights number v + 1 have trained v batches
+            if (
+                group.lease.version < self._generator.version
+            ):  # weights number v + 1 have trained v batches
                 group.has_begun = True
                 self._generator.start(group.key, group.lease.prompt["tokens"].tolist(), self._size)
         for response in self._generator.step():
@@ -321,12 +340,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("config", type=Path, help="the ds_config of the ranks")
     parser.add_argument("--board", required=True, help="name of their policy board")
-    parser.add_argument("--task", default="grpo_model", help="module: policy(), reward(), MOST_RESPONSE")
+    parser.add_argument(
+        "--task", default="grpo_model", help="module: policy(), reward(), MOST_RESPONSE"
+    )
     parser.add_argument("--places", type=int, default=256, help="responses at once")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--drop-truncated", action="store_true", help="drop groups with an endless response")
-    parser.add_argument("--latency", type=float, default=0.0, help="seconds added to a batch of responses")
-    parser.add_argument("--seed", type=int, default=0, help="of the samples; another one for each worker")
+    parser.add_argument(
+        "--drop-truncated", action="store_true", help="drop groups with an endless response"
+    )
+    parser.add_argument(
+        "--latency", type=float, default=0.0, help="seconds added to a batch of responses"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the samples; another one for each worker"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     task = importlib.import_module(args.task)
@@ -336,7 +363,11 @@ def main() -> None:
     model, board = task.policy(), PolicyBoard.attach(args.board)
     sampling = {"temperature": args.temperature, "seed": args.seed, "step_s": args.latency / most}
     generation = Generation(model, board=board, places=args.places, max_tokens=most, **sampling)
-    options = {"size": size, "max_prompt": table["max_length"] - most, "drop_truncated": args.drop_truncated}
+    options = {
+        "size": size,
+        "max_prompt": table["max_length"] - most,
+        "drop_truncated": args.drop_truncated,
+    }
     options["heartbeat_s"] = min(30.0, table["prompts"].get("lease_s", 600.0) / 4)
     with RolloutWorker.attach(args.config) as leases:
         worker = Worker(leases, generation, task.reward, **options)

@@ -44,7 +44,11 @@ class SAC:
         self.log_temperature, self.entropy = torch.zeros((), requires_grad=True), -float(action)
         self.critic_optimizer, self.actor_optimizer, self.temperature_optimizer = (
             torch.optim.Adam(parameters, LEARNING_RATE)
-            for parameters in (self.critics.parameters(), self.actor.parameters(), [self.log_temperature])
+            for parameters in (
+                self.critics.parameters(),
+                self.actor.parameters(),
+                [self.log_temperature],
+            )
         )
 
     def draw(self, observation: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,7 +56,9 @@ class SAC:
         mean, log_std = self.actor(observation).chunk(2, -1)
         normal = torch.distributions.Normal(mean, log_std.clamp(LEAST_LOG_STD, MOST_LOG_STD).exp())
         raw = normal.rsample()
-        slope = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(self.largest)  # log of tanh's
+        slope = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(
+            self.largest
+        )  # log of tanh's
         return torch.tanh(raw) * self.largest, (normal.log_prob(raw) - slope).sum(-1, keepdim=True)
 
     def least(self, critics: Any, observation: Tensor, action: Tensor) -> Tensor:
@@ -94,7 +100,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     space, actions = env.observation_space, env.action_space
     actions.seed(args.seed)
     agent = SAC(space.shape[0], actions.shape[0], float(actions.high[0]))
-    buffer = TransitionBuffer(CAPACITY, space, actions, n_envs=env, batch_size=BATCH, seed=args.seed)
+    buffer = TransitionBuffer(
+        CAPACITY, space, actions, n_envs=env, batch_size=BATCH, seed=args.seed
+    )
     returns, total, loss = [], 0.0, math.nan
     observation, _ = env.reset(seed=args.seed)
     for step in range(1, args.steps + 1):

@@ -20,7 +20,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from device_loop import EPSILON, SAMPLERS, Environments, act_and_learn, arguments, result, run, transitions
+from device_loop import (
+    EPSILON,
+    SAMPLERS,
+    Environments,
+    act_and_learn,
+    arguments,
+    result,
+    run,
+    transitions,
+)
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
@@ -67,7 +76,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         log_std, noise = middle + reach * torch.tanh(log_std), torch.randn_like(mean)
         raw = mean + log_std.exp() * noise
         log_density = -noise.square() / 2 - log_std - math.log(2 * math.pi) / 2
-        squashed = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(largest)  # log of tanh's slope
+        squashed = 2 * (math.log(2) - raw - F.softplus(-2 * raw)) + math.log(
+            largest
+        )  # log of tanh's slope
         return torch.tanh(raw) * largest, (log_density - squashed).sum(1)
 
     @torch.no_grad()
@@ -76,7 +87,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         action, log_density = draw(batch["next_observation"])
         value = torch.stack(values_of(targets, batch["next_observation"], action)).amin(0)
         soft = value - log_temperature.exp() * log_density
-        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * soft  # truncation bootstraps
+        return (
+            batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * soft
+        )  # truncation bootstraps
 
     def add() -> None:
         replay.add_transitions_(envs.row, {"observation": envs.following})
@@ -86,7 +99,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         add()
         replay.sample_(batch)
         goals = critic_goals()
-        errors = [value - goals for value in values_of(critics, batch["observation"], batch["action"])]
+        errors = [
+            value - goals for value in values_of(critics, batch["observation"], batch["action"])
+        ]
         loss = torch.stack([batch.is_weight * error.square() for error in errors]).mean(1).sum()
         critic_optimizer.zero_grad()
         loss.backward()
@@ -96,7 +111,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             replay.update_priorities_(batch, torch.stack(errors).detach().abs().mean(0) + EPSILON)
         learn_actor(batch["observation"])
         with torch.no_grad():
-            torch._foreach_lerp_(list(targets.parameters()), list(critics.parameters()), TARGET_STEP)
+            torch._foreach_lerp_(
+                list(targets.parameters()), list(critics.parameters()), TARGET_STEP
+            )
 
     def learn_actor(observation: Tensor) -> None:
         action, log_density = draw(observation)

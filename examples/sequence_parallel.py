@@ -13,7 +13,16 @@ from __future__ import annotations
 import deepspeed
 import torch
 import torch.distributed as dist
-from common import ACTION, OBSERVATION, arguments, config_of, context_of, held_out_loss, report, squared_error
+from common import (
+    ACTION,
+    OBSERVATION,
+    arguments,
+    config_of,
+    context_of,
+    held_out_loss,
+    report,
+    squared_error,
+)
 from decision_transformer import DecisionTransformer
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention

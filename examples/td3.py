@@ -43,12 +43,23 @@ class Plain:
         self, size: int, space: Any, actions: Any, *, n_envs: Any, batch_size: int, seed: int
     ) -> None:
         del n_envs
-        shapes = {"observations": space.shape, "next_observations": space.shape, "actions": actions.shape}
+        shapes = {
+            "observations": space.shape,
+            "next_observations": space.shape,
+            "actions": actions.shape,
+        }
         shapes |= {"rewards": (1,), "dones": (1,)}
         self.rows = {name: np.zeros((size, *shape), np.float32) for name, shape in shapes.items()}
-        self.random, self.size, self.count, self.batch_size = np.random.default_rng(seed), size, 0, batch_size
+        self.random, self.size, self.count, self.batch_size = (
+            np.random.default_rng(seed),
+            size,
+            0,
+            batch_size,
+        )
 
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> None:
+    def add(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any
+    ) -> None:
         del truncated
         at = (self.count + np.arange(len(obs))) % self.size
         given = obs, next_obs, action, reward[:, None], terminated[:, None]
@@ -58,7 +69,9 @@ class Plain:
 
     def sample(self) -> SimpleNamespace:
         at = self.random.integers(0, min(self.count, self.size), self.batch_size)
-        return SimpleNamespace(**{name: torch.from_numpy(rows[at]) for name, rows in self.rows.items()})
+        return SimpleNamespace(
+            **{name: torch.from_numpy(rows[at]) for name, rows in self.rows.items()}
+        )
 
     def close(self) -> None:
         self.rows.clear()
@@ -105,7 +118,10 @@ class TD3(nn.Module):
         action = self.actor(data.observations) * self.largest
         self._descend(1, -self.values(self.critics[:1], data.observations, action)[0].mean())
         with torch.no_grad():
-            slow, fast = self.targets.parameters(), [*self.actor.parameters(), *self.critics.parameters()]
+            slow, fast = (
+                self.targets.parameters(),
+                [*self.actor.parameters(), *self.critics.parameters()],
+            )
             torch._foreach_lerp_(list(slow), fast, TARGET_STEP)
 
     def _descend(self, which: int, loss: Any) -> None:
@@ -173,7 +189,10 @@ def main() -> None:
     torch.set_num_threads(1)
     kinds = {"plain": Plain, "gear": TransitionBuffer}
     names = list(kinds) if args.buffer == "both" else [args.buffer]
-    print(json.dumps({name: train(kinds[name], args) for name in names} | {"seed": args.seed}), flush=True)
+    print(
+        json.dumps({name: train(kinds[name], args) for name in names} | {"seed": args.seed}),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,16 @@ import copy
 from typing import Any
 
 import torch
-from device_loop import EPSILON, SAMPLERS, Environments, act_and_learn, arguments, result, run, transitions
+from device_loop import (
+    EPSILON,
+    SAMPLERS,
+    Environments,
+    act_and_learn,
+    arguments,
+    result,
+    run,
+    transitions,
+)
 from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
@@ -47,7 +56,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     targets = copy.deepcopy(nn.ModuleList([actor, critics]))
     on_gpu = args.device.type == "cuda"
     critic_optimizer, actor_optimizer = (
-        torch.optim.Adam(module.parameters(), LEARNING_RATE, capturable=on_gpu) for module in (critics, actor)
+        torch.optim.Adam(module.parameters(), LEARNING_RATE, capturable=on_gpu)
+        for module in (critics, actor)
     )
     last_loss = torch.zeros((), device=args.device)
 
@@ -64,7 +74,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * largest
         action = (target_actor(following) * largest + noise).clamp(-largest, largest)
         value = torch.stack(values_of(target_critics, following, action)).amin(0)
-        return batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value  # truncation bootstraps
+        return (
+            batch["reward"] + GAMMA * (1 - batch["terminated"].float()) * value
+        )  # truncation bootstraps
 
     def add() -> None:
         replay.add_transitions_(envs.row, {"observation": envs.following})
@@ -74,7 +86,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         add()
         replay.sample_(batch)
         goals = critic_goals()
-        errors = [value - goals for value in values_of(critics, batch["observation"], batch["action"])]
+        errors = [
+            value - goals for value in values_of(critics, batch["observation"], batch["action"])
+        ]
         loss = torch.stack([batch.is_weight * error.square() for error in errors]).mean(1).sum()
         critic_optimizer.zero_grad()
         loss.backward()
@@ -99,7 +113,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         batch = replay.new_batch()
         clock = act_and_learn(args, envs, act, [learn_both, *[learn_critics] * (DELAY - 1)], add)
         replay.check()
-        numbers = {"test": envs.evaluate(lambda seen: actor(seen) * largest), "loss": last_loss.item()}
+        numbers = {
+            "test": envs.evaluate(lambda seen: actor(seen) * largest),
+            "loss": last_loss.item(),
+        }
         return result(args, envs, clock, **numbers, held=replay.num_steps)
 
 

@@ -36,7 +36,9 @@ def main() -> None:
     args = arguments(__doc__, "configs/tensor_parallel.json")
     config, steps = config_of(args)
     model = DecisionTransformer(OBSERVATION, ACTION, context_of(config))
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
 
     def errors(batch: Batch) -> tuple[Tensor, Tensor]:
         real = batch.mask["action"]

@@ -35,7 +35,10 @@ import deepspeed_gear
 from deepspeed_gear import MicroBatch, TrainStep
 
 RANKS, LETTERS, VOWELS = 2, "abcdefghijklmnopqrstuvwxyz", set("aeiou")
-NORMALIZE = {"dapo": "token", "grpo": "sequence"}  # gear.loss.normalize by TRL's loss_type; and "dr_grpo"
+NORMALIZE = {
+    "dapo": "token",
+    "grpo": "sequence",
+}  # gear.loss.normalize by TRL's loss_type; and "dr_grpo"
 COLUMNS = {  # the name of TRL's tensor, and the value where TRL has none
     "old_logp": ("old_per_token_logps", math.nan),
     "ref_logp": ("ref_per_token_logps", 0.0),
@@ -63,28 +66,42 @@ class PackedGRPOTrainer(GRPOTrainer):
             "router_aux_loss_coef": not self.aux_loss_enabled,
         }
         for name in (name for name, has in has_packed_form.items() if not has):
-            raise ValueError(f"{name} = {getattr(args, name)} has no packed form: use GRPOTrainer's step")
-        columns: dict[str, Any] = {name: {"dtype": "float32", "allow_nan": True} for name in COLUMNS}
+            raise ValueError(
+                f"{name} = {getattr(args, name)} has no packed form: use GRPOTrainer's step"
+            )
+        columns: dict[str, Any] = {
+            name: {"dtype": "float32", "allow_nan": True} for name in COLUMNS
+        }
         columns["tokens"] = {"dtype": "int32", "role": "token"}
         columns["loss_mask"] = {"dtype": "bool", "role": "loss_mask"}
-        columns |= {"score": {"dtype": "float32", "rows": "1"}, "group": {"dtype": "int64", "rows": "1"}}
+        columns |= {
+            "score": {"dtype": "float32", "rows": "1"},
+            "group": {"dtype": "int64", "rows": "1"},
+        }
         table = gear["tables"]["rollouts"]
         table |= {"remove": "fifo", "max_times_sampled": 1, "schema": {"columns": columns}}
         table["group"] = {"column": "group", "size": self.num_generations}
-        groups, steps = args.generation_batch_size // self.num_generations, args.steps_per_generation
+        groups, steps = (
+            args.generation_batch_size // self.num_generations,
+            args.steps_per_generation,
+        )
         normalize = NORMALIZE.get(args.loss_type, {"constant": self.max_completion_length})
         gear["sampler"] = {"kind": "fifo", "unit": "group"}
         gear["rollout"] = {"groups": groups, "minibatches": steps, "epochs": self.num_iterations}
         gear["loss"] = {"normalize": normalize, "count_masked": True}  # TRL counts masked responses
         self._steps: Iterator[TrainStep] = iter(())
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: Any, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """Train the next step of the rollout batch, after generating one where it has ended."""
         begin, engine = time.perf_counter(), self.deepspeed
         engine.train()
         step = next(self._steps, None)
         if step is None:
-            if not engine.gear.can_sample():  # False but for a run that was resumed inside a rollout batch
+            if (
+                not engine.gear.can_sample()
+            ):  # False but for a run that was resumed inside a rollout batch
                 self.add(self._generate_and_score_completions(inputs))
                 self.accelerator.wait_for_everyone()  # the responses of all ranks are there
             rollout = engine.gear_rollout()
@@ -113,24 +130,37 @@ class PackedGRPOTrainer(GRPOTrainer):
             raise ValueError("PackedGRPOTrainer trains text; leave images out of the data set")
         scored = {name: values.cpu() for name, values in scored.items()}
         prompts, mask = scored["prompt_mask"].bool(), scored["completion_mask"].bool()
-        values = {"loss_mask": mask & scored.get("tool_mask", mask).bool()}  # of completions, with padding
+        values = {
+            "loss_mask": mask & scored.get("tool_mask", mask).bool()
+        }  # of completions, with padding
         for name, (theirs, absent) in COLUMNS.items():
             values[name] = scored.get(theirs, torch.tensor(absent)).expand(mask.shape)
-        columns = {name: torch.cat([torch.zeros_like(prompts), own], 1) for name, own in values.items()}
+        columns = {
+            name: torch.cat([torch.zeros_like(prompts), own], 1) for name, own in values.items()
+        }
         columns["tokens"] = torch.cat([scored["prompt_ids"], scored["completion_ids"]], 1).int()
         is_there, rows = torch.cat([prompts, mask], 1), len(mask)
-        first = self.state.global_step * self.args.generation_batch_size + self.args.process_index * rows
+        first = (
+            self.state.global_step * self.args.generation_batch_size
+            + self.args.process_index * rows
+        )
         for row, kept in enumerate(is_there):
             own = {name: column[row][kept].numpy() for name, column in columns.items()}
             group = np.int64((first + row) // self.num_generations)
-            self.deepspeed.gear.add({**own, "score": scored["advantages"][row].numpy(), "group": group})
+            self.deepspeed.gear.add(
+                {**own, "score": scored["advantages"][row].numpy(), "group": group}
+            )
 
-    def packed_loss(self, engine: Any, micro: MicroBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def packed_loss(
+        self, engine: Any, micro: MicroBatch
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return TRL's clipped loss, and ones with the METRICS, of each place. [1, N] each."""
         labels = micro.targets.masked_fill(~micro.loss_mask, -100)
         output = engine(**micro.model_inputs(engine), shift_labels=labels, fused_lm_head=True)
         logp, old = output.log_probs, micro["old_logp"]
-        log_ratio = logp - torch.where(old.isnan(), logp.detach(), old)  # nan: the policy has not changed
+        log_ratio = logp - torch.where(
+            old.isnan(), logp.detach(), old
+        )  # nan: the policy has not changed
         if self.importance_sampling_level == "sequence":
             log_ratio = micro.per_sequence(log_ratio, "mean").view_as(logp)
         ratio, advantage = log_ratio.exp(), micro["advantage"]
@@ -157,11 +187,24 @@ def save_model(folder: Path) -> None:
     """Save a small model with random weights and its tokenizer of letters."""
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.Split("", "isolated"),
+        decoders.Fuse(),
+    )
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    known = {"vocab_size": len(words), "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    known = {
+        "vocab_size": len(words),
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**sizes, **known)).save_pretrained(folder)
 
@@ -188,14 +231,21 @@ def ds_config(tokens: int) -> dict[str, Any]:
         "gradient_clipping": "auto",
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 2},
-        "gear": {"tables": {"rollouts": table}, "pack": {"tokens": tokens, "pad": {"multiple": 64}}},
+        "gear": {
+            "tables": {"rollouts": table},
+            "pack": {"tokens": tokens, "pad": {"multiple": 64}},
+        },
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
-    parser.add_argument("--out", type=Path, default=Path("build/trl_grpo"), help="folder of the checkpoints")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/trl_grpo"), help="folder of the checkpoints"
+    )
     parser.add_argument("--local_rank", type=int, help="given by the launcher")
     given = parser.parse_args()
     if not torch.cuda.is_available():
@@ -211,9 +261,15 @@ def main() -> None:
     trainer = PackedGRPOTrainer(str(model), vowels, args=args, train_dataset=prompts(1024))
     deepspeed_gear.enable()
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(given.out)))
-    rewards = [round(entry["reward"], 3) for entry in trainer.state.log_history if "reward" in entry]
+    rewards = [
+        round(entry["reward"], 3) for entry in trainer.state.log_history if "reward" in entry
+    ]
     if args.process_index == 0:
-        print(json.dumps({"reward_first": rewards[0], "reward_last": rewards[-1], "steps": given.steps}))
+        print(
+            json.dumps(
+                {"reward_first": rewards[0], "reward_last": rewards[-1], "steps": given.steps}
+            )
+        )
 
 
 if __name__ == "__main__":

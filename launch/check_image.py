@@ -81,7 +81,9 @@ def context_files(root: Path) -> list[str]:
     for rule in re.findall(r"^[^#\n]+", (root / ".dockerignore").read_text(), re.MULTILINE):
         pattern = re.escape(rule.lstrip("!")).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*")
         matching = {name for name in names if re.fullmatch(f"{pattern}(/.*)?", name)}
-        ignored = ignored - matching if rule.startswith("!") else ignored | matching  # the last rule decides
+        ignored = (
+            ignored - matching if rule.startswith("!") else ignored | matching
+        )  # the last rule decides
     return [name for name in names if name not in ignored]
 
 
@@ -121,7 +123,9 @@ def problems_of(text: str, files: list[str]) -> list[str]:
             own = re.findall(r"(?:^|[\s;&|])(\w+)=", step.text) if step.word == "RUN" else []
             declared = {*environment, *arguments, *own}
             wrong += [
-                f"${name} is not declared" for name in VARIABLE.findall(step.text) if name not in declared
+                f"${name} is not declared"
+                for name in VARIABLE.findall(step.text)
+                if name not in declared
             ]
             if step.word in ("ARG", "ENV"):
                 (environment if step.word == "ENV" else arguments).update(step.pairs())
@@ -133,7 +137,9 @@ def problems_of(text: str, files: list[str]) -> list[str]:
                 parsed = subprocess.run(["sh", "-n", "-c", script], capture_output=True, text=True)
                 wrong += parsed.stderr.splitlines()
                 wrong += [
-                    f"there is no program {word}" for word in programs_of(script) if not is_program(word)
+                    f"there is no program {word}"
+                    for word in programs_of(script)
+                    if not is_program(word)
                 ]
             elif step.word != "WORKDIR":
                 wrong.append("is not known to this check")
@@ -172,10 +178,18 @@ class Build:
     """Stages that run in overlays, in one folder; mounted in this process's namespace only."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.files, self.work = options, context_files(ROOT), Path(options.work).absolute()
-        self.stages = {stage.name: stage for stage in read_stages((ROOT / "Dockerfile").read_text())}
+        self.options, self.files, self.work = (
+            options,
+            context_files(ROOT),
+            Path(options.work).absolute(),
+        )
+        self.stages = {
+            stage.name: stage for stage in read_stages((ROOT / "Dockerfile").read_text())
+        }
         self.layers: dict[str, list[Path]] = {}  # of finished stages, the newest first
-        self.places: dict[str, tuple[dict[str, str], str]] = {}  # their environment and working directory
+        self.places: dict[
+            str, tuple[dict[str, str], str]
+        ] = {}  # their environment and working directory
 
     def run(self, name: str) -> None:
         """Run a stage after the ones that it needs."""
@@ -191,7 +205,10 @@ class Build:
         for step in stage.steps:
             start, values = time.monotonic(), {**arguments, **environment}
             if step.word in ("ARG", "ENV"):
-                pairs = {k: VARIABLE.sub(lambda m: values[m[1]], v) for k, v in step.pairs().items()}  # noqa: B023
+                pairs = {
+                    key: VARIABLE.sub(lambda m: values[m[1]], text)  # noqa: B023
+                    for key, text in step.pairs().items()
+                }
                 if step.word == "ENV":
                     environment = {**environment, **pairs}
                 else:
@@ -203,13 +220,19 @@ class Build:
                 *sources, target = step.text.split()
                 for source in sources:
                     for file in below(self.files, source):
-                        inner = os.path.basename(file) if file == source else os.path.relpath(file, source)
+                        inner = (
+                            os.path.basename(file)
+                            if file == source
+                            else os.path.relpath(file, source)
+                        )
                         to = root / workdir.lstrip("/") / target / inner
                         to.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy(ROOT / file, to)
             elif step.word == "RUN":
                 if step.mount:
-                    (target := root / step.mount["target"].lstrip("/")).mkdir(parents=True, exist_ok=True)
+                    (target := root / step.mount["target"].lstrip("/")).mkdir(
+                        parents=True, exist_ok=True
+                    )
                     mount(
                         "--bind",
                         self.work / step.mount["from"] / "root" / step.mount["source"].lstrip("/"),
@@ -219,23 +242,40 @@ class Build:
                 if step.mount:
                     subprocess.run(["umount", target], check=True)
             print(
-                f"check_image: {time.monotonic() - start:.0f} s, {name}: {step.word} {step.text}", flush=True
+                f"check_image: {time.monotonic() - start:.0f} s, {name}: {step.word} {step.text}",
+                flush=True,
             )
-        self.layers[name], self.places[name] = [root.with_name("upper"), *layers], (environment, workdir)
+        self.layers[name], self.places[name] = (
+            [root.with_name("upper"), *layers],
+            (environment, workdir),
+        )
 
     def chroot(self, root: Path, script: str, environment: dict[str, str], workdir: str) -> None:
         """Run a script in a stage's root; a failure ends the build."""
-        command = ["chroot", root, "/bin/sh", "-c", 'cd "$0" && exec /bin/sh -c "$1"', workdir, script]
+        command = [
+            "chroot",
+            root,
+            "/bin/sh",
+            "-c",
+            'cd "$0" && exec /bin/sh -c "$1"',
+            workdir,
+            script,
+        ]
         if status := subprocess.run(command, env=environment).returncode:
             sys.exit(f"check_image: exit status {status} of: {script}")
 
     def show(self, name: str) -> None:
         """Run the image's command, whose status does not count, and print the sizes of its layers."""
         (command,) = (
-            step.text for stage in self.stages.values() for step in stage.steps if step.word == "CMD"
+            step.text
+            for stage in self.stages.values()
+            for step in stage.steps
+            if step.word == "CMD"
         )
         self.chroot(
-            self.work / name / "root", f"{shlex.join(json.loads(command))} || true", *self.places[name]
+            self.work / name / "root",
+            f"{shlex.join(json.loads(command))} || true",
+            *self.places[name],
         )
         for layer in self.layers[name][:-1]:  # without the base
             size = int(subprocess.check_output(["du", "-xsb", layer], text=True).split()[0])
@@ -249,8 +289,12 @@ def main() -> int:
     )
     parser.add_argument("--run", metavar="STAGE", help="run the steps of this stage")
     parser.add_argument("--base", metavar="DIR", help="root file system of the base image")
-    parser.add_argument("--work", metavar="DIR", help="folder for the layers, which stay; it must be empty")
-    parser.add_argument("--build-arg", metavar="NAME=VALUE", action="append", default=[], help="as docker's")
+    parser.add_argument(
+        "--work", metavar="DIR", help="folder for the layers, which stay; it must be empty"
+    )
+    parser.add_argument(
+        "--build-arg", metavar="NAME=VALUE", action="append", default=[], help="as docker's"
+    )
     parser.add_argument(
         "--env", metavar="NAME", action="append", default=[], help="pass this variable to RUN"
     )

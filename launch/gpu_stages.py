@@ -119,17 +119,22 @@ def tests(*arguments: str) -> tuple[str, ...]:
     return (PYTHON, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
 
-def figures_step(name: str, here: Machine, *figures: str, limit_s: float, smoke: Sequence[str] = ()) -> Step:
+def figures_step(
+    name: str, here: Machine, *figures: str, limit_s: float, smoke: Sequence[str] = ()
+) -> Step:
     """Take figures of the benchmark; on a CPU `smoke` of them with tiny sizes."""
     benchmark = (PYTHON, "benchmarks/gpu.py", "--json", str(here.out / f"{file_name(name)}.json"))
     dry = (*benchmark, "--device", "cpu", "--smoke", *smoke) if smoke else None
-    return Step(name, (*benchmark, *figures), limit_s, dry=dry, elsewhere="tests/unit/test_benchmarks.py")
+    return Step(
+        name, (*benchmark, *figures), limit_s, dry=dry, elsewhere="tests/unit/test_benchmarks.py"
+    )
 
 
 def packages(here: Machine) -> list[Wave]:
     """Install what the tests import and this Python lacks into a folder; its torch stays as it is."""
     lacking, alone = (
-        [PIP_NAMES.get(name, name) for name in which if not is_there(name)] for which in (PACKAGES, ALONE)
+        [PIP_NAMES.get(name, name) for name in which if not is_there(name)]
+        for which in (PACKAGES, ALONE)
     )
     pip = f"{PYTHON} -m pip install -q --target {here.cache / 'packages'}"
     commands = [f"{pip} {' '.join(lacking)}"] if lacking else []
@@ -261,7 +266,13 @@ def stage_b(here: Machine) -> list[Wave]:
 
 def stage_c(here: Machine) -> list[Wave]:
     """The sanitizers, profiles, the figures once more, and the Hopper job."""
-    sanitizer = (here.tool("compute-sanitizer"), "--error-exitcode", "9", "--report-api-errors", "no")
+    sanitizer = (
+        here.tool("compute-sanitizer"),
+        "--error-exitcode",
+        "9",
+        "--report-api-errors",
+        "no",
+    )
     command = tests("tests/gpu", "-m", "sanitize")
     # Without torch's cache each tensor has its own allocation, so that accesses beside it are found.
     alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -277,10 +288,27 @@ def stage_c(here: Machine) -> list[Wave]:
         for tool in ("memcheck", "racecheck", "synccheck")
     ]
     report = here.out / "kernels.ncu-rep"
-    chosen = ("--kernel-name-base", "demangled", "--kernel-name", "regex:gear", "--launch-count", "300")
-    profile = (here.tool("ncu"), "--set", "basic", *chosen, "--force-overwrite", "--export", str(report))
+    chosen = (
+        "--kernel-name-base",
+        "demangled",
+        "--kernel-name",
+        "regex:gear",
+        "--launch-count",
+        "300",
+    )
+    profile = (
+        here.tool("ncu"),
+        "--set",
+        "basic",
+        *chosen,
+        "--force-overwrite",
+        "--export",
+        str(report),
+    )
     profiled = (PYTHON, "benchmarks/gpu.py", "--figures", "steps")
-    hopper = pytest_step("Hopper", "tests/gpu/test_hopper.py", limit_s=300, elsewhere="tests/examples")
+    hopper = pytest_step(
+        "Hopper", "tests/gpu/test_hopper.py", limit_s=300, elsewhere="tests/examples"
+    )
     profiles = Step(
         "profiles",
         (*profile, *profiled),
@@ -377,7 +405,9 @@ class Stage:
         text = log.read_text(errors="replace")
         found = {"name": step.name, "command": list(command), "rc": rc, "limit_s": round(limit_s)}
         seconds = round(time.monotonic() - begin, 1)
-        self._note({**found, "seconds": seconds, "timed_out": rc in (124, 137), "tail": text[-TAIL:]})
+        self._note(
+            {**found, "seconds": seconds, "timed_out": rc in (124, 137), "tail": text[-TAIL:]}
+        )
 
     def _command(self, step: Step) -> tuple[Sequence[str] | None, str]:
         """Return the command that runs here, or None and why there is none."""
@@ -395,7 +425,10 @@ class Stage:
         cache = self.here.cache
         paths = (str(ROOT), str(cache / "packages"), os.environ.get("PYTHONPATH"))
         env = {"TORCH_EXTENSIONS_DIR": str(cache / "extensions"), "OMP_NUM_THREADS": "1"}
-        env |= {"TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"), "TRITON_CACHE_DIR": str(cache / "triton")}
+        env |= {
+            "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+            "TRITON_CACHE_DIR": str(cache / "triton"),
+        }
         env |= {"DS_ACCELERATOR": "cpu"} if self.is_dry else {}
         return {**env, **os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **step.env}
 
@@ -406,14 +439,18 @@ class Stage:
             self.record["seconds"] = round(time.monotonic() - self._begin, 1)
             target = self.here.out / f"stage-{self.name}.json"
             part = target.with_suffix(".part")
-            text = json.dumps(self.record, indent=1).replace(str(ROOT), ".")  # the record may be published
+            text = json.dumps(self.record, indent=1).replace(
+                str(ROOT), "."
+            )  # the record may be published
             part.write_text(text + "\n")
             part.replace(target)
             if found["rc"] is None:
                 told = f"skipped: {found['skipped']}"
             else:
                 state = "ok" if found["rc"] == 0 else f"FAILED with {found['rc']}"
-                told = f"{state}, {found['seconds']} s" + (", out of time" if found["timed_out"] else "")
+                told = f"{state}, {found['seconds']} s" + (
+                    ", out of time" if found["timed_out"] else ""
+                )
             print(f"{self.name} {found['name']}: {told}", flush=True)
 
 
@@ -446,16 +483,22 @@ def machine(out: Path, cache: Path, is_dry: bool) -> Machine:
         if tool_of(toolkit, tool) is None:
             missing[tool] = f"there is no {tool} beside nvcc or on the PATH"
     if not is_dry and not torch.cuda.is_available():
-        sys.exit(f"test_gpu.sh: error: torch {torch.__version__} sees no CUDA device; --dry-run needs none")
+        sys.exit(
+            f"test_gpu.sh: error: torch {torch.__version__} sees no CUDA device; --dry-run needs none"
+        )
     return Machine(missing, toolkit, cache, out)
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(
-        prog="launch/test_gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="launch/test_gpu.sh",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("stages", nargs="+", choices=[*STAGES], metavar="A|B|C", help="run in this order")
+    parser.add_argument(
+        "stages", nargs="+", choices=[*STAGES], metavar="A|B|C", help="run in this order"
+    )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results (out/gpu)"
     )
@@ -466,7 +509,9 @@ def main() -> None:
         default=Path(default),
         help="folder of builds and packages, which later runs use again ($GEAR_GPU_CACHE, build/gpu)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="what a machine without a GPU can run of them")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="what a machine without a GPU can run of them"
+    )
     options = parser.parse_args()
     out, cache = options.out.resolve(), options.cache.resolve()
     for folder in (out, cache / "packages"):

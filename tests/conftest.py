@@ -45,7 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what needs a GPU where there is none, and say so; GEAR_TEST_SHARD=2/8 keeps every eighth test."""
     if shard := os.environ.get("GEAR_TEST_SHARD"):
         number, of = (int(part) for part in shard.split("/"))
-        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % of != number - 1])
+        config.hook.pytest_deselected(
+            items=[item for i, item in enumerate(items) if i % of != number - 1]
+        )
         items[:] = items[number - 1 :: of]
     if not HAS_GPU:
         for item in items:
@@ -67,12 +69,17 @@ def run_python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """
 
     def run(
-        *arguments: str, env: dict[str, str | None] | None = None, cwd: Path = ROOT, timeout_s: float = 240.0
+        *arguments: str,
+        env: dict[str, str | None] | None = None,
+        cwd: Path = ROOT,
+        timeout_s: float = 240.0,
     ) -> subprocess.CompletedProcess[str]:
         merged = {k: v for k, v in {**os.environ, **(env or {})}.items() if v is not None}
         if arguments[0].endswith(".py") and not HAS_GPU:
             return run_warm(*arguments, env=merged, cwd=cwd, timeout_s=timeout_s)
         command = [sys.executable, *arguments]
-        return subprocess.run(command, env=merged, cwd=cwd, timeout=timeout_s, capture_output=True, text=True)
+        return subprocess.run(
+            command, env=merged, cwd=cwd, timeout=timeout_s, capture_output=True, text=True
+        )
 
     return run

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from peers.interface import Array, Buffer, Rows, Steps, Windows, load, moment
 
-MOST_DEVIATION = 6.0  # standard deviations of a chi-square statistic: right answers fail once in 10^8
+MOST_DEVIATION = (
+    6.0  # standard deviations of a chi-square statistic: right answers fail once in 10^8
+)
 
 
 @dataclass
@@ -46,7 +48,9 @@ class StepBuffer:
         if not self._made.can_sample():
             raise ValueError("can_sample is false")
         found = self._made.sample()
-        rows = {name: values.reshape(len(values)) for name, values in self._made.rows(found).items()}
+        rows = {
+            name: values.reshape(len(values)) for name, values in self._made.rows(found).items()
+        }
         return Sampled(
             rows["observation"],
             rows["next_observation"],
@@ -119,7 +123,9 @@ class System:
 
     def goals(self, episodes: list[Array], batch: int) -> Rows:
         """Return hindsight samples of episodes: `obs` and the `goal` of each. [B]."""
-        made = self._system.goals([_episode(obs) for obs in episodes], sum(map(len, episodes)), batch)
+        made = self._system.goals(
+            [_episode(obs) for obs in episodes], sum(map(len, episodes)), batch
+        )
         rows = made.rows(made.sample())
         return {"obs": rows["observation"][:, 0], "goal": rows["goal"][:, 0]}
 
@@ -236,10 +242,16 @@ def of(sampled: Sampled, obs: float) -> tuple[float, float, float] | None:
     at = np.nonzero(np.abs(sampled.obs - obs) < 1e-3)[0]
     if not len(at):
         return None
-    return float(sampled.reward[at[0]]), float(sampled.discount[at[0]]), float(sampled.next_obs[at[0]])
+    return (
+        float(sampled.reward[at[0]]),
+        float(sampled.discount[at[0]]),
+        float(sampled.next_obs[at[0]]),
+    )
 
 
-def find(buffer: StepBuffer, obs: float, num_batches: int = 200) -> tuple[float, float, float] | None:
+def find(
+    buffer: StepBuffer, obs: float, num_batches: int = 200
+) -> tuple[float, float, float] | None:
     """Sample until a transition appears."""
     for _ in range(num_batches):
         found = of(buffer.sample(), obs)

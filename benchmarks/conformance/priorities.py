@@ -40,7 +40,10 @@ def small_priorities_keep_their_ratio(system: System) -> None:
     fits(draws(prepared(system, priorities), 2, 400), priorities, "priorities")
 
 
-@case(PAPER, "priorities 1 and 1e6 : the draws of the larger one do not hide the smaller ones' proportion")
+@case(
+    PAPER,
+    "priorities 1 and 1e6 : the draws of the larger one do not hide the smaller ones' proportion",
+)
 def large_ratios(system: System) -> None:
     priorities = np.array([1.0, 1e3, 3e3])
     fits(draws(prepared(system, priorities), 3, 600), priorities, "priorities")
@@ -73,7 +76,8 @@ def nan_is_refused(system: System) -> None:
 
 
 @case(
-    "google-deepmind/reverb (negative priority)", "-1 is refused, or counts as 1; the buffer goes on working"
+    "google-deepmind/reverb (negative priority)",
+    "-1 is refused, or counts as 1; the buffer goes on working",
 )
 def a_negative_priority(system: System) -> None:
     buffer = prepared(system, np.ones(4))
@@ -102,10 +106,15 @@ def weights_by_batch(system: System) -> None:
     buffer = prepared(system, priorities, beta=0.5)
     sampled = buffer.sample()
     own = priorities[np.rint(sampled.obs).astype(int)]
-    assert np.allclose(sampled.weight, (own / own.min()) ** -0.5, rtol=1e-3), f"got {sampled.weight[:4]}"
+    assert np.allclose(sampled.weight, (own / own.min()) ** -0.5, rtol=1e-3), (
+        f"got {sampled.weight[:4]}"
+    )
 
 
-@case("openai/baselines (max_weight)", "weights are (N p)^-beta / the largest that any item would have")
+@case(
+    "openai/baselines (max_weight)",
+    "weights are (N p)^-beta / the largest that any item would have",
+)
 def weights_by_table(system: System) -> None:
     priorities = np.array([1e-2, 4.0, 8.0])
     buffer = prepared(system, priorities, beta=0.5, normalize="table", batch=4)
@@ -135,14 +144,19 @@ def many_updates(system: System) -> None:
     fits(draws(buffer, 32, 2000), known, "after 1,000 updates")
 
 
-@case("pytorch/rl (repeated indices)", "of several priorities of one item in a batch the last one counts")
+@case(
+    "pytorch/rl (repeated indices)",
+    "of several priorities of one item in a batch the last one counts",
+)
 def the_last_of_repeated_updates_counts(system: System) -> None:
     buffer = prepared(system, np.ones(3))
     sampled = buffer.sample()
     index = np.rint(sampled.obs).astype(int)
     values = np.linspace(1, 8, len(index))
     buffer.update(sampled, values)
-    last = np.array([values[index == item][-1] if (index == item).any() else 1.0 for item in range(3)])
+    last = np.array(
+        [values[index == item][-1] if (index == item).any() else 1.0 for item in range(3)]
+    )
     fits(draws(buffer, 3, 400), last, "after repeated items")
 
 
@@ -158,7 +172,9 @@ def a_late_report_changes_no_other_item(system: System) -> None:
     for number in range(8, 72):
         buffer.add(moment([number], terminated=[True]))
     before = len(set(np.rint(np.concatenate([buffer.sample().obs for _ in range(30)])).tolist()))
-    reported = np.where(np.rint(sampled.obs).astype(int) == int(np.rint(sampled.obs[0])), 1000.0, 1.0)
+    reported = np.where(
+        np.rint(sampled.obs).astype(int) == int(np.rint(sampled.obs[0])), 1000.0, 1.0
+    )
     buffer.update(sampled, reported)
     found = np.bincount(
         np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int), minlength=72
@@ -168,7 +184,10 @@ def a_late_report_changes_no_other_item(system: System) -> None:
     assert len(held) == before, f"{len(held)} of {before} items are drawn"
 
 
-@case("torch sum tree of float32", "131,072 equal items: each part of the table is drawn equally often")
+@case(
+    "torch sum tree of float32",
+    "131,072 equal items: each part of the table is drawn equally often",
+)
 def a_large_table(system: System) -> None:
     count, envs = 1 << 17, 1 << 10
     buffer = system.steps(Steps(capacity=count, num_envs=envs, prioritized=True, batch=4096))

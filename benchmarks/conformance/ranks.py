@@ -30,7 +30,10 @@ def an_epoch_over_three_ranks(system: System) -> None:
     assert found == list(range(10)), f"drew {found}"
 
 
-@case("huggingface/accelerate#4195", "resumed in an epoch, the items that were used are not drawn again")
+@case(
+    "huggingface/accelerate#4195",
+    "resumed in an epoch, the items that were used are not drawn again",
+)
 def an_epoch_that_is_resumed(system: System) -> None:
     whole = system.epoch(count=24, batch=2, ranks=2, used=0)
     rest = system.epoch(count=24, batch=2, ranks=2, used=4)
@@ -51,7 +54,9 @@ def one_distribution_for_all(system: System) -> None:
 @case("huggingface/datasets#3423", "two workers of a DataLoader return each item of an epoch once")
 def an_epoch_by_two_workers(system: System) -> None:
     found = sorted(
-        item for items in system.epoch(count=24, batch=2, ranks=1, used=0, workers=2) for item in items
+        item
+        for items in system.epoch(count=24, batch=2, ranks=1, used=0, workers=2)
+        for item in items
     )
     assert found == list(range(24)), f"drew {found}"
 
@@ -68,7 +73,10 @@ def by_workers(buffer: StepBuffer, num_workers: int, num_batches: int) -> list[A
     return list(DataLoader(Drawn(), batch_size=None, **options))
 
 
-@case("huggingface/datasets#3423", "two workers of a DataLoader draw different batches, or are refused")
+@case(
+    "huggingface/datasets#3423",
+    "two workers of a DataLoader draw different batches, or are refused",
+)
 def draws_of_two_workers(system: System) -> None:
     if not system.forks or find_spec("torch") is None:
         raise NotOfferedError
@@ -77,11 +85,14 @@ def draws_of_two_workers(system: System) -> None:
         buffer.add(moment(np.arange(first, first + 64), terminated=np.ones(64, bool)))
 
     found = [tuple(obs.tolist()) for obs in by_workers(buffer, 2, 4)]
-    assert len(set(found)) == 8, f"{len(found) - len(set(found))} of {len(found)} batches came twice"
+    assert len(set(found)) == 8, (
+        f"{len(found) - len(set(found))} of {len(found)} batches came twice"
+    )
 
 
 @case(
-    "mosaicml/streaming#781", "ranks that were killed start again at once, with what they shared still there"
+    "mosaicml/streaming#781",
+    "ranks that were killed start again at once, with what they shared still there",
 )
 def a_restart_after_a_kill(system: System) -> None:
     found = sorted(item for items in system.restart() for item in items)
@@ -106,20 +117,27 @@ def _save_again_and_again(name: str, folder: str, answers: Any) -> None:
         buffer.save(Path(folder))
 
 
-@case("huggingface/lerobot#2495", "whenever a process is killed that saves, the folder has a save that loads")
+@case(
+    "huggingface/lerobot#2495",
+    "whenever a process is killed that saves, the folder has a save that loads",
+)
 def a_kill_while_saving(system: System) -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
         saves = Path(folder, "saves")
         saves.mkdir()
         arguments = (system.name, str(saves), sender)
-        child = multiprocessing.get_context("spawn").Process(target=_save_again_and_again, args=arguments)
+        child = multiprocessing.get_context("spawn").Process(
+            target=_save_again_and_again, args=arguments
+        )
         child.start()
         sender.close()
         if not receiver.recv():
             child.join()
             raise NotOfferedError
-        for number in range(10):  # what lies there while the process is stopped is what a kill would leave
+        for number in range(
+            10
+        ):  # what lies there while the process is stopped is what a kill would leave
             time.sleep(0.1)
             os.kill(child.pid, signal.SIGSTOP)
             shutil.copytree(saves, Path(folder, str(number)))

@@ -8,7 +8,17 @@ from pathlib import Path
 import numpy as np
 from peers.interface import Steps, moment
 
-from conformance.check import StepBuffer, System, add_episode, case, draws, find, fits, prioritize, refuses
+from conformance.check import (
+    StepBuffer,
+    System,
+    add_episode,
+    case,
+    draws,
+    find,
+    fits,
+    prioritize,
+    refuses,
+)
 
 LAST = 900.0  # the last observation of an episode; the next episode begins elsewhere
 
@@ -35,7 +45,10 @@ def the_last_step_is_drawn(system: System) -> None:
     ended(system, "terminated")
 
 
-@case("DLR-RM/stable-baselines3#934", "the next observation of a truncated step is the episode's last one")
+@case(
+    "DLR-RM/stable-baselines3#934",
+    "the next observation of a truncated step is the episode's last one",
+)
 def next_observation_at_a_truncation(system: System) -> None:
     assert ended(system, "truncated")[2] == LAST, "the next observation is another episode's"
 
@@ -59,11 +72,15 @@ def the_step_that_resets_is_left_out(system: System) -> None:
     for first, how in ((0, "terminated"), (100, "truncated"), (200, "terminated")):
         for number in range(first, first + 3):
             buffer.add(moment([number], reward=[1.0], **{how: [number == first + 2]}))
-        buffer.add(moment([first + 3], [first + 100]))  # resets: the last observation, and the next first one
+        buffer.add(
+            moment([first + 3], [first + 100])
+        )  # resets: the last observation, and the next first one
     seen = set()
     for _ in range(40):
         sampled = buffer.sample()
-        assert (sampled.next_obs == sampled.obs + 1).all(), "a next observation is another episode's"
+        assert (sampled.next_obs == sampled.obs + 1).all(), (
+            "a next observation is another episode's"
+        )
         seen.update(np.rint(sampled.obs).astype(int).tolist())
     assert seen == {0, 1, 2, 100, 101, 102, 200, 201, 202}, f"drew the steps {sorted(seen)}"
 
@@ -98,14 +115,18 @@ def n_step_at_a_termination(system: System) -> None:
 
 
 @case(
-    "younggyoseo/FastTD3#6", "a 3-step return stops at a truncation: g^2, and the episode's last observation"
+    "younggyoseo/FastTD3#6",
+    "a 3-step return stops at a truncation: g^2, and the episode's last observation",
 )
 def n_step_at_a_truncation(system: System) -> None:
     found = n_step_at_end(system, "truncated")
     assert np.allclose(found, (1.5, 0.25, LAST), atol=1e-4), f"got {found}"
 
 
-@case("younggyoseo/FastTD3#7", "in a full table no 3-step return goes from the newest step to the oldest")
+@case(
+    "younggyoseo/FastTD3#7",
+    "in a full table no 3-step return goes from the newest step to the oldest",
+)
 def n_step_in_a_full_table(system: System) -> None:
     buffer = system.steps(Steps(capacity=32, n_step=3, batch=256))
     for number in range(200):
@@ -114,8 +135,12 @@ def n_step_in_a_full_table(system: System) -> None:
         sampled = buffer.sample()
         steps = np.rint(np.log2(1 / sampled.discount)).astype(int)
         first, weights = np.rint(sampled.obs), 0.5 ** np.arange(3)
-        wanted = [sum((f + k) * weights[k] for k in range(n)) for f, n in zip(first, steps, strict=True)]
-        good = np.isclose(sampled.reward, wanted, rtol=1e-4) & np.isclose(sampled.next_obs, first + steps)
+        wanted = [
+            sum((f + k) * weights[k] for k in range(n)) for f, n in zip(first, steps, strict=True)
+        ]
+        good = np.isclose(sampled.reward, wanted, rtol=1e-4) & np.isclose(
+            sampled.next_obs, first + steps
+        )
         assert good.all(), f"step {first[~good][0]}: return {sampled.reward[~good][0]}"
 
 
@@ -124,13 +149,17 @@ def n_step_of_several_environments(system: System) -> None:
     buffer = system.steps(Steps(capacity=256, num_envs=3, n_step=3, batch=256))
     offsets = np.array([0.0, 100.0, 200.0])
     for number in range(20):
-        buffer.add(moment(offsets + number, reward=offsets + 1, terminated=np.full(3, number == 19)))
+        buffer.add(
+            moment(offsets + number, reward=offsets + 1, terminated=np.full(3, number == 19))
+        )
     sampled = buffer.sample()
     which = np.rint(sampled.obs) // 100
     inside = np.isclose(sampled.discount, 0.125)
     assert inside.any(), "no 3-step return inside an episode"
     wanted = (which * 100 + 1) * 1.75
-    assert np.allclose(sampled.reward[inside], wanted[inside]), "a return has rewards of another environment"
+    assert np.allclose(sampled.reward[inside], wanted[inside]), (
+        "a return has rewards of another environment"
+    )
     assert (np.rint(sampled.next_obs)[inside] // 100 == which[inside]).all(), (
         "a next observation is another's"
     )
@@ -150,7 +179,9 @@ def hindsight_stays_in_the_episode(system: System) -> None:
 
 def drawn(buffer: StepBuffer) -> set[int]:
     """Return the observations of some batches."""
-    return set(np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist())
+    return set(
+        np.rint(np.concatenate([buffer.sample().obs for _ in range(60)])).astype(int).tolist()
+    )
 
 
 def holds_newest(buffer: StepBuffer, end: int, capacity: int) -> None:
@@ -160,7 +191,10 @@ def holds_newest(buffer: StepBuffer, end: int, capacity: int) -> None:
     assert min(found) >= end - 2 * capacity, f"still holds {min(found)}"
 
 
-@case("meta-pytorch/torchtune#2981", "one item and a batch of 16: 16 samples of it, or a clear refusal")
+@case(
+    "meta-pytorch/torchtune#2981",
+    "one item and a batch of 16: 16 samples of it, or a clear refusal",
+)
 def one_item(system: System) -> None:
     buffer = system.steps(Steps(capacity=64, batch=16))
     buffer.add(moment([7], terminated=[True]))
@@ -181,7 +215,9 @@ def an_empty_buffer(system: System) -> None:
 def capacity_and_environments(system: System) -> None:
     buffer = system.steps(Steps(capacity=10, num_envs=3))
     for number in range(40):
-        buffer.add(moment([number, 100 + number, 200 + number], terminated=np.full(3, number % 2 == 1)))
+        buffer.add(
+            moment([number, 100 + number, 200 + number], terminated=np.full(3, number % 2 == 1))
+        )
     found = drawn(buffer)
     newest = {offset + number for offset in (0, 100, 200) for number in (37, 38, 39)}
     assert newest <= found, f"does not hold {sorted(newest - found)}"
@@ -192,14 +228,19 @@ def capacity_and_environments(system: System) -> None:
     "16 environments add episodes to a full prioritized buffer: no error, and only new steps are drawn",
 )
 def many_environments_in_a_full_buffer(system: System) -> None:
-    buffer, rng = system.steps(Steps(capacity=256, num_envs=16, prioritized=True)), np.random.default_rng(0)
+    buffer, rng = (
+        system.steps(Steps(capacity=256, num_envs=16, prioritized=True)),
+        np.random.default_rng(0),
+    )
     offsets = 1000.0 * np.arange(16)
     for number in range(80):
         ends = (number + np.arange(16)) % 7 == 6
         buffer.add(moment(offsets + number, terminated=ends))
         sampled = buffer.sample()
         steps = np.rint(sampled.obs) % 1000
-        assert (number - steps < 32).all(), f"step {number}: drew step {steps.min()} from a buffer of 16"
+        assert (number - steps < 32).all(), (
+            f"step {number}: drew step {steps.min()} from a buffer of 16"
+        )
         assert (sampled.next_obs == sampled.obs + 1).all(), f"step {number}: steps are mixed"
         buffer.update(sampled, rng.uniform(1, 5, len(steps)))
 
@@ -241,7 +282,9 @@ def a_seed_gives_the_same_batches(system: System) -> None:
 # ---- saves ---------------------------------------------------------------------------------------
 
 
-def reloaded(system: System, need: Steps, buffer: StepBuffer, first: int | None = None) -> StepBuffer:
+def reloaded(
+    system: System, need: Steps, buffer: StepBuffer, first: int | None = None
+) -> StepBuffer:
     """Save and close a buffer, and return another that has loaded it; it held steps from `first` on."""
     with tempfile.TemporaryDirectory() as folder:
         buffer.save(Path(folder))

@@ -42,7 +42,9 @@ def run_system(module: str, python: Path | str) -> tuple[str | None, list[Row]]:
             version = child.order("version", 3 * CASE_S).get("version")
         answer = child.order("case", CASE_S + 20, case=name)
         if "left out" in answer:
-            with suppress(subprocess.TimeoutExpired):  # where it has closed its output it is about to end
+            with suppress(
+                subprocess.TimeoutExpired
+            ):  # where it has closed its output it is about to end
                 child.process.wait(5)
             ended = child.process.poll()
             is_late = answer["left out"] != ENDED
@@ -68,7 +70,10 @@ def table(rows: list[Row]) -> str:
 def report(name: str, version: str | None, cases: list[Row]) -> list[Row]:
     """Print what a system got wrong; return the rows of the result."""
     counts = Counter(one["kind"] for one in cases)
-    print(f"{name} {version}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()), flush=True)
+    print(
+        f"{name} {version}: " + ", ".join(f"{count} {kind}" for kind, count in counts.items()),
+        flush=True,
+    )
     for one in cases:
         if one["kind"] in ("wrong", "refused", "late"):
             print(f"  {one['kind']}: {one['case']}: {one['text']}", flush=True)

@@ -30,7 +30,8 @@ def firsts(buffer: WindowBuffer, num_batches: int) -> np.ndarray:
 
 
 @case(
-    "pytorch/rl#2208", "lengths 2, 1, 3, 3, 1 and windows of 3: the two that fit, each with probability 1/2"
+    "pytorch/rl#2208",
+    "lengths 2, 1, 3, 3, 1 and windows of 3: the two that fit, each with probability 1/2",
 )
 def only_windows_that_fit(system: System) -> None:
     found = firsts(filled(system, [2, 1, 3, 3, 1], Windows(64, 3)), 40)
@@ -63,7 +64,9 @@ def windows_of_one_step(system: System) -> None:
     assert set(found.tolist()) == set(steps), f"drew {sorted(set(found.tolist()))}"
 
 
-@case("pytorch/rl#2947", "padded windows: as many as were asked for, and the mask marks what is real")
+@case(
+    "pytorch/rl#2947", "padded windows: as many as were asked for, and the mask marks what is real"
+)
 def padded_windows(system: System) -> None:
     buffer = filled(system, [2, 5, 1], Windows(64, 4, batch=32, whole=False))
     seen = set()
@@ -92,7 +95,8 @@ def no_window_fits(system: System) -> None:
 
 
 @case(
-    "a ring of steps", "a trajectory that is longer than the buffer is refused, or its newest steps are held"
+    "a ring of steps",
+    "a trajectory that is longer than the buffer is refused, or its newest steps are held",
 )
 def longer_than_the_buffer(system: System) -> None:
     buffer = system.windows(Windows(16, 3))

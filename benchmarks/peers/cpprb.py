@@ -14,7 +14,10 @@ from peers.interface import Array, Buffer, NotOfferedError, Rows, Steps, System
 
 
 def columns_of(rows: Rows) -> dict[str, Any]:
-    return {name: {"shape": values.shape[1:] or 1, "dtype": values.dtype} for name, values in rows.items()}
+    return {
+        name: {"shape": values.shape[1:] or 1, "dtype": values.dtype}
+        for name, values in rows.items()
+    }
 
 
 class CpprbSteps(Buffer):
@@ -29,7 +32,12 @@ class CpprbSteps(Buffer):
         if need.n_step > 1:
             if need.num_envs > 1:
                 raise NotOfferedError("one local buffer of n-step returns")
-            window = {"size": need.n_step, "gamma": need.gamma, "rew": "reward", "next": "next_observation"}
+            window = {
+                "size": need.n_step,
+                "gamma": need.gamma,
+                "rew": "reward",
+                "next": "next_observation",
+            }
             options["Nstep"] = window
         if need.prioritized:
             options["alpha"] = need.alpha
@@ -48,7 +56,9 @@ class CpprbSteps(Buffer):
         self._buffer.update_priorities(found["indexes"], priorities)
 
     def rows(self, found: Any) -> Rows:
-        rows = {name: values for name, values in found.items() if name not in ("indexes", "weights")}
+        rows = {
+            name: values for name, values in found.items() if name not in ("indexes", "weights")
+        }
         if "weights" in found:
             rows["weight"] = found["weights"]
         if self._need.n_step > 1:
@@ -73,7 +83,9 @@ class CpprbFrames(CpprbSteps):
 
 def frames(count: int, batch: int, length: int) -> Buffer:
     shape = (*work.FRAME, length)
-    buffer = cpprb.ReplayBuffer(count, {"frame": {"shape": shape, "dtype": np.uint8}}, stack_compress="frame")
+    buffer = cpprb.ReplayBuffer(
+        count, {"frame": {"shape": shape, "dtype": np.uint8}}, stack_compress="frame"
+    )
     for rows in work.frames(count // 500, 500):
         values = rows["frame"]
         for last in range(length, len(values) + 1):
@@ -90,13 +102,17 @@ class CpprbGoals(CpprbSteps):
         first, horizon = parts[0], len(parts[0]["done"])
         self._width = first["observation"].shape[1]
         goal = first["pursued"].shape
-        columns = {name: {"shape": self._width + goal[0]} for name in ("observation", "next_observation")}
+        columns = {
+            name: {"shape": self._width + goal[0]} for name in ("observation", "next_observation")
+        }
         columns |= {"action": {"shape": first["action"].shape[1]}, "done": {}}
         buffer = cpprb.HindsightReplayBuffer(
             5 * count,
             columns,
             max_episode_len=horizon,
-            reward_func=lambda following, _, goal: derived.reward(following[:, self._width :], goal),
+            reward_func=lambda following, _, goal: derived.reward(
+                following[:, self._width :], goal
+            ),
             goal_func=lambda state: state[:, self._width :],
             goal_shape=goal,
             state="observation",
@@ -113,7 +129,9 @@ class CpprbGoals(CpprbSteps):
         super().__init__(Steps(count, batch=batch), buffer)
 
     def rows(self, found: Any) -> Rows:
-        states = {name: found[name][:, : self._width] for name in ("observation", "next_observation")}
+        states = {
+            name: found[name][:, : self._width] for name in ("observation", "next_observation")
+        }
         return {**states, "reward": found["rew"], "goal": found["goal"]}
 
 

@@ -43,7 +43,9 @@ class Stored(Buffer):
             return found
         first = self._random.integers(work.EPISODE - self._length + 1, size=self._batch)
         steps = first[:, None] + np.arange(self._length)
-        return {name: values[np.arange(self._batch)[:, None], steps] for name, values in found.items()}
+        return {
+            name: values[np.arange(self._batch)[:, None], steps] for name, values in found.items()
+        }
 
     def rows(self, found: Any) -> Rows:
         return dict(found)

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "peers"
-TORCH = ["torch==2.13.0+cpu", "torch==2.13.0"]  # the first one that pip finds: without a GPU the small build
+TORCH = [
+    "torch==2.13.0+cpu",
+    "torch==2.13.0",
+]  # the first one that pip finds: without a GPU the small build
 
 
 class Peer(NamedTuple):
@@ -25,7 +28,9 @@ class Peer(NamedTuple):
 
 
 PEERS = (
-    Peer("torchrl", "TorchRL", ("torchrl>=0.14", "ray")),  # its kernels need the torch that it names
+    Peer(
+        "torchrl", "TorchRL", ("torchrl>=0.14", "ray")
+    ),  # its kernels need the torch that it names
     Peer("reverb", "Reverb", ("dm-reverb[tensorflow]==0.14.0",), needs_torch=True, newest=(3, 11)),
     Peer("cpprb", "cpprb", ("cpprb>=11",)),
     Peer("flashbax", "flashbax", ("flashbax>=0.1.3", "jax")),
@@ -33,7 +38,9 @@ PEERS = (
     Peer("tianshou", "Tianshou", ("tianshou>=2",), needs_torch=True),
     Peer("tq", "TransferQueue", ("TransferQueue>=0.1.11",), needs_torch=True, has_cases=False),
     Peer("datasets", "HF datasets", ("datasets>=4",), has_cases=False),
-    Peer("streaming", "MosaicML Streaming", ("mosaicml-streaming>=0.13",)),  # torchvision needs its own torch
+    Peer(
+        "streaming", "MosaicML Streaming", ("mosaicml-streaming>=0.13",)
+    ),  # torchvision needs its own torch
 )
 
 
@@ -62,7 +69,9 @@ def python_of(peer: Peer) -> Path | str:
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     for torch in TORCH if peer.needs_torch else [""]:
         wanted = [*peer.packages, *([torch] if torch else [])]
-        done = subprocess.run([python, "-m", "pip", "install", "-q", *wanted], capture_output=True, text=True)
+        done = subprocess.run(
+            [python, "-m", "pip", "install", "-q", *wanted], capture_output=True, text=True
+        )
         if done.returncode == 0:
             (folder / "ready").touch()
             return python

@@ -37,7 +37,9 @@ class FlashbaxBuffer(Buffer):
     def sample(self) -> Any:
         self._key, *keys = jax.random.split(self._key, 1 + self._draws)
         found = [self._sample(self._state, key) for key in keys]
-        joined = found[0] if self._draws == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+        joined = (
+            found[0] if self._draws == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *found)
+        )
         return jax.block_until_ready(joined)
 
     def rows(self, found: Any) -> Rows:
@@ -59,8 +61,14 @@ class FlashbaxSteps(FlashbaxBuffer):
     def __init__(self, need: Steps) -> None:
         if need.n_step > 1 or need.normalize == "table":
             raise NotOfferedError
-        draws = -(-need.batch // need.capacity)  # a batch must not exceed the capacity: take several
-        sizes = {"max_length": need.capacity, "min_length": 1, "sample_batch_size": need.batch // draws}
+        draws = -(
+            -need.batch // need.capacity
+        )  # a batch must not exceed the capacity: take several
+        sizes = {
+            "max_length": need.capacity,
+            "min_length": 1,
+            "sample_batch_size": need.batch // draws,
+        }
         if need.prioritized:
             options = {**sizes, "priority_exponent": need.alpha}
             made: Any = flashbax.make_prioritised_item_buffer(add_batches=True, **options)

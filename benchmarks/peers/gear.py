@@ -11,7 +11,15 @@ import torch
 from gymnasium.spaces import Box
 from speed import derived, work
 
-from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema, TransitionBuffer, __version__
+from deepspeed_gear import (
+    Batch,
+    Column,
+    DatasetWriter,
+    Replay,
+    Schema,
+    TransitionBuffer,
+    __version__,
+)
 from peers import gear_language, gear_ranks
 from peers.gear_rollouts import GearRollouts
 from peers.interface import Array, Buffer, Rows, Steps, System, Windows
@@ -131,7 +139,11 @@ class GearWindows(GearBatches):
         table = {"capacity_steps": need.capacity, "max_length": need.capacity, "remove": "fifo"}
         section = {
             "tables": {"main": {**table, "schema": {"columns": columns}}},
-            "sampler": {"kind": "uniform", "unit": "step", "anchors": "fits" if need.whole else "all"},
+            "sampler": {
+                "kind": "uniform",
+                "unit": "step",
+                "anchors": "fits" if need.whole else "all",
+            },
             "fields": {"observation": {"length": need.length}},
             "batch_size": need.batch,
             "seed": need.seed,
@@ -196,7 +208,11 @@ def goals(episodes: Iterable[Rows], count: int, batch: int) -> Buffer:
         "done": {},
     }
     relabel = {"strategy": "future", "fraction": derived.RATIO, "reward": f"{__name__}:goal_reward"}
-    options = {"sampler": {"kind": "uniform", "unit": "step"}, "fields": fields, "hindsight": relabel}
+    options = {
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "fields": fields,
+        "hindsight": relabel,
+    }
     made = GearBatches(columns, count, len(parts[0]["done"]), **options, batch_size=batch)
     for rows in parts:
         made.replay.add({**rows, "reward": derived.reward(rows["achieved"][1:], rows["pursued"])})
@@ -266,7 +282,9 @@ def frames(count: int, batch: int, length: int) -> Buffer:
 
 def numbered(count: int, batch: int) -> Buffer:
     columns = {"number": {"dtype": "int32"}}
-    made = GearBatches(columns, count, 1 << 16, sampler={**PRIORITIZED, "alpha": 1.0}, batch_size=batch)
+    made = GearBatches(
+        columns, count, 1 << 16, sampler={**PRIORITIZED, "alpha": 1.0}, batch_size=batch
+    )
     for first in range(0, count, 1 << 16):
         made.replay.add({"number": np.arange(first, min(first + (1 << 16), count), dtype=np.int32)})
     return made

@@ -35,7 +35,13 @@ def section(tokens: int, count: int, **table: Any) -> dict[str, Any]:
 
 def add(replay: Replay, number: int, length: int, reward: float = 0.0, prompt: int = 0) -> None:
     """Add a response."""
-    replay.add({"number": np.full(length, number), "reward": np.float32(reward), "prompt": np.int64(prompt)})
+    replay.add(
+        {
+            "number": np.full(length, number),
+            "reward": np.float32(reward),
+            "prompt": np.int64(prompt),
+        }
+    )
 
 
 def token_weights(lengths: Array, tokens: int) -> Array:
@@ -53,7 +59,9 @@ def token_weights(lengths: Array, tokens: int) -> Array:
 def advantages(rewards: Array, groups: Array) -> Array:
     """As `System.advantages`."""
     with Replay(section(64, len(rewards))) as replay:
-        for number, (reward, prompt) in enumerate(zip(rewards.tolist(), groups.tolist(), strict=True)):
+        for number, (reward, prompt) in enumerate(
+            zip(rewards.tolist(), groups.tolist(), strict=True)
+        ):
             add(replay, number, 4, reward, prompt)
         rollout = replay.rollout()
         found = rollout.advantages("dr_grpo", group="prompt")

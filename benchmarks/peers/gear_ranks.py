@@ -84,7 +84,9 @@ def _epoch(count: int, batch: int, used: int) -> list[int]:
 def _shared(priorities: Array, batches: int) -> Array:
     with _replay({"kind": "prioritized", "alpha": 1.0}, 64, len(priorities)) as replay:
         replay.set_priorities(np.arange(len(priorities)), priorities)
-        return np.concatenate([replay.sample()["number"].flatten().numpy().copy() for _ in range(batches)])
+        return np.concatenate(
+            [replay.sample()["number"].flatten().numpy().copy() for _ in range(batches)]
+        )
 
 
 def _hold(folder: str) -> None:
@@ -107,6 +109,9 @@ def _packs(lengths: Array, tokens: int) -> list[Pack]:
             for micro in step:
                 number = micro["number"][0].numpy().copy()
                 number[micro.sequence[0].numpy() < 0] = -1
-                position, bounds = micro.position_ids[0].numpy().copy(), micro.cu_seqlens.numpy().copy()
+                position, bounds = (
+                    micro.position_ids[0].numpy().copy(),
+                    micro.cu_seqlens.numpy().copy(),
+                )
                 found.append(Pack(number, position, bounds))
         return found

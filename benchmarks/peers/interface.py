@@ -26,7 +26,11 @@ class NotOfferedError(Exception):
 
 
 def moment(
-    obs: Any, next_obs: Any = None, reward: Any = None, terminated: Any = None, truncated: Any = None
+    obs: Any,
+    next_obs: Any = None,
+    reward: Any = None,
+    terminated: Any = None,
+    truncated: Any = None,
 ) -> Rows:
     """Return a step of N environments whose observations are numbers, as rows to add.
 
@@ -40,7 +44,9 @@ def moment(
         "observation": before[:, None],
         "next_observation": after[:, None],
         "action": np.zeros((len(before), 1), np.float32),
-        "reward": np.zeros_like(before) if reward is None else np.atleast_1d(np.asarray(reward, np.float32)),
+        "reward": np.zeros_like(before)
+        if reward is None
+        else np.atleast_1d(np.asarray(reward, np.float32)),
         "done": none if terminated is None else np.atleast_1d(np.asarray(terminated, bool)),
         "truncated": none if truncated is None else np.atleast_1d(np.asarray(truncated, bool)),
     }
@@ -188,7 +194,9 @@ class System:
 
     name = ""  # of its module
     forks = True  # whether the workers of a DataLoader may have a copy of a buffer
-    fills = 100_000  # rows of an add that fills a buffer: environments, of a system that counts them
+    fills = (
+        100_000  # rows of an add that fills a buffer: environments, of a system that counts them
+    )
     most_items: int | None = None  # more of them take minutes to add one by one
     #: Kinds of timed work that `speed/contents.py` makes of `steps`, `windows` and `goals`.
     kinds: frozenset[str] = frozenset()
@@ -226,7 +234,9 @@ class System:
         """
         raise NotOfferedError
 
-    def epoch(self, count: int, batch: int, ranks: int, used: int, workers: int = 0) -> list[list[int]]:
+    def epoch(
+        self, count: int, batch: int, ranks: int, used: int, workers: int = 0
+    ) -> list[list[int]]:
         """Return the items that each rank gets in an epoch of `count`, resumed after `used` batches.
 
         With `workers` through a DataLoader that has as many.

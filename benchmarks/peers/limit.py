@@ -66,7 +66,9 @@ def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] 
     limit = CopyLimit(columns, outs, length)
     draws = random.integers(0, count // longest, (4096, batch)) * longest
     draws += random.integers(0, longest - length + 1, draws.shape)
-    return kind(list(rows), outs, lambda n: limit.run(np.ascontiguousarray(np.resize(draws, (n, batch)))))
+    return kind(
+        list(rows), outs, lambda n: limit.run(np.ascontiguousarray(np.resize(draws, (n, batch))))
+    )
 
 
 def windows(count: int, batch: int, length: int) -> Buffer:

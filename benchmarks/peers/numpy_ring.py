@@ -81,7 +81,9 @@ class NumpyRing(Buffer):
     def __init__(self, need: Steps) -> None:
         self._need, self._at, self._full = need, 0, False
         self._size = need.capacity // need.num_envs
-        shapes = {name: (self._size, need.num_envs, *v.shape[1:]) for name, v in need.columns.items()}
+        shapes = {
+            name: (self._size, need.num_envs, *v.shape[1:]) for name, v in need.columns.items()
+        }
         self._rings = {name: np.zeros(shapes[name], v.dtype) for name, v in need.columns.items()}
 
     def add(self, rows: Rows) -> None:
@@ -135,7 +137,9 @@ class NumpyGoals(NumpyBatches):
 
     def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
         parts = list(episodes)
-        super().__init__({name: np.stack([rows[name] for rows in parts]) for name in parts[0]}, batch)
+        super().__init__(
+            {name: np.stack([rows[name] for rows in parts]) for name in parts[0]}, batch
+        )
 
     def sample(self) -> Any:
         rows, count, steps = self._rows, self._count, derived.HORIZON

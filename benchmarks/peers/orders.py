@@ -32,7 +32,10 @@ class Child:
     """
 
     def __init__(self, program: str, system: str, python: Path | str, *arguments: str) -> None:
-        path = [str(ROOT / "benchmarks"), *([str(ROOT)] if system.rpartition(".")[2] in OWN else [])]
+        path = [
+            str(ROOT / "benchmarks"),
+            *([str(ROOT)] if system.rpartition(".")[2] in OWN else []),
+        ]
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path),
@@ -41,7 +44,9 @@ class Child:
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
-        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a package that pip installs has its byte code
+        environment.pop(
+            "PYTHONDONTWRITEBYTECODE", None
+        )  # a package that pip installs has its byte code
         command = [str(python), "-m", program, system, *arguments]
         self.process = subprocess.Popen(command, env=environment, text=True, **streams())
 

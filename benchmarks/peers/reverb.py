@@ -63,7 +63,12 @@ class ReverbData(Served):
     """Batches of the `TrajectoryDataset`; another iterator after each change, as iterators read ahead."""
 
     def read(
-        self, capacity: int, alpha: float | None, batch: int, shapes: list[list[int]], folder: Path | None
+        self,
+        capacity: int,
+        alpha: float | None,
+        batch: int,
+        shapes: list[list[int]],
+        folder: Path | None,
     ) -> None:
         """Serve items with columns of these shapes."""
         signature = tuple(tf.TensorSpec(shape, tf.float32) for shape in shapes)
@@ -107,7 +112,9 @@ class ReverbSteps(ReverbData):
         columns = [rows[name].astype(np.float32) for name in STATE]
         for row in zip(*columns, strict=True):
             self._writer.append(row)
-            self._writer.create_item(TABLE, 1.0, tuple(column[-1:] for column in self._writer.history))
+            self._writer.create_item(
+                TABLE, 1.0, tuple(column[-1:] for column in self._writer.history)
+            )
         self._writer.flush()
         self._iterator = None
 
@@ -119,7 +126,9 @@ class ReverbSteps(ReverbData):
 
     def update(self, found: Any, priorities: Array) -> None:
         keys = found.info.key.numpy().tolist()
-        self.client.mutate_priorities(TABLE, updates=dict(zip(keys, priorities.tolist(), strict=True)))
+        self.client.mutate_priorities(
+            TABLE, updates=dict(zip(keys, priorities.tolist(), strict=True))
+        )
         self._iterator = None
 
     def save(self, folder: Path) -> None:
@@ -180,7 +189,9 @@ def _draw(port: int, batches: int, results: Any) -> None:
 
 
 class ReverbBatches(Served):
-    def __init__(self, capacity: int, batch: int, prioritized: bool = False, client: Any = None) -> None:
+    def __init__(
+        self, capacity: int, batch: int, prioritized: bool = False, client: Any = None
+    ) -> None:
         self._batch, self.count, self._table, self.server = batch, capacity, TABLE, None
         if client is None:
             self.serve(capacity, 0.6 if prioritized else None)
@@ -212,7 +223,9 @@ class ReverbBatches(Served):
 
     def update(self, found: Any, priorities: Array) -> None:
         keys = [one.info.key for one in found[0]]
-        self.client.mutate_priorities(self._table, updates=dict(zip(keys, priorities.tolist(), strict=True)))
+        self.client.mutate_priorities(
+            self._table, updates=dict(zip(keys, priorities.tolist(), strict=True))
+        )
 
     def rows(self, found: Any) -> Rows:
         return dict(zip(self._names, found[1], strict=True))
@@ -247,7 +260,9 @@ class ReverbAdding(ReverbBatches):
 
     def __init__(self, num_envs: int, capacity: int) -> None:
         super().__init__(capacity, 256)
-        self._writers = [self.client.trajectory_writer(num_keep_alive_refs=1) for _ in range(num_envs)]
+        self._writers = [
+            self.client.trajectory_writer(num_keep_alive_refs=1) for _ in range(num_envs)
+        ]
 
     def add(self, rows: Rows) -> None:
         ends = rows["truncated"]
@@ -280,7 +295,9 @@ class ReverbWhole(ReverbBatches):
         writer = self._writer
         for at in range(work.EPISODE):
             writer.append({name: values[at] for name, values in rows.items()})
-        writer.create_item(TABLE, 1.0, {name: writer.history[name][-work.EPISODE :] for name in rows})
+        writer.create_item(
+            TABLE, 1.0, {name: writer.history[name][-work.EPISODE :] for name in rows}
+        )
         writer.end_episode()
 
     def close(self) -> None:

@@ -29,7 +29,10 @@ class Sb3Steps(Buffer):
         spaces_of = _box(need.columns["observation"]), _box(need.columns["action"], 1)
         kind, options = ReplayBuffer, {"n_envs": need.num_envs}
         if need.n_step > 1:
-            kind, options = NStepReplayBuffer, {**options, "n_steps": need.n_step, "gamma": need.gamma}
+            kind, options = (
+                NStepReplayBuffer,
+                {**options, "n_steps": need.n_step, "gamma": need.gamma},
+            )
         self._need, self._buffer = need, kind(need.capacity, *spaces_of, **options)
         self._going = [{"TimeLimit.truncated": False}] * need.num_envs
         np.random.seed(need.seed)
@@ -54,7 +57,10 @@ class Sb3Steps(Buffer):
             "done": found.dones.numpy(),
         }
         if self._need.n_step > 1:
-            rows |= {"return": rows["reward"], "discount": (found.discounts * (1 - found.dones)).numpy()}
+            rows |= {
+                "return": rows["reward"],
+                "discount": (found.discounts * (1 - found.dones)).numpy(),
+            }
         return rows
 
     def __len__(self) -> int:

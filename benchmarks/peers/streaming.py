@@ -86,7 +86,9 @@ def _rank(
         loader = _loader(folder, batch, workers)
         loader.load_state_dict(state)
         batches = iter(loader)
-    results.put((rank, [int(number) for taken in batches for number in np.atleast_1d(taken["number"])]))
+    results.put(
+        (rank, [int(number) for taken in batches for number in np.atleast_1d(taken["number"])])
+    )
 
 
 def _start(
@@ -112,7 +114,9 @@ def _start(
 
 
 class Streaming(System):
-    def epoch(self, count: int, batch: int, ranks: int, used: int, workers: int = 0) -> list[list[int]]:
+    def epoch(
+        self, count: int, batch: int, ranks: int, used: int, workers: int = 0
+    ) -> list[list[int]]:
         with tempfile.TemporaryDirectory() as folder:
             _write(folder, count)
             processes, found = _start(ranks, (folder, batch, used, workers))

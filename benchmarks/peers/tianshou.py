@@ -103,7 +103,10 @@ class TianshouGoals(Buffer):
             count, num_envs, compute_reward_fn=derived.reward, horizon=horizon, future_k=5.0
         )
         for now, following, rest in derived.goal_steps(parts, num_envs):
-            _add(self._buffer, {**rest, "observation": Batch(now), "next_observation": Batch(following)})
+            _add(
+                self._buffer,
+                {**rest, "observation": Batch(now), "next_observation": Batch(following)},
+            )
 
     def sample(self) -> Any:
         return self._buffer.sample(self._batch)

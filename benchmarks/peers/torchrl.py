@@ -34,10 +34,15 @@ class TorchrlSteps(Buffer):
     def __init__(self, need: Steps) -> None:
         if need.prioritized and need.normalize == "table":
             raise NotOfferedError
-        options: dict[str, Any] = {"batch_size": need.batch, "storage": LazyTensorStorage(need.capacity)}
+        options: dict[str, Any] = {
+            "batch_size": need.batch,
+            "storage": LazyTensorStorage(need.capacity),
+        }
         if need.n_step > 1:
             if need.num_envs > 1:
-                raise NotOfferedError("MultiStepTransform takes rollouts [environments, time], not steps")
+                raise NotOfferedError(
+                    "MultiStepTransform takes rollouts [environments, time], not steps"
+                )
             options["transform"] = MultiStepTransform(n_steps=need.n_step, gamma=need.gamma)
         kind: Any = TensorDictReplayBuffer
         if need.prioritized:
@@ -124,7 +129,9 @@ class TorchrlWindows(Buffer):
 
     def rows(self, found: Any) -> Rows:
         lead = (-1, self._need.length)
-        rows = {name: found[name].reshape(*lead, *found[name].shape[1:]) for name in self._need.columns}
+        rows = {
+            name: found[name].reshape(*lead, *found[name].shape[1:]) for name in self._need.columns
+        }
         if not self._need.whole:
             mask = found.get(("collector", "mask"), found.get("mask", None))
             if mask is not None:
@@ -177,7 +184,9 @@ class TorchrlGoals(Buffer):
             ends = rows["done"][:, None]
             goals = rows["pursued"].expand(len(ends), -1)
             state = {"observation": rows["observation"], "achieved_goal": rows["achieved"]}
-            following = {name: values[1:] for name, values in state.items()} | {"desired_goal": goals}
+            following = {name: values[1:] for name, values in state.items()} | {
+                "desired_goal": goals
+            }
             following |= {"done": ends, "terminated": ends, "reward": -torch.ones(ends.shape)}
             steps = {name: values[:-1] for name, values in state.items()}
             steps |= {"desired_goal": goals, "action": rows["action"], "next": following}

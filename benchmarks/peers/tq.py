@@ -42,14 +42,20 @@ def _packs(data: Any) -> Iterator[dict[str, torch.Tensor]]:
         micro["tokens"] = micro["tokens"].long()
         micro["targets"] = micro["tokens"].roll(-1)
         micro["position_ids"] = torch.cat([torch.arange(lengths[at]) for at in pack])
-        micro["cu_seqlens"] = torch.tensor([0, *(lengths[at] for at in pack)]).cumsum(0, dtype=torch.int32)
+        micro["cu_seqlens"] = torch.tensor([0, *(lengths[at] for at in pack)]).cumsum(
+            0, dtype=torch.int32
+        )
         yield micro
 
 
 def start(config: Any = None) -> tuple[Any, Callable[[], None]]:
     """Start Ray and TransferQueue; return its client, and what ends both."""
     folder = tempfile.mkdtemp(prefix="ray-")
-    options = {"include_dashboard": False, "log_to_driver": False, "object_store_memory": 100_000_000}
+    options = {
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "object_store_memory": 100_000_000,
+    }
     ray.init(num_cpus=4, _temp_dir=folder, **options)
     tq.init(config)
 
@@ -90,7 +96,9 @@ class TqRollouts(Rollouts):
         self._filled += torch.from_numpy(values).split(micro["cu_seqlens"].diff().tolist())
 
     def filled(self, step: Any) -> None:
-        self._client.put(TensorDict({"ref_logp": jagged(self._filled)}, len(self._filled)), metadata=step)
+        self._client.put(
+            TensorDict({"ref_logp": jagged(self._filled)}, len(self._filled)), metadata=step
+        )
         self._filled = []
 
     def train(self, step: Any) -> Iterator[Any]:
@@ -98,8 +106,12 @@ class TqRollouts(Rollouts):
         self._client.clear_samples(step)
 
     def micro(self, found: Any) -> Micro:
-        tokens, *values = (found[name].numpy() for name in ("tokens", "loss_mask", "logp", "ref_logp"))
-        return Micro(tokens, tokens[found["cu_seqlens"][:-1]], found["reward"].numpy(), tokens, *values)
+        tokens, *values = (
+            found[name].numpy() for name in ("tokens", "loss_mask", "logp", "ref_logp")
+        )
+        return Micro(
+            tokens, tokens[found["cu_seqlens"][:-1]], found["reward"].numpy(), tokens, *values
+        )
 
     def close(self) -> None:
         self._end()

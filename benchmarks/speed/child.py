@@ -67,7 +67,9 @@ class Job:
 class Sampled(Job):
     """Sampling, with an update of the priorities after each batch where there are any."""
 
-    def __init__(self, kind: str, system: System, options: dict[str, Any], checked: int = CHECKED) -> None:
+    def __init__(
+        self, kind: str, system: System, options: dict[str, Any], checked: int = CHECKED
+    ) -> None:
         before = resident()
         super().__init__(system, kind, options)
         self.bytes = (resident() - before) / (self.made.count or options["count"])
@@ -271,7 +273,9 @@ class Child:
         if order["do"] == "offers":
             return {"offers": load(self._name).offers(KINDS[order["kind"]].offered)}
         if order["do"] == "turn":
-            own = [one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")]
+            own = [
+                one for one in (self.job, getattr(self.job, "made", None)) if hasattr(one, "block")
+            ]
             before = read_bytes()
             if own:
                 found = own[0].block(order["turn_s"], **order["options"])

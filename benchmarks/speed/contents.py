@@ -16,7 +16,9 @@ def made(system: System, kind: str, options: dict[str, Any]) -> Buffer:
     return system.own[kind](**options) if kind in system.own else KINDS[kind](system, **options)
 
 
-def transitions(system: System, count: int, batch: int, prioritized: bool, fill: int | None = None) -> Buffer:
+def transitions(
+    system: System, count: int, batch: int, prioritized: bool, fill: int | None = None
+) -> Buffer:
     """Return transitions; `fill`: so many of them, in a buffer for `count`."""
     if system.most_items is not None:
         if (fill or count) > 1_000_000:
@@ -24,7 +26,9 @@ def transitions(system: System, count: int, batch: int, prioritized: bool, fill:
         count = min(count, system.most_items)
     sizes = {"capacity": count, "num_envs": system.fills, "batch": batch, "seed": None}
     columns = work.steps(0, 1)
-    buffer = system.steps(Steps(**sizes, prioritized=prioritized, alpha=0.6, beta=0.4, columns=columns))
+    buffer = system.steps(
+        Steps(**sizes, prioritized=prioritized, alpha=0.6, beta=0.4, columns=columns)
+    )
     buffer.count, end = count, fill or count
     for first in range(0, end, system.fills):
         buffer.add(work.steps(first, min(system.fills, end - first)))

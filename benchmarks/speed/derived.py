@@ -43,7 +43,9 @@ def check_returns(rows: Rows, batch: int, count: int) -> tuple[int, int]:
     assert ((number >= 0) & (number < count)).all(), "steps that were never added"
     assert (rows["observation"] == work.observation(number)).all(), "observations of other steps"
     expected = returns(number)
-    is_right = np.abs(rows["return"].reshape(batch) - expected["return"]) < 1  # a step beside differs by 3
+    is_right = (
+        np.abs(rows["return"].reshape(batch) - expected["return"]) < 1
+    )  # a step beside differs by 3
     is_right &= np.abs(rows["discount"].reshape(batch) - expected["discount"]) < 1e-5
     has_next = (rows["next_observation"] == expected["next_observation"]).all(1)
     is_right &= has_next | (expected["discount"] == 0)
@@ -118,9 +120,15 @@ def check_goals(rows: Rows, batch: int, count: int) -> tuple[int, int]:
     )
     relabelled = rows["goal"][:, 0] >= 0
     reached = np.rint(rows["goal"][:, 0]).astype(np.int64)
-    assert (reached[~relabelled] == -1 - episode[~relabelled]).all(), "pursued goals of other episodes"
-    assert (rows["goal"][relabelled] == goal(reached[relabelled])).all(), "goals that no state has achieved"
-    assert ((reached // (HORIZON + 1) == episode) & (reached > state))[relabelled].all(), "not a later state"
+    assert (reached[~relabelled] == -1 - episode[~relabelled]).all(), (
+        "pursued goals of other episodes"
+    )
+    assert (rows["goal"][relabelled] == goal(reached[relabelled])).all(), (
+        "goals that no state has achieved"
+    )
+    assert ((reached // (HORIZON + 1) == episode) & (reached > state))[relabelled].all(), (
+        "not a later state"
+    )
     expected = np.where(relabelled & (reached == state + 1), 0, -1)
     assert (rows["reward"].reshape(batch) == expected).all(), "rewards of other goals"
     return batch, int(relabelled.sum())

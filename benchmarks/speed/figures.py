@@ -16,7 +16,17 @@ text { font: 12px sans-serif; fill: #24292f } .page { fill: #ffffff } line { str
 }
 </style>"""
 # A colour that is seen on both pages, and a shape around 0, 0, for each system in its order.
-COLORS = ("#d1495b", "#7a7f87", "#3b82c4", "#d08b00", "#8a63d2", "#2a9d5c", "#c2569b", "#008b95", "#9a6b3f")
+COLORS = (
+    "#d1495b",
+    "#7a7f87",
+    "#3b82c4",
+    "#d08b00",
+    "#8a63d2",
+    "#2a9d5c",
+    "#c2569b",
+    "#008b95",
+    "#9a6b3f",
+)
 SHAPES = (
     "M0-7L7 0 0 7-7 0z|M-5-5H5V5H-5z|M0-6L6 5H-6z|M0 6L6-5H-6z|"
     "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0-10 0z|M-2-6H2V-2H6V2H2V6H-2V2H-6V-2H-2z"
@@ -58,7 +68,10 @@ def _mark(x: float, y: float, at: int) -> str:
 
 def _page(height: float, title: str, body: list[str]) -> str:
     head = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}">', STYLE]
-    head += [f'<rect class="page" width="{WIDTH}" height="{height}"/>', _text(16, 24, title, 'class="gear"')]
+    head += [
+        f'<rect class="page" width="{WIDTH}" height="{height}"/>',
+        _text(16, 24, title, 'class="gear"'),
+    ]
     return "\n".join([*head, *body, "</svg>"]) + "\n"
 
 
@@ -69,14 +82,23 @@ def multiples(rows: list[Row], names: Names) -> str:
     shown = [row for row in batches if row["work"] in limits and row["system"] in names]
     scale = Scale([row["us"] / limits[row["work"]] for row in shown], LEFT, WIDTH - RIGHT)
     bottom = TOP + ROW * len(limits)
-    body = [_text(WIDTH / 2, bottom + 36, "multiple of the C loop's time, log scale", 'text-anchor="middle"')]
+    body = [
+        _text(
+            WIDTH / 2,
+            bottom + 36,
+            "multiple of the C loop's time, log scale",
+            'text-anchor="middle"',
+        )
+    ]
     for x, words in scale.ticks():
         body.append(_line(x, TOP - 6, x, bottom))
         body.append(_text(x, bottom + 16, words, 'text-anchor="middle"'))
     heights = {kind: TOP + ROW * number + ROW / 2 for number, kind in enumerate(limits)}
     body += [_text(LEFT - 14, y + 4, kind, 'text-anchor="end"') for kind, y in heights.items()]
     used, x = {row["system"]: list(names).index(row["system"]) for row in shown}, 22.0
-    for row in sorted(shown, key=lambda row: -used[row["system"]]):  # this project's mark comes last, on top
+    for row in sorted(
+        shown, key=lambda row: -used[row["system"]]
+    ):  # this project's mark comes last, on top
         place = scale.at(row["us"] / limits[row["work"]])
         body.append(_mark(place, heights[row["work"]], used[row["system"]]))
     for system, at in sorted(used.items(), key=lambda one: one[1]):
@@ -90,13 +112,19 @@ def steps(rows: list[Row], names: Names) -> str:
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         words = row["work"].split()
-        if row["work"].startswith("a step of") and words[-1].startswith("environment") and "us" in row:
+        if (
+            row["work"].startswith("a step of")
+            and words[-1].startswith("environment")
+            and "us" in row
+        ):
             lines.setdefault(row["system"], []).append((int(words[3]), row["us"]))
     shown = [(at, one) for at, one in enumerate(names) if one in lines]
     down = Scale([us for _, one in shown for _, us in lines[one]], TOP + HEIGHT, TOP)
     across = Scale([1, 64], 70, 70 + (WIDTH - RIGHT - 100) * 2 / math.log10(64))
     end = across.at(64)
-    body = [_text((70 + end) / 2, TOP + HEIGHT + 38, "environments, log scale", 'text-anchor="middle"')]
+    body = [
+        _text((70 + end) / 2, TOP + HEIGHT + 38, "environments, log scale", 'text-anchor="middle"')
+    ]
     body.append(_text(16, TOP - 14, "microseconds, log scale"))
     for y, words in down.ticks():
         body.append(_line(70, y, end, y))
@@ -104,13 +132,17 @@ def steps(rows: list[Row], names: Names) -> str:
     for count in sorted({count for one in lines.values() for count, _ in one}):
         body.append(_text(across.at(count), TOP + HEIGHT + 18, str(count), 'text-anchor="middle"'))
     below = math.inf
-    for at, system in sorted(shown, key=lambda one: lines[one[1]][-1][1]):  # from the lowest label up
+    for at, system in sorted(
+        shown, key=lambda one: lines[one[1]][-1][1]
+    ):  # from the lowest label up
         points = [(across.at(count), down.at(us)) for count, us in lines[system]]
         path = " ".join(f"{x},{y}" for x, y in points)
         body.append(f'<polyline points="{path}" fill="none" stroke="{COLORS[at % len(COLORS)]}"/>')
         body += [_mark(x, y, at) for x, y in points]
         below = min(points[-1][1] + 4, below - 15)
-        body.append(_text(end + 14, below, names[system], 'class="gear"' if system == "gear" else ""))
+        body.append(
+            _text(end + 14, below, names[system], 'class="gear"' if system == "gear" else "")
+        )
     return _page(TOP + HEIGHT + 52, "Time of a step that is added; lower is faster", body)
 
 

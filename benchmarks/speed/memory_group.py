@@ -22,8 +22,12 @@ class MemoryGroups:
     """
 
     def __init__(self, names: Iterable[str], limit_bytes: int) -> None:
-        controllers = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
-        paths = {kind: path.strip("/") for _, kinds, path in controllers for kind in kinds.split(",")}
+        controllers = [
+            line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()
+        ]
+        paths = {
+            kind: path.strip("/") for _, kinds, path in controllers for kind in kinds.split(",")
+        }
         self._is_v1 = "memory" in paths
         if self._is_v1:
             self.folder = ROOT / "memory" / paths["memory"] / f"peers-{os.getpid()}"
@@ -43,7 +47,9 @@ class MemoryGroups:
 
     def has_killed(self, name: str) -> bool:
         """Return whether a member was killed because the group had no more memory."""
-        text = (self._groups[name] / ("memory.oom_control" if self._is_v1 else "memory.events")).read_text()
+        text = (
+            self._groups[name] / ("memory.oom_control" if self._is_v1 else "memory.events")
+        ).read_text()
         return int(dict(line.split() for line in text.splitlines())["oom_kill"]) > 0
 
     def close(self) -> None:

@@ -125,10 +125,14 @@ class Data:
         assert (members == MEMBERS).all(), "a group is not whole"
         tokens = np.concatenate([micro.tokens for micro in step])
         expected = [np.arange(self.begins[at], self.begins[at + 1]) for at in np.sort(responses)]
-        assert np.array_equal(np.sort(tokens), np.concatenate(expected)), "tokens are lost or come twice"
+        assert np.array_equal(np.sort(tokens), np.concatenate(expected)), (
+            "tokens are lost or come twice"
+        )
         for micro in step:
             assert len(micro.tokens) <= BUDGET, "a micro batch over its budget"
-            assert (micro.reward == self.rewards[self._response_of(micro.first)]).all(), "rewards of others"
+            assert (micro.reward == self.rewards[self._response_of(micro.first)]).all(), (
+                "rewards of others"
+            )
             # A system whose values lie where their token is predicted has none of first tokens.
             missing = np.setdiff1d(micro.tokens, micro.of)
             assert len(micro.of) + len(missing) == len(micro.tokens), "values that come twice"
@@ -136,7 +140,9 @@ class Data:
             of = self._response_of(micro.of)
             is_answer = micro.of - self.begins[of] >= self.prompts[of]
             assert (micro.loss_mask == is_answer).all(), "the loss mask of other tokens"
-            assert (micro.logp == log_probability(micro.of)).all(), "log-probabilities of other tokens"
+            assert (micro.logp == log_probability(micro.of)).all(), (
+                "log-probabilities of other tokens"
+            )
             assert (micro.ref_logp == 2 * micro.logp).all(), "filled values of other tokens"
 
     def _response_of(self, tokens: Array) -> Array:
@@ -185,7 +191,9 @@ class RolloutJob:
     def block(self, seconds: float) -> dict[str, Any]:
         """Run one turn, however long it takes; return its time, us, the seconds of its parts, and tokens."""
         parts = self._turn()
-        num_tokens = self.data.num_tokens * self.size // len(self.data.groups)  # of a step on average
+        num_tokens = (
+            self.data.num_tokens * self.size // len(self.data.groups)
+        )  # of a step on average
         return {"us": sum(parts.values()) * 1e6, "parts": parts, "tokens": num_tokens}
 
     def close(self) -> None:

@@ -32,7 +32,14 @@ from speed.rollouts import PARTS
 from speed.table import write
 from speed.work import EPISODE
 
-READERS = ("gear", "limit", "numpy_ring", "torchrl", "datasets", "streaming")  # what reads files at random
+READERS = (
+    "gear",
+    "limit",
+    "numpy_ring",
+    "torchrl",
+    "datasets",
+    "streaming",
+)  # what reads files at random
 ONLY_READERS = ("datasets", "streaming")
 TURNS, TURN_S = 5, 0.2
 STARTS = 3  # the first may read from a disk what later ones find in memory
@@ -81,7 +88,9 @@ def plan(quick: bool) -> list[Work]:
         for length in lengths
     ]  # fmt: skip
     found.append(
-        Work("4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4})
+        Work(
+            "4 stacked frames, B = 256", "frames", {"count": num_frames, "batch": 256, "length": 4}
+        )
     )
     found += [
         Work("3-step returns, B = 256", "n_step", {"count": items, "batch": 256}),
@@ -137,7 +146,9 @@ class Systems:
             child.end()
 
 
-def take_turns(systems: Systems, ready: list[str], turns: int, **order: Any) -> dict[str, list[Row]]:
+def take_turns(
+    systems: Systems, ready: list[str], turns: int, **order: Any
+) -> dict[str, list[Row]]:
     """Give some systems turns; return the answers of each."""
     found: dict[str, list[Row]] = {name: [] for name in ready}
     for _ in range(turns):
@@ -177,28 +188,38 @@ def in_turns(systems: Systems, work: Work, turns: int, turn_s: float) -> Iterato
             continue
         row |= spread(answers, "us", 2)
         if "gear" in times and failure(times["gear"]) is None:
-            ratios = [one["us"] / ours["us"] for one, ours in zip(answers, times["gear"], strict=True)]
+            ratios = [
+                one["us"] / ours["us"] for one, ours in zip(answers, times["gear"], strict=True)
+            ]
             row["x_gear"] = round(float(np.median(ratios)), 3)
         if work.do == "rollouts":
             parts = {part: [answer["parts"][part] for answer in answers] for part in PARTS}
-            row["parts_ms"] = {part: round(1e3 * float(np.median(s)), 1) for part, s in parts.items()}
+            row["parts_ms"] = {
+                part: round(1e3 * float(np.median(s)), 1) for part, s in parts.items()
+            }
             row["tokens_s"] = round(answers[0]["tokens"] / row["us"] * 1e6)
         if work.do == "larger":
             row["batches_s"] = round(1e6 / row["us"], 2)
-            row["read_mb"] = round(float(np.median([one["read_bytes"] for one in answers])) / 1e6, 2)
+            row["read_mb"] = round(
+                float(np.median([one["read_bytes"] for one in answers])) / 1e6, 2
+            )
         if work.do == "transitions":
             row["bytes_per_transition"] = round(ready[name]["bytes"], 1)
         yield row | ready[name].get("notes", {})
 
 
-def trainers(pythons: dict[str, Any], core: int, quick: bool, turns: int, turn_s: float) -> Iterator[Row]:
+def trainers(
+    pythons: dict[str, Any], core: int, quick: bool, turns: int, turn_s: float
+) -> Iterator[Row]:
     """Time all ways of sharing in turns; yield a row for each, number of trainers and batch size."""
     wanted = [way for way in (QUICK_WAYS if quick else WAYS) if WAYS[way][0] in pythons]
     systems = Systems({f"trainers.{way}": pythons[WAYS[way][0]] for way in wanted}, core)
     with contextlib.closing(systems):
         ready: list[str] = []
         for name in systems:
-            answer = systems[name].order("trainers", options={"count": 100_000 if quick else 1_000_000})
+            answer = systems[name].order(
+                "trainers", options={"count": 100_000 if quick else 1_000_000}
+            )
             if "left out" in answer:
                 yield _trainers_row(name, **answer)
             else:
@@ -218,7 +239,9 @@ def trainers(pythons: dict[str, Any], core: int, quick: bool, turns: int, turn_s
 
 def _trainers_row(name: str, **found: Any) -> Row:
     system, title = WAYS[name.rpartition(".")[2]]
-    work = "{trainers} {0}, B = {batch:,}".format(TRAINERS, **found) if "batch" in found else TRAINERS
+    work = (
+        "{trainers} {0}, B = {batch:,}".format(TRAINERS, **found) if "batch" in found else TRAINERS
+    )
     return {"work": work, "system": system, "way": title, **found}
 
 
@@ -236,12 +259,16 @@ def starts(systems: Systems, count: int) -> Iterator[Row]:
                 break
         row = {"work": "start of a process until its first batch", "system": name}
         if answer.get("left out") != "not offered":
-            yield row | (answer if "left out" in answer else {"s": round(float(np.median(seconds)), 2)})
+            yield row | (
+                answer if "left out" in answer else {"s": round(float(np.median(seconds)), 2)}
+            )
 
 
 def on_disk(systems: Systems, quick: bool, only: str, turns: int, turn_s: float) -> Iterator[Row]:
     """Write trajectories, then read windows: of files in the page cache, and of more data than memory."""
-    count, limit, batch = (500_000, 16, 8) if quick else (4_000_000, 48, 32)  # one batch may take seconds
+    count, limit, batch = (
+        (500_000, 16, 8) if quick else (4_000_000, 48, 32)
+    )  # one batch may take seconds
     size = f"{count * 61 / 1e9:.2g} GB"
     writing = f"to disk: {size} of trajectories"
     cached = {f"from disk: {steps:,} steps, B = 128": steps for steps in (20, EPISODE)}
@@ -294,14 +321,20 @@ def main() -> None:
     )
     parser.add_argument("systems", nargs="*", help="default: all that can be installed")
     parser.add_argument(
-        "--quick", action="store_true", help="small sizes, few turns, the systems that start fast: 3 minutes"
+        "--quick",
+        action="store_true",
+        help="small sizes, few turns, the systems that start fast: 3 minutes",
     )
     parser.add_argument("--only", default="", help="kinds of work whose name contains this")
     options = parser.parse_args()
     disturbance, core = Disturbance(), max(os.sched_getaffinity(0))
-    wanted = options.systems or (QUICK if options.quick else [*OWN, *(peer.module for peer in PEERS)])
+    wanted = options.systems or (
+        QUICK if options.quick else [*OWN, *(peer.module for peer in PEERS)]
+    )
     pythons, absent = interpreters(wanted)
-    rows: list[Row] = [{"work": "installation", "system": x, "left out": why} for x, why in absent.items()]
+    rows: list[Row] = [
+        {"work": "installation", "system": x, "left out": why} for x, why in absent.items()
+    ]
     everything = Systems(pythons, core)
     systems = everything.part([name for name in pythons if name not in ONLY_READERS])
     readers = everything.part([name for name in READERS if name in pythons])
@@ -312,7 +345,9 @@ def main() -> None:
             print("peers:", json.dumps(row), file=sys.stderr, flush=True)
 
     try:
-        if options.only in "start of a process until its first batch":  # first: they are started anyway
+        if (
+            options.only in "start of a process until its first batch"
+        ):  # first: they are started anyway
             take(starts(systems, 1 if options.quick else STARTS))
         versions = {name: everything[name].order("version").get("version") for name in everything}
         turns, turn_s = (2, 0.05) if options.quick else (TURNS, TURN_S)
@@ -336,7 +371,9 @@ def main() -> None:
         everything.close()
     if not (options.quick or options.only or options.systems):
         out = ROOT / "benchmarks" / "results" / "peers.json"
-        write_json(out, document(disturbance, rows, command="bash benchmarks/peers.sh", systems=versions))
+        write_json(
+            out, document(disturbance, rows, command="bash benchmarks/peers.sh", systems=versions)
+        )
         write(out)
     columns = {key for row in rows for key in row} - {"work", "system"}
     print_rows(rows, ["work", "system", *sorted(columns)])

@@ -30,9 +30,8 @@ def table(peers: Row, cases: list[Row]) -> str:
     names = {peer.module: peer.name for peer in PEERS} | {"numpy_ring": "NumPy arrays"}
     text = f"This project, a C loop, NumPy arrays and {count} other systems take turns at the same work, "
     text += f"each at what it offers, on one core ({cpu}).\n\n"
-    text += (
-        "| us of a batch or a step | gear | C loop | fastest of the others | next |\n|---|---|---|---|---|\n"
-    )
+    text += "| us of a batch or a step | gear | C loop | fastest of the others | next |\n"
+    text += "|---|---|---|---|---|\n"
     for kind in SHOWN:
         us = {row["system"]: row["us"] for row in rows if row["work"] == kind and "us" in row}
         others = sorted((us[one], names[one]) for one in names if one in us)
@@ -54,7 +53,9 @@ def table(peers: Row, cases: list[Row]) -> str:
 
 def committed() -> str:
     """Return the table of the results that lie in the checkout."""
-    peers, cases = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "conformance"))
+    peers, cases = (
+        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("peers", "conformance")
+    )
     return table(peers, cases["rows"])
 
 

@@ -53,7 +53,9 @@ def _rollouts(rows: list[Row], systems: list[str]) -> Iterator[str]:
 
 def _notes(rows: list[Row]) -> Iterator[str]:
     """Yield a line on returns at the ends of trajectories."""
-    wrong = [f"{NAMES[row['system']]} {row['wrong_ends']:.0%}" for row in rows if row.get("wrong_ends")]
+    wrong = [
+        f"{NAMES[row['system']]} {row['wrong_ends']:.0%}" for row in rows if row.get("wrong_ends")
+    ]
     if wrong:
         yield f"\nWrong n-step returns among those that an end of a trajectory cuts: {', '.join(wrong)}.\n"
 
@@ -71,7 +73,9 @@ def _trainers(rows: list[Row]) -> Iterator[str]:
         own = {(row["trainers"], row["batch"]): row for row in found if row["way"] == way}
         checked = [row for row in own.values() if "deviation" in row]
         right = "yes" if all(row["exact"] for row in checked) else "**no**"
-        most, least = (f([row[key] for row in checked]) for f, key in ((max, "deviation"), (min, "seen")))
+        most, least = (
+            f([row[key] for row in checked]) for f, key in ((max, "deviation"), (min, "seen"))
+        )
         rates = [_cell(own.get(case), "{batches_s:,.0f}") for case in cases]
         shown = [f"{right} ({most:+.1f})", f"{least:.0%}"] if checked else ["-", "-"]
         body.append([f"{NAMES[system]}: {way}", *rates, *shown])
@@ -103,7 +107,12 @@ def tables(content: Row) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, one of them used; commit {content['commit'][:12]}; "
         f"bash benchmarks/peers.sh.\n{versions}.\n\n",
         "Microseconds of one batch, or of one step that is added: median of the turns.\n\n",
-        *_matrix([r for r in rows if not {"parts_ms", "batches_s"} & r.keys()], systems, "us", "{us:,.0f}"),
+        *_matrix(
+            [r for r in rows if not {"parts_ms", "batches_s"} & r.keys()],
+            systems,
+            "us",
+            "{us:,.0f}",
+        ),
         *_notes(rows),
         *_trainers(rows),
         "\nBytes of memory that a process holds more after 1,000,000 transitions of 105 bytes, for each.\n\n",

@@ -12,7 +12,9 @@ OBSERVATION, ACTION = 11, 3
 EPISODE = 1000  # steps of a trajectory
 FRAME = (84, 84)
 LONGEST = 200  # steps of an episode whose steps are added one by one
-_DISTINCT = 4096  # rows of random values that the data repeats, so that a check can make any row again
+_DISTINCT = (
+    4096  # rows of random values that the data repeats, so that a check can make any row again
+)
 
 
 def _table(width: int, seed: int) -> Array:
@@ -54,7 +56,9 @@ def frames(count: int, length: int) -> Iterator[Rows]:
     for first in range(0, count * length, length):
         number = np.arange(first, first + length)
         yield {
-            "frame": np.broadcast_to((number % 251).astype(np.uint8)[:, None, None], (length, *FRAME)).copy()
+            "frame": np.broadcast_to(
+                (number % 251).astype(np.uint8)[:, None, None], (length, *FRAME)
+            ).copy()
         }
 
 
@@ -94,7 +98,9 @@ def check(found: Rows, batch: int, length: int, num_steps: int) -> None:
         values = found["frame"].reshape(batch, length, -1)
         first = values[:, :, 0].astype(np.int64)
         assert (values == values[:, :, :1]).all(), "a frame has pixels of others"
-        assert (np.diff(first, axis=1) % 251 == 1).all(), "frames of a sample do not follow each other"
+        assert (np.diff(first, axis=1) % 251 == 1).all(), (
+            "frames of a sample do not follow each other"
+        )
         return
     number = np.rint(found["reward"].reshape(lead)).astype(np.int64)
     is_known = (number >= 0) & (number < num_steps)

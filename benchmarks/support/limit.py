@@ -22,7 +22,8 @@ def library(name: str) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="gear-limit-") as folder:
         target = Path(folder) / "limit.so"
         subprocess.run(
-            [os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC", "-o", target, source], check=True
+            [os.environ.get("CC", "cc"), "-O3", "-shared", "-fPIC", "-o", target, source],
+            check=True,
         )
         return ctypes.CDLL(str(target))  # stays mapped after its file is gone
 
@@ -34,7 +35,9 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 class _Limit:
     """Columns, and the buffers of a ring of batches, as C sees them."""
 
-    def __init__(self, columns: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]) -> None:
+    def __init__(
+        self, columns: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
         self._keep = columns, outs
         self._num_sets, self._batch = len(outs), len(outs[0][0])
         self._columns = np.array([column.data_ptr() for column in columns], np.uint64)

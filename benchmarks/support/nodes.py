@@ -32,7 +32,9 @@ def address(node: int) -> str:
 def why_no_nodes() -> str | None:
     """Return why namespaces cannot be made here: rights or programs that are missing; None if they can."""
     found = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True)
-    return None if found.returncode == 0 else found.stderr.strip().removeprefix("cluster.sh: error: ")
+    return (
+        None if found.returncode == 0 else found.stderr.strip().removeprefix("cluster.sh: error: ")
+    )
 
 
 class Nodes:
@@ -98,7 +100,9 @@ class Nodes:
             command = [sys.executable, Path(__file__).resolve(), call, out]
             with out.with_suffix(".log").open("wb") as log:
                 streams = {"stdout": log, "stderr": subprocess.STDOUT}
-                processes.append(self.open(rank, *command, env=self.of_rank(rank, count), **streams))
+                processes.append(
+                    self.open(rank, *command, env=self.of_rank(rank, count), **streams)
+                )
         try:
             until = time.monotonic() + limit_s
             while any(process.poll() is None for process in processes):
@@ -114,7 +118,9 @@ class Nodes:
         for rank, process in enumerate(processes):
             if process.returncode:
                 text = outs[rank].with_suffix(".log").read_text(errors="replace")[-3000:]
-                raise RuntimeError(f"{function}: node {rank} ended with {process.returncode}:\n{text}")
+                raise RuntimeError(
+                    f"{function}: node {rank} ended with {process.returncode}:\n{text}"
+                )
         return [json.loads(out.read_text()) for out in outs]
 
     def of_rank(self, rank: int, count: int, port: int | None = None) -> dict[str, str]:
@@ -124,7 +130,9 @@ class Nodes:
             "LOCAL_RANK": "0",
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": address(0),
-            "MASTER_PORT": str(port or PORT + self._num_runs),  # the one before it may be in TIME_WAIT
+            "MASTER_PORT": str(
+                port or PORT + self._num_runs
+            ),  # the one before it may be in TIME_WAIT
             "GLOO_SOCKET_IFNAME": INTERFACE,
             "TP_SOCKET_IFNAME": INTERFACE,
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]),

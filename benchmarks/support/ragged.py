@@ -26,7 +26,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "anchors": {"every": 2},
     },
     "top-k trajectory": {"kind": "top_k"},
-    "epoch step, tail dropped": {"kind": "epoch", "unit": "step", "tail": "drop", "anchors": {"every": 2}},
+    "epoch step, tail dropped": {
+        "kind": "epoch",
+        "unit": "step",
+        "tail": "drop",
+        "anchors": {"every": 2},
+    },
     "fifo trajectory": {"kind": "fifo", "anchors": {"every": 2}},
     "lifo trajectory": {"kind": "lifo"},
     "recent step": {"kind": "recent", "unit": "step", "newest": 300},

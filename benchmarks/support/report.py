@@ -24,7 +24,9 @@ Row = dict[str, Any]  # one measurement
 def machine() -> dict[str, Any]:
     """Describe this machine as far as it decides the numbers."""
     text = Path("/proc/cpuinfo").read_text()
-    model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line), "")
+    model = next(
+        (line.split(":", 1)[1].strip() for line in text.splitlines() if "model name" in line), ""
+    )
     pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     return {
         "cpu": model or platform.processor(),
@@ -51,7 +53,9 @@ def commit() -> str:
     try:
         name = _git("rev-parse", "HEAD")
         return name + (
-            "+" if _git("status", "--porcelain", "--", "deepspeed_gear", "ops", "benchmarks") else ""
+            "+"
+            if _git("status", "--porcelain", "--", "deepspeed_gear", "ops", "benchmarks")
+            else ""
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -201,7 +205,9 @@ def print_rows(rows: Sequence[Row], columns: str | Sequence[str] = "") -> None:
     """
     heads = columns.split() if isinstance(columns, str) else columns
     heads = heads or list(dict.fromkeys(head for row in rows for head in row))
-    print_table(heads, [[_more(row, heads) if h == "more" else row.get(h) for h in heads] for row in rows])
+    print_table(
+        heads, [[_more(row, heads) if h == "more" else row.get(h) for h in heads] for row in rows]
+    )
 
 
 def _more(row: Row, heads: Sequence[str]) -> str:

@@ -79,7 +79,8 @@ class Subject:
         """Gather the same rows by torch.index_select(out=), a call per column; without masks."""
         steps = torch.arange(self.length)
         rows = [
-            (torch.from_numpy(self._first_rows[i])[:, None] + steps).reshape(-1) for i in self._choose(count)
+            (torch.from_numpy(self._first_rows[i])[:, None] + steps).reshape(-1)
+            for i in self._choose(count)
         ]
         outs = [[out.view(-1, *out.shape[2:]) for out in buffers.outs] for buffers in self.ring]
 

@@ -15,7 +15,9 @@ Run = Callable[[int], Times]  # makes so many batches
 _BLOCK_S = 0.04  # time of one system before the next has its turn
 
 
-def timed(run: Callable[[int], object], count: int, prepare: Callable[[int], object] | None = None) -> Times:
+def timed(
+    run: Callable[[int], object], count: int, prepare: Callable[[int], object] | None = None
+) -> Times:
     """Call `run(0)`, `run(1)`, ... and time each call; `prepare` is not in the time."""
     times = np.empty((2, count), np.int64)
     for turn in range(count):
@@ -40,7 +42,9 @@ def block_size(run: Run) -> int:
     return int(min(400, max(8, _BLOCK_S / one)))
 
 
-def in_turns(runs: Mapping[str, Run], counts: Mapping[str, int], repeats: int) -> dict[str, np.ndarray]:
+def in_turns(
+    runs: Mapping[str, Run], counts: Mapping[str, int], repeats: int
+) -> dict[str, np.ndarray]:
     """Time one thread: blocks of each system in turn, each batch by itself.
 
     Args:
@@ -109,4 +113,6 @@ def of_ranks(found: Sequence[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray],
     """
     names = [name for name in found[0] if not name.endswith("_cpu")]
     ms = {name: 1 / sum(1 / np.array(of_rank[name]) for of_rank in found) for name in names}
-    return ms, {name: float(np.median([of_rank[f"{name}_cpu"] for of_rank in found])) for name in names}
+    return ms, {
+        name: float(np.median([of_rank[f"{name}_cpu"] for of_rank in found])) for name in names
+    }

@@ -66,13 +66,18 @@ class Workload:
                     "capacity_trajectories": self.num_trajectories,
                 }
             },
-            "sampler": {"unit": "trajectory" if whole else "step", "anchors": "start" if whole else "fits"},
+            "sampler": {
+                "unit": "trajectory" if whole else "step",
+                "anchors": "start" if whole else "fits",
+            },
             "fields": {column.name: {"offset": offset, "length": length} for column in self.schema},
             "batch_size": batch_size,
             **options,
         }
 
-    def steps_section(self, batch_size: int, sampler: dict[str, Any], **options: Any) -> dict[str, Any]:
+    def steps_section(
+        self, batch_size: int, sampler: dict[str, Any], **options: Any
+    ) -> dict[str, Any]:
         """Return the gear section that samples single steps of every column."""
         section = self.section("1", batch_size, **options)
         section["sampler"] = {"unit": "step", **sampler}

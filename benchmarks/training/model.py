@@ -12,7 +12,11 @@ COLUMNS = {"observation": (work.OBSERVATION,), "action": (work.ACTION,), "reward
 BYTES = 4 * (work.OBSERVATION + work.ACTION + 1) * work.EPISODE  # of a trajectory
 MODES = {
     "gear": ("a part on each node", "the whole on each node"),
-    "reverb": ("one server for all", "a server on each node, its own", "a server on each node, all of them"),
+    "reverb": (
+        "one server for all",
+        "a server on each node, its own",
+        "a server on each node, all of them",
+    ),
 }
 # A token is the mean of so many steps; width, layers, heads.
 SIZES = {"data": (250, 8, 1, 1), "compute": (50, 64, 2, 4)}
@@ -41,7 +45,9 @@ class Trainer:
             "return_to_go": later * (_LARGEST / self._tokens),
             "timestep": (torch.arange(self._tokens) * self._steps).expand(lead[:2]),
         }
-        loss = (self._model(tokens, torch.ones(lead[:2], dtype=torch.bool)) - action).square().mean()
+        loss = (
+            (self._model(tokens, torch.ones(lead[:2], dtype=torch.bool)) - action).square().mean()
+        )
         self._optimizer.zero_grad()
         loss.backward()
         self._optimizer.step()

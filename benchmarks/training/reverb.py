@@ -17,9 +17,13 @@ _servers: list[reverb.Server] = []
 
 def _serve(port: int, first: int, count: int) -> None:
     """Serve trajectories; each is one append, which is faster than its steps."""
-    signature = {n: tf.TensorSpec((1, work.EPISODE, *shape), tf.float32) for n, shape in COLUMNS.items()}
+    signature = {
+        n: tf.TensorSpec((1, work.EPISODE, *shape), tf.float32) for n, shape in COLUMNS.items()
+    }
     policies = reverb.selectors.Uniform(), reverb.selectors.Fifo()
-    table = reverb.Table(TABLE, *policies, count, reverb.rate_limiters.MinSize(1), signature=signature)
+    table = reverb.Table(
+        TABLE, *policies, count, reverb.rate_limiters.MinSize(1), signature=signature
+    )
     _servers.append(reverb.Server([table], port=port))
     with reverb.Client(f"localhost:{port}").trajectory_writer(num_keep_alive_refs=1) as writer:
         for number in range(first, first + count):
@@ -45,7 +49,9 @@ class Source:
         servers = dict(zip(MODES["reverb"], (one, own, every), strict=True))[mode]
         at_once = 2 * batch // len(servers)
         options = {"max_in_flight_samples_per_worker": at_once, "num_workers_per_iterator": 2}
-        sets = [reverb.TrajectoryDataset.from_table_signature(one, TABLE, **options) for one in servers]
+        sets = [
+            reverb.TrajectoryDataset.from_table_signature(one, TABLE, **options) for one in servers
+        ]
         drawn = sets[0] if len(sets) == 1 else tf.data.Dataset.sample_from_datasets(sets)
         self._batches = iter(drawn.batch(batch, drop_remainder=True).prefetch(1))
 

@@ -51,7 +51,9 @@ QUICK = Sizes(count=120, batch=32, num_nodes=(1, 2), collected=(32, 64), turns=2
 class Rank(Child):
     """A system's process in a node; takes orders as those of the comparison of speed."""
 
-    def __init__(self, run: Nodes, rank: int, system: str, python: Path | str, *arguments: str) -> None:
+    def __init__(
+        self, run: Nodes, rank: int, system: str, python: Path | str, *arguments: str
+    ) -> None:
         environment = {**run.of_rank(rank, run.count, PORTS[system]), "TF_CPP_MIN_LOG_LEVEL": "3"}
         environment["PYTHONPATH"] += f":{ROOT / 'benchmarks'}"
         command = [python, "-m", "training.rank", system, *arguments]
@@ -75,17 +77,28 @@ class Ranks:
     def turn(self, **options: Any) -> Row:
         """Train or collect; the time is that of the last rank."""
         found = self.order("turn", **options)
-        return {**found[0], "s": max(one["s"] for one in found), "cpu_s": sum(one["cpu_s"] for one in found)}
+        return {
+            **found[0],
+            "s": max(one["s"] for one in found),
+            "cpu_s": sum(one["cpu_s"] for one in found),
+        }
 
 
-def measured(systems: Systems, points: list[str], sizes: Sizes, batch: int, modes: int) -> Iterator[Row]:
+def measured(
+    systems: Systems, points: list[str], sizes: Sizes, batch: int, modes: int
+) -> Iterator[Row]:
     """Open so many ways of each system and time them in turns; yield a row of each at each point."""
     ways: list[tuple[Ranks, Row]] = []
     for name, ranks in systems.items():
         for mode in MODES[name][:modes]:
             opened = ranks.order("open", mode=mode, batch=batch)
             others = float(np.mean([one.pop("others") for one in opened]))
-            ways.append((ranks, {"system": name, "mode": mode, "fresh": True, "others": others, **opened[0]}))
+            ways.append(
+                (
+                    ranks,
+                    {"system": name, "mode": mode, "fresh": True, "others": others, **opened[0]},
+                )
+            )
     if points != [COLLECTION]:  # what training takes without any data
         ways.append((ways[0][0], {**ways[0][1], "fresh": False, "others": 0.0}))
     for point in points:
@@ -103,7 +116,13 @@ def measured(systems: Systems, points: list[str], sizes: Sizes, batch: int, mode
             size = what["steps"] * len(ranks.ranks) * batch * BYTES
             rates = np.percentile([size / one["s"] / 1e6 for one in found], (50, 25, 75)).tolist()
             cpu = float(np.median([one["cpu_s"] for one in found])) / size * 1e9
-            row = {"point": point, "nodes": len(ranks.ranks), "B": batch, **way, "steps": what["steps"]}
+            row = {
+                "point": point,
+                "nodes": len(ranks.ranks),
+                "B": batch,
+                **way,
+                "steps": what["steps"],
+            }
             row |= {"mb_per_s": rates[0], "quartiles": rates[1:], "cpu_s_per_gb": cpu}
             yield {**row, "loss": found[-1]["loss"]}
     for ranks, way in ways:
@@ -126,7 +145,9 @@ def on_nodes(systems: Systems, sizes: Sizes, count: int) -> Iterator[Row]:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--rate", default="10gbit", help="of what each node sends, as tc takes it")
     options = parser.parse_args()

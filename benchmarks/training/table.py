@@ -15,7 +15,11 @@ Row = dict[str, Any]
 
 
 def _way(row: Row) -> str:
-    return f"{NAMES[row['system']]}: {row['mode']}" if row["fresh"] else "the model alone, on one batch"
+    return (
+        f"{NAMES[row['system']]}: {row['mode']}"
+        if row["fresh"]
+        else "the model alone, on one batch"
+    )
 
 
 def _best(rows: list[Row], system: str, **key: Any) -> float:
@@ -48,12 +52,18 @@ def tables(content: Row) -> str:
             goals.append((what, ratio, 3 if row["nodes"] == 1 else 6))
     for batch in sorted({row["B"] for row in rows if row["point"] == "collection"}):
         key = {"point": "collection", "B": batch}
-        limit = next(row["mb_per_s"] for row in rows if {"system": "limit", **key}.items() <= row.items())
+        limit = next(
+            row["mb_per_s"] for row in rows if {"system": "limit", **key}.items() <= row.items()
+        )
         own, reverb = (_best(rows, system, **key) for system in ("gear", "reverb"))
-        values = f"{batch:,} {limit:,.0f} {own:,.0f} {reverb:,.0f} {own / limit:.2f} {own / reverb:.1f}"
+        values = (
+            f"{batch:,} {limit:,.0f} {own:,.0f} {reverb:,.0f} {own / limit:.2f} {own / reverb:.1f}"
+        )
         cells.append(values.split())
         goals.append((f"collection, B = {batch:,}", own / reverb, 3))
-    judged = ([what, f"{least} x", f"{x:.1f} x", "no" if x < least else "yes"] for what, x, least in goals)
+    judged = (
+        [what, f"{least} x", f"{x:.1f} x", "no" if x < least else "yes"] for what, x, least in goals
+    )
     first = next(row for row in rows if row.get("system") == "reverb")
     return "".join([
         f"{machine['cpu']}, {machine['cores']} cores for all nodes; Reverb {first['version']}; ",

@@ -68,7 +68,9 @@ class ActorColumns:
                 raise DataError("schema", f"must have a column of role {role!r}", schema.names)
         self.observations, self.action = of_role["observation"], of_role["action"][0]
         self._nested = self.observations[0].partition(".")[0]  # the name that nests `observation.a`
-        self._others = [(role, of_role[role][0]) for role in ("reward", "truncated") if of_role[role]]
+        self._others = [
+            (role, of_role[role][0]) for role in ("reward", "truncated") if of_role[role]
+        ]
         self._terminated = (of_role["terminated"] or ["terminated"])[0]
 
     def state(self, observation: Any) -> dict[str, Any]:
@@ -98,7 +100,9 @@ class ActorColumns:
 
 def gymnasium_module() -> Any:
     remedy = "pip install 'deepspeed_gear[examples]'"
-    with ConfigError.on("gymnasium", "must be installed to start actors", ImportError, remedy=remedy):
+    with ConfigError.on(
+        "gymnasium", "must be installed to start actors", ImportError, remedy=remedy
+    ):
         import gymnasium
     if int(gymnasium.__version__.split(".")[0]) < 1:
         raise ConfigError("gymnasium", "must be 1.0 or newer", gymnasium.__version__, remedy)
@@ -117,7 +121,9 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
         envs = gymnasium_module().make_vec(job.env, num_envs=job.num_envs)
     else:
         envs = imported(job.env, "env")(job.num_envs)
-    seed = job.seed + job.index * job.num_envs  # gymnasium gives the next ones to the other environments
+    seed = (
+        job.seed + job.index * job.num_envs
+    )  # gymnasium gives the next ones to the other environments
     returns, num_episodes, num_steps = deque[float](maxlen=_LAST), 0, 0
     writer, board = None, None
     try:
@@ -136,7 +142,10 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
             raise  # the run has not ended
     finally:
         envs.close()
-        for attached in (writer, board):  # the last process to detach removes what they are attached to
+        for attached in (
+            writer,
+            board,
+        ):  # the last process to detach removes what they are attached to
             if attached is not None:
                 attached.close()
     return {
@@ -148,7 +157,9 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     }
 
 
-def _steps(writer: TrajectoryWriter, envs: Any, act: Act, seed: int) -> Iterator[tuple[int, list[float]]]:
+def _steps(
+    writer: TrajectoryWriter, envs: Any, act: Act, seed: int
+) -> Iterator[tuple[int, list[float]]]:
     """Take steps without end; yield how many, of all environments, and the returns of episodes that end."""
     names, vector = ActorColumns(writer.schema), writer.vector_writer(envs)
     mode, sums = vector.autoreset, np.zeros(vector.num_envs)
@@ -159,7 +170,11 @@ def _steps(writer: TrajectoryWriter, envs: Any, act: Act, seed: int) -> Iterator
         done = dict(done) if isinstance(done, Mapping) else {names.action: done}
         observation, reward, terminated, truncated, info = envs.step(done[names.action])
         ended = terminated | truncated
-        final = names.final_states(info["final_obs"], ended) if mode == "same_step" and ended.any() else None
+        final = (
+            names.final_states(info["final_obs"], ended)
+            if mode == "same_step" and ended.any()
+            else None
+        )
         sums += reward
         came = names.ends(reward, terminated, truncated)
         vector.step(final=final, **done, **names.state(observation), **came)

@@ -62,7 +62,9 @@ class InferenceClient(VectorWriter):
         self._done_by = [column for column in self._done_by if column not in answered]
         self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
-        self._aside: dict[int, list[dict[str, np.ndarray]]] = {}  # steps that do not fit into a place's rows
+        self._aside: dict[
+            int, list[dict[str, np.ndarray]]
+        ] = {}  # steps that do not fit into a place's rows
         self._finalizer = weakref.finalize(self, slots.leave, places)
         writer.clients.add(self)
 
@@ -98,7 +100,9 @@ class InferenceClient(VectorWriter):
             resting, asking = asking[self._waits[asking]], asking[~self._waits[asking]]
             if (self._next[resting] == self._staging.first[resting]).any():
                 raise DataError("reset", "must come first", None)
-            zeros = [np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns]
+            zeros = [
+                np.zeros((len(resting), *c.shape), c.numpy_dtype) for c in self._answer_rows.columns
+            ]
             self._answer_rows.put(zeros, self._next[resting] - 1)
             self._slots.states[self._places[resting]] = PlaceState.RESTING
         if len(asking):
@@ -128,7 +132,9 @@ class InferenceClient(VectorWriter):
         mask = None if mask is None else np.asarray(mask, bool)
         which = self._places[slice(None) if mask is None else mask]
         if (self._slots.states[which] < PlaceState.IDLE).any():
-            raise StoreError("reset", "must not come while an answer is waited for", None, "call act again")
+            raise StoreError(
+                "reset", "must not come while an answer is waited for", None, "call act again"
+            )
         completed = super().reset(mask, **columns)
         self._timesteps[slice(None) if mask is None else mask] = 0
         self._slots.states[which] = PlaceState.IDLE
@@ -150,11 +156,15 @@ class InferenceClient(VectorWriter):
         self._check_open()
         places = self._places if envs is None else self._places[envs]
         if not self._slots.are_ready(places).all():
-            raise StoreError("step", "must come after the answers", None, "call act, or take those of ready")
+            raise StoreError(
+                "step", "must come after the answers", None, "call act, or take those of ready"
+            )
         given = dict(flatten("step", columns, self._column_names))
         unwanted = [column.name for column in self._answer_rows.columns if column.name in given]
         if unwanted:
-            raise DataError(f"column {unwanted[0]}", "must not be given", None, "the policy computes it")
+            raise DataError(
+                f"column {unwanted[0]}", "must not be given", None, "the policy computes it"
+            )
         self._take(final, envs, given)
         self._timesteps[slice(None) if envs is None else envs] += 1
         self._slots.states[places] = PlaceState.IDLE
@@ -184,7 +194,9 @@ class InferenceClient(VectorWriter):
         steps = self._staging.length
         for env in envs[used >= steps].tolist():
             # Move the full rows of a place into private memory, and continue from the last state.
-            rows = {name: self._staging.of(name, env)[:steps].copy() for name in self._staging.arrays}
+            rows = {
+                name: self._staging.of(name, env)[:steps].copy() for name in self._staging.arrays
+            }
             self._aside.setdefault(env, []).append(rows)
             self._steps_before[env] += steps
             self._go_on(env, steps)
@@ -192,7 +204,11 @@ class InferenceClient(VectorWriter):
     def _steps_of(self, column: Column, env: int, num_steps: int) -> np.ndarray:
         rows = super()._steps_of(column, env, num_steps)
         aside = self._aside.get(env)
-        return rows if aside is None else np.concatenate([*(part[column.name] for part in aside), rows])
+        return (
+            rows
+            if aside is None
+            else np.concatenate([*(part[column.name] for part in aside), rows])
+        )
 
     def _commit(self, env: int, num_steps: int, is_truncated: bool = False) -> None:
         super()._commit(env, num_steps, is_truncated)

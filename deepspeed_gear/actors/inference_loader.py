@@ -21,7 +21,12 @@ from deepspeed_gear.writer.inserter import refuse_read_only
 from deepspeed_gear.writer.staged_rows import StagedRows
 
 _LENGTH = 256
-_MEASURED = ("reward", "terminated", "truncated", "timestep")  # roles of columns that only a simulator fills
+_MEASURED = (
+    "reward",
+    "terminated",
+    "truncated",
+    "timestep",
+)  # roles of columns that only a simulator fills
 
 
 class InferenceRequest:
@@ -31,13 +36,19 @@ class InferenceRequest:
         slots = loader._slots
         self._loader, self._places, self._open = loader, places, True
         self._rows, self._stamps = slots.rows[places], slots.stamps[places]
-        self.simulators = torch.from_numpy(places)  # numbers for as long as they are attached: [n], int64
+        self.simulators = torch.from_numpy(
+            places
+        )  # numbers for as long as they are attached: [n], int64
         rows = torch.from_numpy(self._rows)
         self._columns = {
-            name: torch.index_select(column, 0, self.simulators if single else rows).to(loader.device)
+            name: torch.index_select(column, 0, self.simulators if single else rows).to(
+                loader.device
+            )
             for name, (column, single) in loader._asked.items()
         }
-        self.timestep = torch.from_numpy(slots.timesteps[places])  # of the episode; 0: it begins. [n], int64
+        self.timestep = torch.from_numpy(
+            slots.timesteps[places]
+        )  # of the episode; 0: it begins. [n], int64
 
     def __len__(self) -> int:
         return len(self._places)
@@ -75,7 +86,9 @@ class InferenceRequest:
         for value in (columns[column.name] for column in answers.columns):
             if isinstance(value, torch.Tensor):  # an array over the same memory where possible
                 value = value.detach().cpu()
-                value = value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
+                value = (
+                    value if value.dtype == torch.bfloat16 else np.ascontiguousarray(value.numpy())
+                )
             values.append(value)
         answers.put(values, np.where(valid, self._rows, -1))
         slots.answered(places[valid])
@@ -124,7 +137,9 @@ class InferenceLoader(ProcessBound):
         refuse_read_only(store)
         name, schema, config = store.spec.name, store.spec.schema, replay.config
         if not store.spec.num_writers:
-            raise ConfigError(f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0)
+            raise ConfigError(
+                f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0
+            )
         self.batch_size = arguments.count("batch_size", batch_size)
         self.timeout_s = None if timeout is None else check_timeout("timeout", timeout)
         count = 2 * self.batch_size if num_simulators is None else num_simulators
@@ -142,7 +157,9 @@ class InferenceLoader(ProcessBound):
         self._asked: dict[str, tuple[torch.Tensor, bool]] = {}
         for column in (schema[name] for name in places.asks):
             single = column.rows == "1"
-            values = (slots.values if single else slots.columns)[column.name].reshape(-1, *column.shape)
+            values = (slots.values if single else slots.columns)[column.name].reshape(
+                -1, *column.shape
+            )
             self._asked[column.name] = as_tensor(values, column.dtype), single
         given = [schema[column] for column in places.answers]
         self._answers = StagedRows(given, slots.columns, slots.native)
@@ -183,4 +200,6 @@ def _columns(
         if wrong or not names:
             rule = f"must name some of {', '.join(known) or 'no columns: there are none'}"
             raise ConfigError(what, rule, wrong or "nothing")
-    return tuple(c.name for c in schema if c.name in asked), tuple(c.name for c in schema if c.name in given)
+    return tuple(c.name for c in schema if c.name in asked), tuple(
+        c.name for c in schema if c.name in given
+    )

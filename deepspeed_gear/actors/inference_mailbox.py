@@ -21,7 +21,13 @@ from deepspeed_gear.ops.backends import Ops, load_library
 from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.memory_layout import Layout, Region, read_header, write_header
 from deepspeed_gear.store.row_allocator import is_among
-from deepspeed_gear.store.shared_memory import SHM, PeerTakenError, SharedMemory, file_path, opened_file
+from deepspeed_gear.store.shared_memory import (
+    SHM,
+    PeerTakenError,
+    SharedMemory,
+    file_path,
+    opened_file,
+)
 from deepspeed_gear.store.store_lock import BELL_WORDS, FutexEvents, StoreLock
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.timeouts import check_timeout
@@ -74,7 +80,9 @@ class MailboxPlaces:
 class InferenceMailbox:
     """A mailbox file in this process: one thread of each process at a time, any number of processes."""
 
-    def __init__(self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout) -> None:
+    def __init__(
+        self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout
+    ) -> None:
         self.places, self.memory, self.native = places, memory, ops.native
         views = layout.views(memory.buffer)
         self.control: np.ndarray = views["control"]
@@ -84,12 +92,16 @@ class InferenceMailbox:
         asked = [c.name for c in places.schema.trajectory_columns if c.name in places.asks]
         self.values = {name: views[f"value/{name}"] for name in asked}
         self.bells = FutexEvents(views["bells"], self.native)
-        self.lock = StoreLock(memory, self.native, places.timeout_s, lambda: None)  # nothing is derived
+        self.lock = StoreLock(
+            memory, self.native, places.timeout_s, lambda: None
+        )  # nothing is derived
         self.name = f"the inference loader of table {places.table}"
         self._looked = 0.0
 
     @classmethod
-    def create(cls, places: MailboxPlaces, table: Table, peer: int, huge_pages: bool) -> InferenceMailbox:
+    def create(
+        cls, places: MailboxPlaces, table: Table, peer: int, huge_pages: bool
+    ) -> InferenceMailbox:
         """Create the mailbox file of a rank, beside the store of a table, with every place free."""
         layout = places.layout()
         memory = SharedMemory.create(layout.total_bytes, LOADER, huge_pages)
@@ -155,7 +167,9 @@ class InferenceMailbox:
         """Post requests for the answers of some rows, whose inputs are written. [n] each, int64."""
         self.rows[places] = rows
         self.timesteps[places] = timesteps
-        self.stamps[places] = time.monotonic_ns() + np.arange(len(places))  # in the order of `places`
+        self.stamps[places] = time.monotonic_ns() + np.arange(
+            len(places)
+        )  # in the order of `places`
         self.bells.fence()  # pairs with that of `take`
         self.states[places] = PlaceState.POSTED
         self.bells.ring(LOADER)
@@ -176,7 +190,9 @@ class InferenceMailbox:
             if self.control[CLOSED]:
                 raise PeerError(self.name, "must be open", "it was closed", "attach to another one")
             if self._looks() and not self.memory.is_alive(LOADER):
-                raise PeerError(self.name, "must be alive", "its process has died", "start the run again")
+                raise PeerError(
+                    self.name, "must be alive", "its process has died", "start the run again"
+                )
             left = until - time.monotonic()
             if left <= 0:
                 remedy = "check that it iterates, raise timeout_s, or call again: the requests stay posted"
@@ -203,7 +219,9 @@ class InferenceMailbox:
             if len(posted) >= most or (len(posted) and not more_may_come):
                 break
             left = _LOOK_S
-            if timeout_s is not None:  # since when the loader waits, or the oldest request if that is earlier
+            if (
+                timeout_s is not None
+            ):  # since when the loader waits, or the oldest request if that is earlier
                 since = min(begun, int(self.stamps[posted].min()) * 1e-9) if len(posted) else begun
                 left = since + timeout_s - time.monotonic()
             if left <= 0 or self.control[CLOSED]:

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import DataError, StoreError, undo_on_error
-from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
+from deepspeed_gear.store.memory_layout import (
+    Layout,
+    Region,
+    RunIdentity,
+    read_header,
+    write_header,
+)
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.store.shared_memory import SharedMemory, file_path
 from deepspeed_gear.timeouts import wait_until
@@ -174,7 +180,9 @@ class PolicyBoard(ProcessBound):
 
     def _parts(self, values: np.ndarray) -> list[Tensor]:
         """Return the tensors whose elements lie one after the other in `values`."""
-        parts = torch.split(torch.from_numpy(values), [int(np.prod(shape)) for _, shape in self._shapes])
+        parts = torch.split(
+            torch.from_numpy(values), [int(np.prod(shape)) for _, shape in self._shapes]
+        )
         return [part.view(shape) for part, (_, shape) in zip(parts, self._shapes, strict=True)]
 
     def _check(self, module: nn.Module) -> list[Tensor]:
@@ -198,7 +206,9 @@ def _state_of(module: nn.Module) -> list[tuple[str, Tensor]]:
         if status is not None and parameter.numel() == 0:
             remedy = "publish inside deepspeed.zero.GatheredParameters"
             raise DataError(f"parameter {name}", "must be whole", None, remedy)
-    return [(name, tensor) for name, tensor in module.state_dict().items() if tensor.is_floating_point()]
+    return [
+        (name, tensor) for name, tensor in module.state_dict().items() if tensor.is_floating_point()
+    ]
 
 
 @torch.no_grad()

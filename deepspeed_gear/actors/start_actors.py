@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _GRACE_S = 10.0  # for an actor to end its step
 _COMMAND = [sys.executable, "-c", "from deepspeed_gear.actors.actor_process import main; main()"]
 _OF_RANKS = (
-    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT"
+    "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE "
+    "MASTER_ADDR MASTER_PORT"
 )
 
 
@@ -48,7 +49,9 @@ class Actors(ProcessBound):
         self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
         path, pipe = [entry or os.getcwd() for entry in sys.path], subprocess.PIPE
         work = [pickle.dumps(path) + _pickled(job) for job in jobs]
-        environment = {name: value for name, value in os.environ.items() if name not in _OF_RANKS.split()}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in _OF_RANKS.split()
+        }
         environment["PYTHONPATH"] = os.pathsep.join(path)
         environment.setdefault("OMP_NUM_THREADS", "1")
         if run is not None:
@@ -112,7 +115,9 @@ class Actors(ProcessBound):
         if status == 0 and "error" not in report:
             self.results.append({"actor": index, **report})
             return None
-        text = report.get("error", f"exit status {status}; its output, if any, is in this program's stderr")
+        text = report.get(
+            "error", f"exit status {status}; its output, if any, is in this program's stderr"
+        )
         return PeerError(f"actor {index}", f"must go on until it is stopped, but:\n{text}")
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -165,7 +170,10 @@ def start_actors(
             raise ConfigError(option, f"must admit {num_actors} actors", store.spec.num_writers)
         attach = {"name": store.memory.path.name}
     name = None if board is None else board.name
-    jobs = [ActorJob(i, num_actors, env, num_envs, policy, attach, name, seed) for i in range(num_actors)]
+    jobs = [
+        ActorJob(i, num_actors, env, num_envs, policy, attach, name, seed)
+        for i in range(num_actors)
+    ]
     return Actors(jobs, run)
 
 
@@ -173,7 +181,9 @@ def _pickled(job: ActorJob) -> bytes:
     for name, given in (("policy", job.policy), ("env", job.env)):
         if getattr(given, "__module__", None) == "__main__":
             remedy = f'put it into a module of its own, or give "module:{getattr(given, "__name__", "name")}"'
-            raise ConfigError(name, "must be importable by actors", "a function of the main script", remedy)
+            raise ConfigError(
+                name, "must be importable by actors", "a function of the main script", remedy
+            )
     kinds = pickle.PicklingError, AttributeError, TypeError
     remedy = 'give a function of a module, or "module:function"'
     with ConfigError.on("policy and env", "must be picklable", *kinds, remedy=remedy):

@@ -59,7 +59,17 @@ class BatchSamples:
 
 
 # What `BatchSamples` has for each sample, and for all of them.
-_OF_EACH = ("records", "valid", "epoch", "is_weight", "source", "probability", "goal_step", "origin", "index")
+_OF_EACH = (
+    "records",
+    "valid",
+    "epoch",
+    "is_weight",
+    "source",
+    "probability",
+    "goal_step",
+    "origin",
+    "index",
+)
 _OF_ALL = ("step_items", "total", "burn_in", "first_index", "index_step")
 
 
@@ -79,7 +89,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     out of the batch before (a tensor, the result of a `torch.utils._pytree` function) are not tracked.
     """
 
-    _internal = frozenset("arrival arrives every_tensor host_records host_source lifetime reported".split())
+    _internal = frozenset(
+        "arrival arrives every_tensor host_records host_source lifetime reported".split()
+    )
     lifetime: BatchLifetime | None = None  # None: the tensors are the batch's own
 
     def __init__(
@@ -210,7 +222,11 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self._tensors.values())).device if self._tensors else self._samples.records.device
+        return (
+            next(iter(self._tensors.values())).device
+            if self._tensors
+            else self._samples.records.device
+        )
 
     @property
     def reported(self) -> torch.Tensor:
@@ -385,7 +401,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             goal_step=optional("goal_step", lambda b: b.goal_step),
             burn_in=first._samples.burn_in,
             origin=optional("origin", lambda b: _slots(b._samples.origin, b._samples.records)),
-            opaque=None if names is None else {n: [v for b in batches for v in b.opaque(n)] for n in names},
+            opaque=None
+            if names is None
+            else {n: [v for b in batches for v in b.opaque(n)] for n in names},
             index=torch.cat([b.sample_index for b in batches]),
         )
         tensors = {name: torch.cat([b._tensors[name] for b in batches]) for name in first._tensors}
@@ -425,7 +443,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out objects of this process: an unpickled batch has its own tensors."""
-        return {name: value for name, value in vars(self).items() if name not in ("lifetime", "arrival")}
+        return {
+            name: value for name, value in vars(self).items() if name not in ("lifetime", "arrival")
+        }
 
     @property
     def every_tensor(self) -> list[torch.Tensor]:
@@ -473,7 +493,9 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         return TensorDict(content, batch_size=[self.num_samples])
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{n}: {str(t.dtype)[6:]}{list(t.shape)}" for n, t in self._tensors.items())
+        fields = ", ".join(
+            f"{n}: {str(t.dtype)[6:]}{list(t.shape)}" for n, t in self._tensors.items()
+        )
         return f"Batch({self.num_samples} samples on {self.device}; {fields})"
 
 
@@ -499,7 +521,9 @@ class OverwrittenBatch(Batch):
 
 def _refuse_overwritten() -> NoReturn:
     rule = "must be used before later batches are written over its tensors"
-    remedy = "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were requested"
+    remedy = (
+        "keep batch.clone(): a batch lives until max(2, accumulation) newer ones were requested"
+    )
     raise StaleBatchError("the batch", rule, None, remedy)
 
 
@@ -519,7 +543,10 @@ class BatchLifetime:
 
     def follow(self, batch: Batch) -> None:
         """Bind a batch that was made of a bound one, if it uses any of the entry's memory."""
-        if any(storage_of(t) in self._storages for t in (*batch._tensors.values(), *batch.mask.values())):
+        if any(
+            storage_of(t) in self._storages
+            for t in (*batch._tensors.values(), *batch.mask.values())
+        ):
             self.bind(batch)
 
     def end(self) -> None:
@@ -584,10 +611,14 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
     """Return the indices that a mask or indices stand for, at least 0. [n], int64."""
     if key.dtype == torch.bool:
         if key.shape != (num_samples,):
-            raise ShapeError("the mask of samples", f"must have shape [{num_samples}]", list(key.shape))
+            raise ShapeError(
+                "the mask of samples", f"must have shape [{num_samples}]", list(key.shape)
+            )
         return key.nonzero()[:, 0]
     if key.is_floating_point():
-        raise DataError("the samples", "must be a slice, a mask of bools, or integers", str(key.dtype))
+        raise DataError(
+            "the samples", "must be a slice, a mask of bools, or integers", str(key.dtype)
+        )
     if key.dtype == torch.uint8 and key.shape == (num_samples,):
         rule = "must be a mask of bools, or indices of int64"
         given = f"{num_samples} of uint8, for a mask or indices"
@@ -619,11 +650,15 @@ def _alike(batches: Sequence[Batch]) -> list[Batch]:
     found = list(batches) if isinstance(batches, (list, tuple)) else []
     if not found or not all(isinstance(batch, Batch) for batch in found):
         kinds = [type(batch).__name__ for batch in found] or type(batches).__name__
-        raise DataError("batches", "must be a list of at least one batch", kinds, "write Batch.cat([a, b])")
+        raise DataError(
+            "batches", "must be a list of at least one batch", kinds, "write Batch.cat([a, b])"
+        )
 
     def forms(batch: Batch) -> dict[str, tuple[Any, ...]]:
         parts = {**batch._tensors, **{f"{MASK}{name}": mask for name, mask in batch.mask.items()}}
-        found = {name: (str(t.dtype)[6:], list(t.shape[1:]), str(t.device)) for name, t in parts.items()}
+        found = {
+            name: (str(t.dtype)[6:], list(t.shape[1:]), str(t.device)) for name, t in parts.items()
+        }
         return {**found, **dict.fromkeys(batch._samples.opaque or (), ("opaque",))}
 
     wanted = forms(found[0])
@@ -655,7 +690,9 @@ def _unflatten(values: Any, context: Any) -> Batch:
     return Batch(tensors, mask, BatchSamples(**parts, **dict(zip(_OF_ALL, facts, strict=True))))
 
 
-pytree.register_pytree_node(Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch")
+pytree.register_pytree_node(
+    Batch, _flatten, _unflatten, serialized_type_name="deepspeed_gear.Batch"
+)
 
 
 pytree.register_pytree_node(OverwrittenBatch, lambda batch: _refuse_overwritten(), _unflatten)

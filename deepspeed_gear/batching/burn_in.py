@@ -49,7 +49,9 @@ class BurnIn:
         if field.align == "in_place":
             return mask & (places >= self.begin - offset)
         assert field.length is not None
-        rows = records[:, Resolution.NUM_STEPS] + int(field.column is not None and field.column.rows == "T+1")
+        rows = records[:, Resolution.NUM_STEPS] + int(
+            field.column is not None and field.column.rows == "T+1"
+        )
         align = Align.LEFT if field.align == "left" else Align.RIGHT
         span = bounds(offset, field.length, align, records[:, Resolution.ANCHOR], rows)
         steps = (span.begin - span.place - records[:, Resolution.ANCHOR])[:, None] + places

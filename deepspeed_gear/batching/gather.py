@@ -22,7 +22,11 @@ from deepspeed_gear.config.cross_checks import N_STEP_NAMES
 from deepspeed_gear.config.field_checks import ESTIMATED, read_fields
 from deepspeed_gear.config.options import NStepConfig
 from deepspeed_gear.data.compressed_rows import CompressedRows
-from deepspeed_gear.data.dataset_statistics import LEAST_SPREAD, ColumnStatistics, running_statistics
+from deepspeed_gear.data.dataset_statistics import (
+    LEAST_SPREAD,
+    ColumnStatistics,
+    running_statistics,
+)
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import Ops
@@ -33,13 +37,19 @@ from deepspeed_gear.schema import DTYPES, Column, Schema
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-SOURCES = {"T": Source.STEPS, "T+1": Source.STEPS_PLUS_ONE, "1": Source.TRAJECTORY}  # by a column's `rows`
+SOURCES = {
+    "T": Source.STEPS,
+    "T+1": Source.STEPS_PLUS_ONE,
+    "1": Source.TRAJECTORY,
+}  # by a column's `rows`
 COMPUTED = {"timestep": Source.TIMESTEP, "position": Source.POSITION}
 ALIGNS = {"in_place": Align.IN_PLACE, "left": Align.LEFT, "right": Align.RIGHT}
 PADS = {"zero": Pad.VALUE, "value": Pad.VALUE, "edge": Pad.EDGE}
 #: Of the tensors that N_STEP_NAMES names.
 N_STEP_DTYPES = (torch.float32, torch.float32, torch.int64)
-PERIOD_ELEMENTS = 4096  # shift and gain are repeated up to this many elements, so that inner loops are long
+PERIOD_ELEMENTS = (
+    4096  # shift and gain are repeated up to this many elements, so that inner loops are long
+)
 _REWARD = "\0reward"  # the input of an estimate whose mask is that of the window
 _TAKES_MANY = TorchVersion(torch.__version__) >= "2.5"
 
@@ -170,7 +180,11 @@ class CompressedFields:
     """
 
     def __init__(
-        self, stored: CompressedRows, specs: list[GatherSpec], rows: list[FieldRows], num_samples: int
+        self,
+        stored: CompressedRows,
+        specs: list[GatherSpec],
+        rows: list[FieldRows],
+        num_samples: int,
     ) -> None:
         self._stored = stored
         windows: dict[GatherSpec, list[int]] = {}
@@ -194,13 +208,19 @@ class CompressedFields:
         windows, read, given = [], [], []
         for window, group in self._groups.items():
             step, real = rows_of(window, records, steps)
-            windows.append((group, step[:, :1]))  # the first row of the window that is read, if one is
+            windows.append(
+                (group, step[:, :1])
+            )  # the first row of the window that is read, if one is
             read.append((first + step)[real | (is_sample & (window.pad == Pad.EDGE))])
         rows = torch.from_numpy(np.unique(torch.cat(read).numpy()))
         self._stored.decode(rows.numpy(), self._bytes)
         for group, begin in windows:
-            moved = records.clone()  # of rows [5, 6, 7, 20, 21] a window that begins at row 20 is at place 3
-            moved[:, Resolution.FIRST_ROW] = (torch.searchsorted(rows, first + begin) - begin).squeeze(1)
+            moved = (
+                records.clone()
+            )  # of rows [5, 6, 7, 20, 21] a window that begins at row 20 is at place 3
+            moved[:, Resolution.FIRST_ROW] = (
+                torch.searchsorted(rows, first + begin) - begin
+            ).squeeze(1)
             given.append((group, moved))
         return given
 
@@ -211,19 +231,29 @@ class Buffers:
 
     outs: list[torch.Tensor]
     masks: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    n_step: list[torch.Tensor] = dataclasses.field(default_factory=list)  # return_n, discount, steps_n
-    estimates: list[torch.Tensor] = dataclasses.field(default_factory=list)  # as ESTIMATED: whole windows
+    n_step: list[torch.Tensor] = dataclasses.field(
+        default_factory=list
+    )  # return_n, discount, steps_n
+    estimates: list[torch.Tensor] = dataclasses.field(
+        default_factory=list
+    )  # as ESTIMATED: whole windows
     # Of a whole batch, by name and all together.
     tensors: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     mask: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     all: list[torch.Tensor] = dataclasses.field(default_factory=list)
     lifetime: BatchLifetime | None = None  # of its current values
-    calls: list[Any] = dataclasses.field(default_factory=list)  # native GatherCalls into them: fields, goals
-    addresses: list[int] = dataclasses.field(default_factory=list)  # of the calls; empty: ops are called
+    calls: list[Any] = dataclasses.field(
+        default_factory=list
+    )  # native GatherCalls into them: fields, goals
+    addresses: list[int] = dataclasses.field(
+        default_factory=list
+    )  # of the calls; empty: ops are called
 
     @cached_property
     def storages(self) -> frozenset[int]:
-        return frozenset(storage for tensor in self.all if (storage := storage_of(tensor)) is not None)
+        return frozenset(
+            storage for tensor in self.all if (storage := storage_of(tensor)) is not None
+        )
 
     def part(self, first: int, end: int) -> Buffers:
         outs, masks, n_step, estimates = (
@@ -243,7 +273,11 @@ class NStepReturns:
     """Computes n-step returns, discounts and numbers of steps, on the device of the columns in `source`."""
 
     def __init__(
-        self, config: NStepConfig, table: Rows, source: Callable[[str], torch.Tensor], device: torch.device
+        self,
+        config: NStepConfig,
+        table: Rows,
+        source: Callable[[str], torch.Tensor],
+        device: torch.device,
     ) -> None:
         self._n = config.n
         self._columns = [None if name is None else source(name) for name in n_step_columns(table)]
@@ -261,7 +295,9 @@ class GatherOptions:
     """The fields and the size of batches: the same for the gatherers of all tables that they come from."""
 
     fields: Sequence[ResolvedField]
-    statistics: Mapping[str, ColumnStatistics]  # by column, of those that fields are normalised with
+    statistics: Mapping[
+        str, ColumnStatistics
+    ]  # by column, of those that fields are normalised with
     n_step: NStepConfig | None  # None: no n-step returns
     num_samples: int  # of a batch
     engine_dtype: torch.dtype  # of fields whose dtype is that of the engine
@@ -271,7 +307,9 @@ class GatherOptions:
 class Gatherer:
     """Gathers batches of fixed fields and size, into a ring of `depth` batches. Not thread-safe."""
 
-    reads_in_place = False  # whether a device reads the store itself; then rows stay pinned until it has
+    reads_in_place = (
+        False  # whether a device reads the store itself; then rows stay pinned until it has
+    )
 
     def __init__(self, options: GatherOptions, table: Rows, depth: int) -> None:
         fields, n_step, num_samples = options.fields, options.n_step, options.num_samples
@@ -283,17 +321,24 @@ class Gatherer:
         self._estimates_here = self._estimated is not None  # computed by `fill`
         if (of := self._estimated) is not None:
             self._factors = list(of.factors)
-            self._inputs = [None if field is None else self._fields.index(field) for field in of.inputs]
+            self._inputs = [
+                None if field is None else self._fields.index(field) for field in of.inputs
+            ]
         self._n_step = n_step
         self._n_step_here: NStepReturns | None = None  # computed by `fill`
         if n_step is not None:
             self._n_step_here = NStepReturns(n_step, table, table.gather_source, self._device)
-        self.counters = torch.zeros(3, dtype=torch.int64, device=self._device)  # real rows, all rows, bytes
+        self.counters = torch.zeros(
+            3, dtype=torch.int64, device=self._device
+        )  # real rows, all rows, bytes
         self._rows = [
-            FieldRows.of(field, table, options.statistics, options.engine_dtype) for field in self._fields
+            FieldRows.of(field, table, options.statistics, options.engine_dtype)
+            for field in self._fields
         ]
         self._specs: list[GatherSpec] = []
-        self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []  # of each field's part of a sample
+        self._shapes: list[
+            tuple[tuple[int, ...], torch.dtype]
+        ] = []  # of each field's part of a sample
         self._mask_lengths: list[int | None] = []
         self._mask_of: dict[str, int] = {}
         # Fields of equal windows share the mask that the first of them writes.
@@ -301,7 +346,9 @@ class Gatherer:
         goals: dict[int, GatherSpec] = {}
         goal_rows: list[FieldRows] = []
         for number, (field, rows) in enumerate(zip(self._fields, self._rows, strict=True)):
-            own = field.name if field.hindsight is not None else None  # a relabelled goal is always real
+            own = (
+                field.name if field.hindsight is not None else None
+            )  # a relabelled goal is always real
             if field.is_input:  # they may be gathered elsewhere than others
                 own = "\0"
             part = field.collected_length
@@ -332,13 +379,17 @@ class Gatherer:
                     achieved = _bytes_for(achieved, table)
                 source = SOURCES[field.hindsight.rows]
                 goal_rows.append(replace(rows, source=source, column=achieved, pad=0.0))
-                goals[number] = GatherSpec(source, follows=Follows.GOAL, elements=rows.elements, mask=mask)
+                goals[number] = GatherSpec(
+                    source, follows=Follows.GOAL, elements=rows.elements, mask=mask
+                )
         #: The goals of relabelled samples.
         self._goals = FieldGroup(list(goals), goals, goal_rows) if goals else None
         plain = [i for i, rows in enumerate(self._rows) if rows.stored is None]
         self._all = self._here = FieldGroup(plain, self._specs, [self._rows[i] for i in plain])
         stored = dict.fromkeys(rows.stored for rows in self._rows if rows.stored is not None)
-        self._compressed = [CompressedFields(c, self._specs, self._rows, num_samples) for c in stored]
+        self._compressed = [
+            CompressedFields(c, self._specs, self._rows, num_samples) for c in stored
+        ]
         self._numbers: np.ndarray | None = None  # running moments that `normalize_with` has set
         self._divide(num_samples)
         self.ring = [self.buffers(num_samples) for _ in range(depth)]
@@ -376,7 +427,9 @@ class Gatherer:
     def buffers(self, num_samples: int) -> Buffers:
         """Allocate the tensors of a batch, with the native call that gathers into them."""
         sizes = self._sizes(num_samples)
-        buffers = self._named([torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes])
+        buffers = self._named(
+            [torch.zeros(size, dtype=dtype, device=self._device) for size, dtype in sizes]
+        )
         if self._ops.is_direct and self._all.which:
             overwritten = buffers.all  # the first call increments their versions
             for group in [self._all] if self._goals is None else [self._all, self._goals]:
@@ -400,7 +453,10 @@ class Gatherer:
     def _sizes(self, num_samples: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Return shape and dtype of every field, mask and n-step return of a batch, in this order."""
         outs = [((num_samples, *shape), dtype) for shape, dtype in self._shapes]
-        masks = [(num_samples,) if length is None else (num_samples, length) for length in self._mask_lengths]
+        masks = [
+            (num_samples,) if length is None else (num_samples, length)
+            for length in self._mask_lengths
+        ]
         n_step = N_STEP_DTYPES if self._n_step else ()
         estimated = [] if self._estimated is None else [(num_samples, self._estimated.length or 1)]
         return [
@@ -413,7 +469,12 @@ class Gatherer:
     def _named(self, every: list[torch.Tensor]) -> Buffers:
         first, end = len(self._shapes), len(self._shapes) + len(self._mask_lengths)
         last = end + (len(N_STEP_NAMES) if self._n_step else 0)
-        outs, masks, n_step, estimates = every[:first], every[first:end], every[end:last], every[last:]
+        outs, masks, n_step, estimates = (
+            every[:first],
+            every[first:end],
+            every[end:last],
+            every[last:],
+        )
         known = {field.name: out for field, out in zip(self._fields, outs, strict=True)}
         tensors, mask = {}, {}
         for field in self._of_batch:
@@ -421,7 +482,10 @@ class Gatherer:
                 own, real = known[field.name], masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
                 part = slice(field.part_first, field.part_first + (field.collected_length or 1))
-                whole = estimates[ESTIMATED.index(str(field.derived))], masks[self._mask_of[_REWARD]]
+                whole = (
+                    estimates[ESTIMATED.index(str(field.derived))],
+                    masks[self._mask_of[_REWARD]],
+                )
                 own, real = (x[:, part] if field.length else x[:, part].squeeze(1) for x in whole)
             mask[field.name] = real
             if not field.mask_only:
@@ -476,7 +540,9 @@ class Gatherer:
         self._latest.lifetime = BatchLifetime(self._latest.storages)
         self._latest.lifetime.bind(batch)
 
-    def fill(self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None) -> None:
+    def fill(
+        self, buffers: Buffers, records: torch.Tensor, goal_step: torch.Tensor | None = None
+    ) -> None:
         """Gather the samples that records describe into a batch of the ring: only the ops."""
         n_step = self._n_step_here
         steps = None if n_step is None else n_step.fill(self._ops, buffers.n_step, records)
@@ -491,7 +557,9 @@ class Gatherer:
             if buffers.addresses:
                 self._gather_into(buffers.addresses[1], records, goal_step)
             else:
-                self._goals.run(self._ops, buffers, self.counters, records, goal_step, self._threads)
+                self._goals.run(
+                    self._ops, buffers, self.counters, records, goal_step, self._threads
+                )
         if self._estimates_here:
             self._estimate(self._ops, buffers)
 
@@ -516,7 +584,9 @@ def affine(
     if not field.is_converted:
         return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
     if field.normalize is None:
-        return torch.zeros(1, dtype=torch.float64), torch.full((1,), field.scale, dtype=torch.float64)
+        return torch.zeros(1, dtype=torch.float64), torch.full(
+            (1,), field.scale, dtype=torch.float64
+        )
     assert field.column is not None
     at = f"gear.fields.{field.name}.normalize"
     if field.column.name not in statistics:
@@ -537,12 +607,18 @@ def affine(
     wrong = np.argwhere(varies & ~holds)
     if len(wrong):
         element = tuple(wrong[0].tolist())
-        rule = "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
+        rule = (
+            "must be of values with a spread from 1e-307 to 1e307 and above 2^-43 of their offset"
+        )
         place = f"in element {list(element)} of {field.column.name}"
         value = f"{low[element]} to {high[element]} {place}"
-        raise ConfigError(at, rule, value, "store the column less an offset or in other units, or use scale")
+        raise ConfigError(
+            at, rule, value, "store the column less an offset or in other units, or use scale"
+        )
     elements = int(np.prod(shape, dtype=np.int64))
-    repeats = max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
+    repeats = (
+        max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
+    )
 
     def tiled(values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.tile(values.reshape(-1), repeats))
@@ -561,8 +637,12 @@ class PackGatherer:
         engine_dtype: torch.dtype,
     ) -> None:
         self._ops = table.ops
-        every = {field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields}
-        self.per_trajectory = {name: row for name, row in every.items() if row.source == Source.TRAJECTORY}
+        every = {
+            field.name: FieldRows.of(field, table, statistics, engine_dtype) for field in fields
+        }
+        self.per_trajectory = {
+            name: row for name, row in every.items() if row.source == Source.TRAJECTORY
+        }
         self.fields = [field for field in fields if field.name not in self.per_trajectory]
         rows = [every[field.name] for field in self.fields]
         specs = [
@@ -587,7 +667,11 @@ class PackGatherer:
         return outs
 
     def gather(
-        self, outs: Mapping[str, torch.Tensor], records: torch.Tensor, places: torch.Tensor, first: int
+        self,
+        outs: Mapping[str, torch.Tensor],
+        records: torch.Tensor,
+        places: torch.Tensor,
+        first: int,
     ) -> None:
         """Write the places [first, first + rows) of a pack.
 
@@ -601,7 +685,9 @@ class PackGatherer:
             return
         group, into = self._group, [outs[field.name] for field in self.fields]
         converted = group.columns, group.shifts, group.gains
-        self._ops.pack_(into, *converted, records, places, group.spec, group.pads, first, into[0].size(1))
+        self._ops.pack_(
+            into, *converted, records, places, group.spec, group.pads, first, into[0].size(1)
+        )
 
 
 class SharedRows(NamedTuple):
@@ -627,13 +713,21 @@ class SharedRows(NamedTuple):
         The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place that the
         own run writes after it: so a place at its end reads the step after its own.
         """
-        own, at, front = records.numpy().copy(), places.numpy(), np.flatnonzero(self.steps > skipped)
+        own, at, front = (
+            records.numpy().copy(),
+            places.numpy(),
+            np.flatnonzero(self.steps > skipped),
+        )
         before, left = own[front], np.maximum(self.steps - skipped, 0)  # places of the prompt
         before[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
-        before[:, Resolution.NUM_STEPS] = np.minimum(left[front] + 1, own[front, Resolution.NUM_STEPS])
+        before[:, Resolution.NUM_STEPS] = np.minimum(
+            left[front] + 1, own[front, Resolution.NUM_STEPS]
+        )
         own[:, Resolution.FIRST_ROW] += np.maximum(skipped - self.steps, 0)
         own[:, Resolution.NUM_STEPS] -= left
-        rest = own[:, Resolution.NUM_STEPS] > 0  # none of a trajectory that is cut within its prompt
+        rest = (
+            own[:, Resolution.NUM_STEPS] > 0
+        )  # none of a trajectory that is cut within its prompt
         runs = np.concatenate([before, own[rest]]), np.concatenate([at[front], (at + left)[rest]])
         return torch.from_numpy(runs[0]), torch.from_numpy(runs[1])
 
@@ -672,5 +766,8 @@ def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any
         records: Resolutions. [n, 8], int64, in host memory.
     Cost: a copy and, of JSON, a parse for each record, in Python.
     """
-    rows, name = table.gather_source(column.name).numpy(), f"table {table.spec.name}: column {column.name}"
+    rows, name = (
+        table.gather_source(column.name).numpy(),
+        f"table {table.spec.name}: column {column.name}",
+    )
     return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]

@@ -52,7 +52,9 @@ class HindsightRelabelling:
         goal_step = torch.empty(records.size(0), dtype=torch.int64)
         fraction = int(self._config.fraction * ONE_Q62)  # exact: a power of two
         strategy = STRATEGIES[self._config.strategy]
-        self._draw_goals(goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row)
+        self._draw_goals(
+            goal_step, records, self._seed, stream_key, strategy, fraction, self._final_row
+        )
         return goal_step
 
     def reward(self, batch: Batch) -> None:

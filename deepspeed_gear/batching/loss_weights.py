@@ -87,11 +87,15 @@ def group_advantages(
     whose trajectories none is `counted` (None: all are). ConfigError if there is no such estimator.
     """
     if kind not in ESTIMATORS:
-        raise ConfigError("the estimator of advantages", f"must be one of {', '.join(ESTIMATORS)}", kind)
+        raise ConfigError(
+            "the estimator of advantages", f"must be one of {', '.join(ESTIMATORS)}", kind
+        )
     if not len(rewards):
         return np.zeros(0)
     pairs = np.stack([groups, members], axis=1)
-    _, reverse_first, member = np.unique(pairs[::-1], axis=0, return_index=True, return_inverse=True)
+    _, reverse_first, member = np.unique(
+        pairs[::-1], axis=0, return_index=True, return_inverse=True
+    )
     member = member.reshape(-1)[::-1]
     last = len(rewards) - 1 - reverse_first  # of each member, its last trajectory
     counts = np.ones(len(last), bool)

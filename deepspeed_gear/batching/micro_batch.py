@@ -51,7 +51,9 @@ class PackShape:
     @cached_property
     def sizes(self) -> np.ndarray:
         """Places of this rank in each sequence, one after the other. [sequences], int64."""
-        inside: np.ndarray = np.minimum(np.maximum(self.bounds, self.first), self.end).astype(np.int64)
+        inside: np.ndarray = np.minimum(np.maximum(self.bounds, self.first), self.end).astype(
+            np.int64
+        )
         return np.asarray(inside[1:] - inside[:-1])
 
     def spread(self, values: np.ndarray) -> np.ndarray:
@@ -210,7 +212,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         index: Its trajectories as indices into the rollout batch. [S], int64, in host memory.
     """
 
-    _internal = frozenset({"check_shape", "flat", "host_source", "pack_shape", "reported", "sources"})
+    _internal = frozenset(
+        {"check_shape", "flat", "host_source", "pack_shape", "reported", "sources"}
+    )
 
     def __init__(
         self,
@@ -253,7 +257,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         )
 
     @property
-    def reported(self) -> torch.Tensor:  # resolutions of its trajectories. [S, 8], int64, in host memory
+    def reported(
+        self,
+    ) -> torch.Tensor:  # resolutions of its trajectories. [S, 8], int64, in host memory
         return torch.from_numpy(self.sources.records.resolutions.numpy()[self.sources.at])
 
     @property
@@ -338,7 +344,10 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         whole = replace(self.pack_shape, first=0, end=self.pack_shape.rows)
         begins = ends = whole.starts  # of the prefixes
         if whole.prefixes is not None:
-            begins, ends = begins[whole.prefixes.leader], begins[whole.prefixes.leader] + whole.prefixes.steps
+            begins, ends = (
+                begins[whole.prefixes.leader],
+                begins[whole.prefixes.leader] + whole.prefixes.steps,
+            )
         arrays = whole.owners(), whole.spread(begins), whole.spread(ends)
         owner, begin, end = (torch.from_numpy(array).to(self._device) for array in arrays)
 
@@ -424,7 +433,9 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         """
         return self._loss.share * self._loss.divisor.value
 
-    def per_sequence(self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean") -> torch.Tensor:
+    def per_sequence(
+        self, values: torch.Tensor, how: Literal["mean", "sum"] = "mean"
+    ) -> torch.Tensor:
         """Return the mean or the sum over the loss tokens of each trajectory, at every place of it.
 
         GSPO: `ratio = torch.exp(micro.per_sequence(logp - micro["old_logp"], "mean"))`.
@@ -479,7 +490,11 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
 
     def check_shape(self, name: str, values: torch.Tensor, rows: int) -> None:
         """Raise ShapeError unless there is a value for each row."""
-        if not isinstance(values, torch.Tensor) or values.numel() != rows or values.dim() not in (1, 2):
+        if (
+            not isinstance(values, torch.Tensor)
+            or values.numel() != rows
+            or values.dim() not in (1, 2)
+        ):
             got = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
             rule = f"must have shape [1, {rows}] or [{rows}]"
             raise ShapeError(name, rule, got, "one value for each place, or for each trajectory")

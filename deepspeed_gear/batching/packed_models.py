@@ -21,13 +21,18 @@ from deepspeed_gear.errors import ConfigError
 FLASH: Final = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTIONS: Final = ("sdpa", "eager", "flex_attention", *FLASH)
 ONE_EACH: Final = 'train one trajectory per pack: "pack": {"max_trajectories": 1}'
-_NO_MASKS: Final = "its load balancing loss (config.output_router_logits) takes no masks of pairs of places"
+_NO_MASKS: Final = (
+    "its load balancing loss (config.output_router_logits) takes no masks of pairs of places"
+)
 _OWN_BALANCING: Final = (
     "set config.output_router_logits = False and compute the loss from router_logits over "
     'micro.sequence >= 0, as docs/how-to/language-models.md shows in "Experts"'
 )
 _MODELS: Final = "transformers.models."
-_CHECKED: Final = (5, 24)  # of transformers: the table of families in docs/how-to/language-models.md
+_CHECKED: Final = (
+    5,
+    24,
+)  # of transformers: the table of families in docs/how-to/language-models.md
 _CONVOLUTION: Final = ("causal_conv1d",)
 _MAMBA_2: Final = ("causal_conv1d", "mamba_ssm")
 _DELTA_RULE: Final = ("causal_conv1d", "fla")
@@ -100,7 +105,9 @@ class PackedModel:
 
     def refuse(self, rule: str, remedy: str = ONE_EACH) -> None:
         """Raise the error that names the model, what its packs would do, and the remedy."""
-        raise ConfigError(f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy)
+        raise ConfigError(
+            f"packs with the model {self.name}", f"must be exact: {rule}", None, remedy
+        )
 
     def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
         """Return the arguments that keep a pack's (slice's) sequences apart; ConfigError if none do."""
@@ -111,7 +118,9 @@ class PackedModel:
             given["attention_mask"] = (is_step | ~is_step.any()).long()
             if "position_ids" in inspect.signature(self._inner.forward).parameters:
                 # 0 at padding: rotations may depend on the last position.
-                given["position_ids"] = torch.arange(is_step.shape[1], device=is_step.device) * is_step
+                given["position_ids"] = (
+                    torch.arange(is_step.shape[1], device=is_step.device) * is_step
+                )
             return given
         self._check_family()
         given["position_ids"] = micro.position_ids
@@ -127,7 +136,9 @@ class PackedModel:
             given |= _flash_inputs(micro)
         elif self.family in BY_MASKS:
             if self._has_balancing_loss:
-                self.refuse(_NO_MASKS, f'use attn_implementation="flash_attention_2", and {_OWN_BALANCING}')
+                self.refuse(
+                    _NO_MASKS, f'use attn_implementation="flash_attention_2", and {_OWN_BALANCING}'
+                )
             given["attention_mask"] = self._masks(micro.position_ids)
         self._check_balancing(micro)
         if self.family in BY_KERNELS:
@@ -151,9 +162,13 @@ class PackedModel:
             self.refuse("its attention is not causal")
         if self.attention not in ATTENTIONS:
             remedy = 'load it with attn_implementation="sdpa"'
-            self.refuse(f"attention {self.attention!r} is not one of {', '.join(ATTENTIONS)}", remedy)
+            self.refuse(
+                f"attention {self.attention!r} is not one of {', '.join(ATTENTIONS)}", remedy
+            )
         if self.attention in FLASH and self.family in _NOT_BY_FLASH:
-            self.refuse("its flash attention gets no sequences", 'load it with attn_implementation="sdpa"')
+            self.refuse(
+                "its flash attention gets no sequences", 'load it with attn_implementation="sdpa"'
+            )
 
     @property
     def _has_balancing_loss(self) -> bool:
@@ -171,13 +186,20 @@ class PackedModel:
         has_padding = len(micro.cu_seqlens) > len(micro.lengths) + 1
         if has_padding and self._has_balancing_loss:
             rule = "its load balancing loss (config.output_router_logits) would count the places of padding"
-            self.refuse(rule, f'{_OWN_BALANCING}; or leave no padding: "pad": {{"multiple": 1}} of gear.pack')
+            self.refuse(
+                rule,
+                f'{_OWN_BALANCING}; or leave no padding: "pad": {{"multiple": 1}} of gear.pack',
+            )
 
     def check_shared(self, lengths: torch.Tensor, rows: int) -> None:
         """Raise unless all that its layers need is a mask of places, where prefixes are shared."""
         self._check_family()
         self._check_positions(lengths, rows)
-        window = "sliding_attention" if getattr(self.config, "sliding_window", None) else "full_attention"
+        window = (
+            "sliding_attention"
+            if getattr(self.config, "sliding_window", None)
+            else "full_attention"
+        )
         kinds = set(getattr(self.config, "layer_types", None) or [window]) - {"full_attention"}
         if kinds or self.family in BY_KERNELS:
             rule = "a mask of shared prefixes would replace the rules of layers that are not full_attention"
@@ -233,7 +255,9 @@ class PackedModel:
             "cache_position": torch.arange(position_ids.shape[1], device=device),
             "position_ids": position_ids,
         }
-        return make(**{name: given[name] for name in inspect.signature(make).parameters if name in given})
+        return make(
+            **{name: given[name] for name in inspect.signature(make).parameters if name in given}
+        )
 
 
 def unwrapped(model: Any) -> Any:
@@ -254,12 +278,20 @@ def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
         remedy = "give the model, or micro.block_mask to a model of your own"
         rule = f"must be the model or one of {', '.join(ATTENTIONS)}"
         raise ConfigError("micro.model_inputs: attention", rule, attention, remedy)
-    return {"position_ids": micro.position_ids, **(_flash_inputs(micro) if attention in FLASH else {})}
+    return {
+        "position_ids": micro.position_ids,
+        **(_flash_inputs(micro) if attention in FLASH else {}),
+    }
 
 
 def _flash_inputs(micro: Pack) -> dict[str, Any]:
     ends, longest = micro.cu_seqlens, micro.max_seqlen
-    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    return {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
 
 
 def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
@@ -271,7 +303,9 @@ def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
         attention, dtype = packed.attention, next(model.parameters()).dtype
     if attention not in ("flex_attention", "sdpa", "eager"):
         rule = 'must be flex_attention, sdpa or eager with "prefix": "share" of gear.pack'
-        raise ConfigError("micro.model_inputs: attention", rule, attention, "load the model with one of them")
+        raise ConfigError(
+            "micro.model_inputs: attention", rule, attention, "load the model with one of them"
+        )
     mask: Any = None
     if attention == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask

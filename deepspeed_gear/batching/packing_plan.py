@@ -118,13 +118,20 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
         i = int(lengths.argmin())
         raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)
     if longest > budget.room:
-        i, rule = int(lengths.argmax()), f"must have at most {budget.room} tokens, the budget of a pack"
-        raise DataError(f"trajectory {i}", rule, longest, "raise gear.pack.tokens or truncate when writing")
+        i, rule = (
+            int(lengths.argmax()),
+            f"must have at most {budget.room} tokens, the budget of a pack",
+        )
+        raise DataError(
+            f"trajectory {i}", rule, longest, "raise gear.pack.tokens or truncate when writing"
+        )
     most = len(lengths) * (budget.linear + budget.quadratic * longest) * longest
     if most >= 1 << MOST_TOTAL_BITS:
         cost = sum(budget.linear * n + budget.quadratic * n * n for n in lengths.tolist())
         if cost >= 1 << MOST_TOTAL_BITS:
-            raise DataError("the cost of a batch", "must be below 2^62", cost, "divide gear.pack.cost")
+            raise DataError(
+                "the cost of a batch", "must be below 2^62", cost, "divide gear.pack.cost"
+            )
     found = np.empty(len(steps), np.int64), np.empty(len(steps), np.int64), np.empty(1, np.int64)
     budgets = (budget.room, budget.linear, budget.quadratic, width, budget.trajectories)
     ops.plan_packs_(*map(torch.from_numpy, found), lengths.contiguous(), *budgets)
@@ -136,7 +143,12 @@ class PlannedPacks:
     """The packs of all replicas (ranks that train on different samples): rows and costs of each. Pure."""
 
     def __init__(
-        self, lengths: np.ndarray, pack: PackConfig, replicas: int, ops: Ops, prefixes: Prefixes | None = None
+        self,
+        lengths: np.ndarray,
+        pack: PackConfig,
+        replicas: int,
+        ops: Ops,
+        prefixes: Prefixes | None = None,
     ) -> None:
         (linear, quadratic), most = pack.cost, pack.max_trajectories or MOST_PACK_TOKENS
         budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
@@ -164,7 +176,9 @@ class PlannedPacks:
         tokens_of = np.bincount(bins, places, size).astype(np.int64)  # exact: below 2^53
         #: N of a pack without trajectories.
         self._least = budget.tokens if pack.pad.to == "budget" else budget.multiple
-        rows = np.maximum(-(-tokens_of // budget.multiple).reshape(shape) * budget.multiple, self._least)
+        rows = np.maximum(
+            -(-tokens_of // budget.multiple).reshape(shape) * budget.multiple, self._least
+        )
         if pack.pad.to == "step":
             rows = np.broadcast_to(rows.max(axis=1, keepdims=True), shape)
         #: N of every pack, padding included: without trajectories the least. [K, width], int64.

@@ -19,9 +19,13 @@ def masks_of(batch: Batch, values: torch.Tensor, mask: torch.Tensor | None) -> l
             rule = f"must have the shape of the priorities {list(values.shape)}"
             raise ShapeError("mask", rule, list(mask.shape))
         return [mask]
-    names = {id(m): name for name, m in batch.mask.items() if m.shape == values.shape}  # equal windows: once
+    names = {
+        id(m): name for name, m in batch.mask.items() if m.shape == values.shape
+    }  # equal windows: once
     found = [batch.learns(name) for name in names.values()]
-    different = [mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])]
+    different = [
+        mask for at, mask in enumerate(found) if all(mask is not before for before in found[:at])
+    ]
     return different or [torch.ones_like(values, dtype=torch.bool)]
 
 
@@ -31,7 +35,9 @@ def refuse_masks() -> NoReturn:
 
 
 def refuse_empty(sample: int) -> NoReturn:
-    raise ShapeError(f"mask of sample {sample}", "must have a step that counts", None, "give another mask")
+    raise ShapeError(
+        f"mask of sample {sample}", "must have a step that counts", None, "give another mask"
+    )
 
 
 def reduce_steps(

@@ -19,8 +19,12 @@ class TableRecords(NamedTuple):
     #: Of at most as many steps as a pack has room for; of trajectories of other nodes without slot and rows.
     resolutions: torch.Tensor  # [n, 8], int64, contiguous
     weights: torch.Tensor  # PER weights. [n], float32
-    origins: torch.Tensor  # shard << 32 | slot; the slot, where each node holds all of the table. [n], int64
-    is_cut: torch.Tensor  # whether it is longer than a pack: only its first steps are trained. [n], bool
+    origins: (
+        torch.Tensor
+    )  # shard << 32 | slot; the slot, where each node holds all of the table. [n], int64
+    is_cut: (
+        torch.Tensor
+    )  # whether it is longer than a pack: only its first steps are trained. [n], bool
 
 
 @dataclass(frozen=True)

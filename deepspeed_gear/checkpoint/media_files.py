@@ -27,7 +27,9 @@ _SEGMENTS, _LEAST_BYTES = 256, 4 << 20
 _MOST_BYTES = 64 << 20  # of items that are added at once
 
 
-def saved(media: MediaPages) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
+def saved(
+    media: MediaPages,
+) -> tuple[np.ndarray, dict[str, Any], Callable[[str], list[np.ndarray]]]:
     """Return the words of a store's pages, their description for the manifest, and a function that returns
     the bytes of a segment, in runs of pages. Requires the lock.
     """
@@ -69,23 +71,33 @@ class SavedMedia:
     """The media of a checkpoint that the trajectories of one store name."""
 
     def __init__(
-        self, media: MediaPages, folders: list[Path], manifests: list[dict[str, Any]], named: np.ndarray
+        self,
+        media: MediaPages,
+        folders: list[Path],
+        manifests: list[dict[str, Any]],
+        named: np.ndarray,
     ) -> None:
         """Check that all `named` items are there, [n], int64, and fit; nothing changes."""
         self._media, self._folders, self._manifests = media, folders, manifests
         self._named, self._at = named, str(folders[0])
         self._words = list[np.ndarray]()
         self._found: dict[int, tuple[int, int]] = {}  # shard and first page
-        self._opened: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}  # by shard and segment
+        self._opened: dict[
+            tuple[int, int], tuple[np.ndarray, np.ndarray]
+        ] = {}  # by shard and segment
         for shard, (folder, manifest) in enumerate(zip(folders, manifests, strict=True)):
             at = str(folder / save_folders.MANIFEST)
             given = save_folders.entry(manifest, KIND, dict, at)
             if given.get("columns") != Schema(media.spec.columns).to_json()["columns"]:
-                raise CheckpointError(at, f"must have the media {media.spec.columns}", given.get("columns"))
+                raise CheckpointError(
+                    at, f"must have the media {media.spec.columns}", given.get("columns")
+                )
             words = _loaded(folder / WORDS, manifest["files"])
             self._words.append(words)
             heads = np.flatnonzero(words[:, MediaPage.STATE] == PageState.WHOLE)
-            self._found.update((int(words[head, MediaPage.NUMBER]), (shard, int(head))) for head in heads)
+            self._found.update(
+                (int(words[head, MediaPage.NUMBER]), (shard, int(head))) for head in heads
+            )
         missing = [number for number in named.tolist() if number not in self._found]
         if missing:
             rule = "must hold the media that its trajectories name"
@@ -103,11 +115,15 @@ class SavedMedia:
 
     def _open(self, shard: int, page: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the numbers of the pages of a segment, and their bytes in a file, which is checked once."""
-        segment = page // save_folders.entry(self._manifests[shard][KIND], "pages", int, self._at, 1)
+        segment = page // save_folders.entry(
+            self._manifests[shard][KIND], "pages", int, self._at, 1
+        )
         if (shard, segment) not in self._opened:
             size = int(self._manifests[shard][KIND]["pages"])
             pages = np.flatnonzero(self._words[shard][:, MediaPage.STATE] != PageState.FREE)
-            data = _loaded(self._folders[shard] / file_of(f"{segment:06d}"), self._manifests[shard]["files"])
+            data = _loaded(
+                self._folders[shard] / file_of(f"{segment:06d}"), self._manifests[shard]["files"]
+            )
             self._opened[shard, segment] = pages[pages // size == segment], data
         return self._opened[shard, segment]
 
@@ -127,7 +143,9 @@ class SavedMedia:
             items[number] = MediaItem(number, words[head, MediaPage.DIGEST :], content)
             num_bytes += len(content)
             if num_bytes > _MOST_BYTES or number == self._named[-1]:
-                self._media.add(items, np.array(list(items)), nullcontext(), release, keep=self._named)
+                self._media.add(
+                    items, np.array(list(items)), nullcontext(), release, keep=self._named
+                )
                 items, num_bytes = {}, 0
 
 

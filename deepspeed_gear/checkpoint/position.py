@@ -16,7 +16,9 @@ from deepspeed_gear.store.records import Head
 FORMAT = 2
 AT = "the gear state"
 WORDS = ("batches", "samples", "epoch", "epoch_first", "epoch_size")
-_LEAST = {"epoch_first": -(1 << 62)}  # items that were evicted move the beginning of their epoch back
+_LEAST = {
+    "epoch_first": -(1 << 62)
+}  # items that were evicted move the beginning of their epoch back
 Position = dict[str, dict[str, int]]  # by sampled table
 
 
@@ -94,7 +96,9 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
     With `may_grow` the state may also be of a data set that this run's has grown from.
     """
     if not isinstance(state, Mapping):
-        raise CheckpointError(AT, "must be a mapping", type(state).__name__, "pass a state from `save`")
+        raise CheckpointError(
+            AT, "must be a mapping", type(state).__name__, "pass a state from `save`"
+        )
     if state.get("format") != FORMAT:
         raise CheckpointError(AT, f"must have format {FORMAT}", state.get("format"), ANOTHER)
     now, data = fingerprint(plan), entry(state, "data", dict, AT)

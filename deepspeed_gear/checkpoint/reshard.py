@@ -25,7 +25,10 @@ from deepspeed_gear.store.row_allocator import committed_at, look_up
 
 T = TypeVar("T")
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
-PER_SLOT, PER_ITEM = ("leaves", "queued", "bases", "born", "steps", "walked"), ("priorities", "draws")
+PER_SLOT, PER_ITEM = (
+    ("leaves", "queued", "bases", "born", "steps", "walked"),
+    ("priorities", "draws"),
+)
 OF_ALL = ("position", "newest_numbers")  # the same in all shards
 SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 
@@ -34,7 +37,9 @@ SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 class SavedGroups:
     records: np.ndarray  # what `TableGroups.export` returned. [n, 3], int64.
     counts: np.ndarray  # the words of `GroupCount`. [16], int64.
-    consumed: np.ndarray  # numbers of the groups that have left the table, the oldest first. [m], int64.
+    consumed: (
+        np.ndarray
+    )  # numbers of the groups that have left the table, the oldest first. [m], int64.
 
 
 @dataclass(frozen=True)
@@ -42,15 +47,23 @@ class SavedShard:
     """A saved shard of a table, or a merged table."""
 
     slots: np.ndarray | None  # records of its trajectories; None: a data set's. [n, 8], int64.
-    numbers: np.ndarray | None  # their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
+    numbers: (
+        np.ndarray | None
+    )  # their slots in the saved store; None: 0 to n - 1. [n], int64, ascending.
     next_id: int  # the counter that its ids are made from
     streams: dict[str, Content]
-    retention: np.ndarray | None = None  # words of the trajectories; None: a data set's. [n, 4], int64.
+    retention: np.ndarray | None = (
+        None  # words of the trajectories; None: a data set's. [n, 4], int64.
+    )
     inserted: tuple[int, int] = (0, 0)
     groups: SavedGroups | None = None
-    moments: np.ndarray | None = None  # running moments of the normalised columns. [6, elements], float64.
+    moments: np.ndarray | None = (
+        None  # running moments of the normalised columns. [6, elements], float64.
+    )
     prompts: Content | None = None  # what `PromptLedger.export` returned; None: there was no ledger
-    shared_prompts: np.ndarray | None = None  # first steps that others hold; None: no ledger. [n], int64.
+    shared_prompts: np.ndarray | None = (
+        None  # first steps that others hold; None: no ledger. [n], int64.
+    )
 
     @property
     def num_slots(self) -> int:
@@ -93,19 +106,26 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
         name: _merge_stream([shard.streams[name] for shard in shards], shards, before)
         for name in shards[0].streams
     }
-    inserted = sum(shard.inserted[0] for shard in shards), sum(shard.inserted[1] for shard in shards)
+    inserted = (
+        sum(shard.inserted[0] for shard in shards),
+        sum(shard.inserted[1] for shard in shards),
+    )
     # Shard i of S assigns the ids counter * S + i: the next one is above all of them.
     counters = [shard.next_id for shard in shards]
     given = [(count - 1) * len(shards) + i + 1 for i, count in enumerate(counters) if count > 0]
     slots, next_id = _merged(shards, "slots", _merge_slots), max(given, default=0)
-    if slots is not None and len(slots):  # an id is never assigned again, even if the counter is damaged
+    if slots is not None and len(
+        slots
+    ):  # an id is never assigned again, even if the counter is damaged
         next_id = max(next_id, int(slots[:, Slot.ID].max()) + 1)
     retention = _merged(shards, "retention", np.concatenate)
     groups = _merged(shards, "groups", lambda every: _merge_groups(every, before))
     moments = _merged(shards, "moments", running_moments.merge)
     prompts = _merged(shards, "prompts", prompt_ledger.merge)
     shared = _merged(shards, "shared_prompts", np.concatenate)
-    return SavedShard(slots, None, next_id, streams, retention, inserted, groups, moments, prompts, shared)
+    return SavedShard(
+        slots, None, next_id, streams, retention, inserted, groups, moments, prompts, shared
+    )
 
 
 def _merged(shards: Sequence[SavedShard], name: str, merge: Callable[[list[Any]], T]) -> T | None:
@@ -118,7 +138,9 @@ def packed(records: np.ndarray) -> np.ndarray:
     """Return records whose extents lie one after the other, in the order of their rows. [n, 8]."""
     order = in_rows(records)
     result: np.ndarray = records.copy()
-    result[order, Slot.FIRST_ROW] = np.cumsum(records[order, Slot.NUM_ROWS]) - records[order, Slot.NUM_ROWS]
+    result[order, Slot.FIRST_ROW] = (
+        np.cumsum(records[order, Slot.NUM_ROWS]) - records[order, Slot.NUM_ROWS]
+    )
     return result
 
 
@@ -141,14 +163,20 @@ def _merge_groups(every: Sequence[SavedGroups], before: np.ndarray) -> SavedGrou
     records[:, 0] += np.where(records[:, 0] > 0, starts, 0)
     # The newest numbers of each shard come last, so that a ring of any size keeps those.
     ages = np.concatenate([np.arange(len(groups.consumed))[::-1] for groups in every])
-    consumed = np.concatenate([groups.consumed for groups in every])[np.argsort(-ages, kind="stable")]
+    consumed = np.concatenate([groups.consumed for groups in every])[
+        np.argsort(-ages, kind="stable")
+    ]
     return SavedGroups(records, np.sum([groups.counts for groups in every], axis=0), consumed)
 
 
-def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], before: np.ndarray) -> Content:
+def _merge_stream(
+    contents: Sequence[Content], shards: Sequence[SavedShard], before: np.ndarray
+) -> Content:
     if len(contents) == 1:
         return dict(contents[0])
-    names = [name for name in (*PER_SLOT, *PER_ITEM) if all(name in content for content in contents)]
+    names = [
+        name for name in (*PER_SLOT, *PER_ITEM) if all(name in content for content in contents)
+    ]
     whole = {name: np.concatenate([content[name] for content in contents]) for name in names}
     whole |= {name: contents[0][name] for name in OF_ALL if name in contents[0]}
     whole.update(_merge_selections(contents, before))
@@ -158,7 +186,10 @@ def _merge_stream(contents: Sequence[Content], shards: Sequence[SavedShard], bef
         counts[UpdateCount.HIGHEST_PRIORITY] = max(highest)
         whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
         log = np.concatenate([content["log"] for content in contents])
-        shard, slot = log[:, PriorityUpdate.SLOT] >> SHARD_BITS, log[:, PriorityUpdate.SLOT] & ANY_SLOT
+        shard, slot = (
+            log[:, PriorityUpdate.SLOT] >> SHARD_BITS,
+            log[:, PriorityUpdate.SLOT] & ANY_SLOT,
+        )
         position = np.full(len(log), -1, np.int64)
         for index, one in enumerate(shards):
             of_it = np.nonzero(shard == index)[0]
@@ -221,12 +252,19 @@ def divide(
         leaders = whole.groups.records[:, 0] - 1
         incomplete = np.unique(numbers, return_inverse=True)[1].reshape(-1)
         units = np.where(leaders >= 0, leaders, len(records) + incomplete)
-    unit = np.unique(units, return_inverse=True)[1].reshape(-1)  # of the units 7, 3, 7 unit 3 comes first
+    unit = np.unique(units, return_inverse=True)[1].reshape(
+        -1
+    )  # of the units 7, 3, 7 unit 3 comes first
     count = int(unit.max()) + 1 if len(unit) else 0
     slots_of, rows_of = np.bincount(unit, minlength=count), np.zeros(count, np.int64)
     np.add.at(rows_of, unit, records[:, Slot.NUM_ROWS])
-    ends, wanted = (_before(slots_of.tolist()), _before(rows_of.tolist())), shards_of(rows_of, len(room))
-    starts = [count]  # where a part must begin at the latest so that it and those after it hold the rest
+    ends, wanted = (
+        (_before(slots_of.tolist()), _before(rows_of.tolist())),
+        shards_of(rows_of, len(room)),
+    )
+    starts = [
+        count
+    ]  # where a part must begin at the latest so that it and those after it hold the rest
     for sizes in reversed(room):
         pairs = zip(ends, sizes, strict=True)
         least = [int(np.searchsorted(end, end[starts[0]] - size)) for end, size in pairs]
@@ -234,7 +272,10 @@ def divide(
     bounds = [0]  # the first unit of each part
     for index, sizes in enumerate(room):
         pairs = zip(ends, sizes, strict=True)
-        most = [int(np.searchsorted(end, end[bounds[-1]] + size, side="right")) - 1 for end, size in pairs]
+        most = [
+            int(np.searchsorted(end, end[bounds[-1]] + size, side="right")) - 1
+            for end, size in pairs
+        ]
         if min(most) < starts[index + 1]:
             content = f"{ends[0][-1]} trajectories and {ends[1][-1]} rows of the checkpoint"
             what = "trajectories" if numbers is None else "groups"
@@ -274,7 +315,11 @@ def next_id_of(next_id: int, index: int, count: int) -> int:
 
 
 def part_of(
-    whole: SavedShard, name: str, division: ShardDivision, index: int, items: np.ndarray | slice | None
+    whole: SavedShard,
+    name: str,
+    division: ShardDivision,
+    index: int,
+    items: np.ndarray | slice | None,
 ) -> Content:
     """Return a shard's content of a stream, with slots 0 to m - 1; `items`: its rows where they are steps."""
     content, chosen = whole.streams[name], division.chosen(index)
@@ -291,7 +336,9 @@ def part_of(
     ring[others, Resolution.ID] = UNKNOWN
     if "counts" in content:
         highest = content["counts"][UpdateCount.HIGHEST_PRIORITY]
-        part["counts"] = content["counts"].copy() if index == 0 else np.zeros_like(content["counts"])
+        part["counts"] = (
+            content["counts"].copy() if index == 0 else np.zeros_like(content["counts"])
+        )
         part["counts"][UpdateCount.HIGHEST_PRIORITY], part["alpha"] = highest, content["alpha"]
         # The priority updates of the shard's own trajectories: those of one item stay in order.
         log = content["log"].copy()

@@ -59,7 +59,9 @@ def entry(mapping: Mapping[str, Any], name: str, kind: type[T], of: str, least: 
     value = mapping.get(name) if isinstance(mapping, Mapping) else None
     is_one = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
     if is_one and isinstance(value, int) and not least <= value < _MOST_COUNT:
-        raise CheckpointError(f"{of}: {name}", f"must be in [{least}, {_MOST_COUNT})", value, _EDITED)
+        raise CheckpointError(
+            f"{of}: {name}", f"must be in [{least}, {_MOST_COUNT})", value, _EDITED
+        )
     if not is_one:
         rule = f"must have the entry {name!r} ({kind.__name__})"
         found = None if value is None else type(value).__name__
@@ -86,7 +88,9 @@ def compare(states: Sequence[State]) -> None:
     for rank, state in enumerate(states):
         if state != states[0]:
             rule = "must be the same on all ranks"
-            found = [None if one.get("save") is None else one["save"]["id"] for one in (states[0], state)]
+            found = [
+                None if one.get("save") is None else one["save"]["id"] for one in (states[0], state)
+            ]
             remedy = f"a save was interrupted between the files of ranks 0 and {rank}: {ANOTHER}"
             raise CheckpointError("the gear state", rule, f"saves {found}", remedy)
 
@@ -99,7 +103,9 @@ def writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         remedy = "free space or correct the permissions; the save before this one stays loadable"
         at = error.filename or folder
-        raise CheckpointError(str(at), "must be writable", error.strerror or str(error), remedy) from error
+        raise CheckpointError(
+            str(at), "must be writable", error.strerror or str(error), remedy
+        ) from error
 
 
 def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
@@ -124,7 +130,9 @@ def begin(folder: Path, tables: Sequence[str], kept: State | None) -> None:
                     _remove(path)
             if kept_at in (partial, older):
                 os.rename(kept_at, old)
-        elif not old.exists() and manifests_in(partial):  # interrupted between the exchange and the rename
+        elif not old.exists() and manifests_in(
+            partial
+        ):  # interrupted between the exchange and the rename
             os.rename(partial, old)
         else:
             _remove(partial)
@@ -289,7 +297,10 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     """
     files, save_id = save["tables"].get(table), save["id"]
     if files is None:
-        rule, remedy = f"must name a save of table {table}", "use the tables of the run that saved it"
+        rule, remedy = (
+            f"must name a save of table {table}",
+            "use the tables of the run that saved it",
+        )
         raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     if not folder.is_dir():
         rule = f"must be a folder that every rank can read; there is none on host {socket.gethostname()}"
@@ -324,7 +335,9 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
     named = _named(folder)
     if named not in (None, save_id):
         remedy += f"; without a state, load takes the newest, {named}"
-    raise CheckpointError(str(folder / table), f"must hold the save {save_id} of the state", found, remedy)
+    raise CheckpointError(
+        str(folder / table), f"must hold the save {save_id} of the state", found, remedy
+    )
 
 
 def _changed_at(folder: Path) -> int:
@@ -342,7 +355,9 @@ def newest_tables(folder: Path) -> list[Path]:
     save = read_position(folder).get("save")
     if save is None:
         return []
-    return while_renamed(folder, lambda: [find(folder, table, save) for table in sorted(save["tables"])])
+    return while_renamed(
+        folder, lambda: [find(folder, table, save) for table in sorted(save["tables"])]
+    )
 
 
 def table_in(folder: Path) -> str:
@@ -379,7 +394,9 @@ def read_versioned(path: Path, version: int) -> dict[str, Any]:
     """Return the mapping in a file of this version of its format."""
     content = read_json(path)
     if content.get("format") != version:
-        raise CheckpointError(str(path), f"must have format {version}", content.get("format"), ANOTHER)
+        raise CheckpointError(
+            str(path), f"must have format {version}", content.get("format"), ANOTHER
+        )
     return content
 
 
@@ -434,7 +451,9 @@ class FolderLocks:
     def acquire(self, folder: Path) -> None:
         """Hold the lock of a folder, which exists; raise CheckpointError if another run holds it."""
         known = self._held.pop(folder, None)
-        if known is not None and not _is_file(known, folder / FILE):  # the folder was deleted, and made again
+        if known is not None and not _is_file(
+            known, folder / FILE
+        ):  # the folder was deleted, and made again
             release(known)
             known = None
         self._held[folder] = _locked(folder) if known is None else known
@@ -452,15 +471,23 @@ def _locked(folder: Path) -> int:
             except OSError as error:
                 if error.errno not in _NO_LOCKS:
                     raise
-                LOG.warning("%s: its file system has no locks (%s): let one run save into it", folder, error)
+                LOG.warning(
+                    "%s: its file system has no locks (%s): let one run save into it", folder, error
+                )
                 return fd
             if not is_own:
                 owner = os.pread(fd, 200, 0).decode(errors="replace").strip() or "another process"
                 remedy = "give each run a folder of its own, or end that one; any number may load from it"
-                raise CheckpointError(str(folder), "must be saved into by one run at a time", owner, remedy)
+                raise CheckpointError(
+                    str(folder), "must be saved into by one run at a time", owner, remedy
+                )
             if _is_file(fd, path):
                 os.ftruncate(fd, 0)
-                os.pwrite(fd, json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+                os.pwrite(
+                    fd,
+                    json.dumps({"process": os.getpid(), "host": socket.gethostname()}).encode(),
+                    0,
+                )
                 return fd
         release(fd)  # it was removed meanwhile, with its folder
 

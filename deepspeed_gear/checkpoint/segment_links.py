@@ -96,8 +96,12 @@ class SegmentLinks:
 
     def _due(self, before: Path) -> list[str]:
         """Return the files that have changed, and the oldest of the others."""
-        changed = [name for name, known in self._known.items() if not known.is_unchanged(before / name)]
-        rest = sorted(self._known.keys() - set(changed), key=lambda name: (-self._known[name].age, name))
+        changed = [
+            name for name, known in self._known.items() if not known.is_unchanged(before / name)
+        ]
+        rest = sorted(
+            self._known.keys() - set(changed), key=lambda name: (-self._known[name].age, name)
+        )
         total = sum(known.num_bytes for known in self._known.values())
         room, due = max(_LEAST_CHECKED_BYTES, total // _PARTS), changed
         for name in rest:

@@ -50,7 +50,13 @@ from deepspeed_gear.store.table import Table
 
 T = TypeVar("T")
 FORMAT = 6
-_BY_NAME = ("slots", "numbers", "retention", "moments", "shared_prompts")  # arrays of a `SavedShard`
+_BY_NAME = (
+    "slots",
+    "numbers",
+    "retention",
+    "moments",
+    "shared_prompts",
+)  # arrays of a `SavedShard`
 _MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
 _LEAST_SEGMENT_BYTES = 4 << 20
 _SEGMENT = "rows-"
@@ -58,7 +64,12 @@ _BLOCK_BYTES, _WRITERS = 1 << 18, 4
 
 
 def save_table(
-    table: Table, streams: list[BatchStream], part: Path, batches: int, save_id: str, links: SegmentLinks
+    table: Table,
+    streams: list[BatchStream],
+    part: Path,
+    batches: int,
+    save_id: str,
+    links: SegmentLinks,
 ) -> dict[str, str]:
     """Write the content of a store, a table or its shard, and of its streams; requires the lock.
 
@@ -93,7 +104,11 @@ def save_table(
             "inserted": table.control[[Control.INSERTED, Control.STEPS_INSERTED]].tolist(),
             **({} if spec.group is None else {"group": asdict(spec.group)}),
             **({} if spec.prompts is None else {"prompts": spec.prompts.fingerprint}),
-            **{stream.spec.name: stream.spec.describe() for stream in streams if stream.spec.name == TRAIN},
+            **{
+                stream.spec.name: stream.spec.describe()
+                for stream in streams
+                if stream.spec.name == TRAIN
+            },
             "save": save_id,
             **({} if shard is None else {"shard": asdict(shard)}),
             "lineage": table.lineage,
@@ -152,7 +167,9 @@ def _save_rows(
         runs = _runs(own)
         for column, name in zip(schema.step_columns, names, strict=True):
             if name not in digests:
-                files.append((name, column, [table.columns[column.name][start:stop] for start, stop in runs]))
+                files.append(
+                    (name, column, [table.columns[column.name][start:stop] for start, stop in runs])
+                )
     described: dict[str, Any] = {"segments": segments}
     if table.media is not None:
         page = Column("page", "uint8", (table.media.spec.page_bytes,))
@@ -176,7 +193,9 @@ def _segment_rows(table: Table) -> int:
     """Return the rows of a store in which the trajectories of one segment begin."""
     spec = table.spec
     most = max(_FEWEST_SEGMENTS, _MOST_SEGMENTS // spec.own_shard.count)
-    return max(-(-spec.capacity_rows // most), _LEAST_SEGMENT_BYTES // max(1, spec.schema.row_bytes), 1)
+    return max(
+        -(-spec.capacity_rows // most), _LEAST_SEGMENT_BYTES // max(1, spec.schema.row_bytes), 1
+    )
 
 
 def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
@@ -231,7 +250,9 @@ class SavedTable:
     columns: list[dict[str, list[np.ndarray]]] = field(default_factory=list)
 
 
-def read_table(folder: Path, schema: Schema | None = None, save_id: str | None = None) -> SavedTable:
+def read_table(
+    folder: Path, schema: Schema | None = None, save_id: str | None = None
+) -> SavedTable:
     """Read a table of a checkpoint except its rows, and check its files; None: of any schema or save."""
     folders, manifests = find_shards(folder, save_id)
     shards = []
@@ -246,20 +267,25 @@ def read_table(folder: Path, schema: Schema | None = None, save_id: str | None =
                 streams.setdefault(".".join(rest[:-1]), {})[rest[-1]] = _loaded(one / name, digest)
             elif kind not in ("column", media_files.KIND) and not kind.startswith(_SEGMENT):
                 others[kind] = _loaded(one / name, digest)
-        groups = [others[name] for name in ("groups", "group_counts", "consumed_groups") if name in others]
+        groups = [
+            others[name] for name in ("groups", "group_counts", "consumed_groups") if name in others
+        ]
         shard = reshard.SavedShard(
             next_id=manifest["next_id"],
             streams=streams,
             inserted=tuple(manifest["inserted"][:2]),
             groups=reshard.SavedGroups(*groups) if len(groups) == 3 else None,
-            prompts={kind: array for kind, array in others.items() if kind.startswith("prompt_")} or None,
+            prompts={kind: array for kind, array in others.items() if kind.startswith("prompt_")}
+            or None,
             **{name: others.get(name) for name in _BY_NAME},
         )
         shards.append(shard)
     return SavedTable(folders, manifests, shards, reshard.merge(shards))
 
 
-def find_shards(folder: Path, save_id: str | None = None) -> tuple[list[Path], list[dict[str, Any]]]:
+def find_shards(
+    folder: Path, save_id: str | None = None
+) -> tuple[list[Path], list[dict[str, Any]]]:
     """Return the folders of a table's shards, or its own where it was in one store, and their manifests.
 
     These must be of one table and save; None: any save.
@@ -283,7 +309,14 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
     """Read and check the manifest of a table, or of a shard."""
     path = folder / save_folders.MANIFEST
     manifest = save_folders.read_versioned(path, FORMAT)
-    kinds = {"save": str, "schema": dict, "next_id": int, "inserted": list, "files": dict, "segments": dict}
+    kinds = {
+        "save": str,
+        "schema": dict,
+        "next_id": int,
+        "inserted": list,
+        "files": dict,
+        "segments": dict,
+    }
     for name, kind in {**kinds, "shard": dict}.items() if of_shard else kinds.items():
         save_folders.entry(manifest, name, kind, str(path))
     inserted = dict(zip(("trajectories", "steps"), manifest["inserted"], strict=False))
@@ -299,7 +332,9 @@ def _manifest_of(folder: Path, save_id: str | None, of_shard: bool) -> dict[str,
     return manifest
 
 
-def open_rows(found: SavedTable, division: reshard.ShardDivision | None = None, index: int = 0) -> None:
+def open_rows(
+    found: SavedTable, division: reshard.ShardDivision | None = None, index: int = 0
+) -> None:
     """Check and map the files of a table's rows; of a division, those with rows of this run's shard."""
     before = 0
     for folder, manifest, shard in zip(found.folders, found.manifests, found.shards, strict=True):
@@ -387,17 +422,23 @@ def load_rows(
         is_kept = len(found.shards) == shard.count
         moments = (found.shards[shard.index] if is_kept else whole).moments
         assert moments is not None
-        table.extents.moments[:] = moments if is_kept or shard.index == 0 else 0  # the first shard has all
+        table.extents.moments[:] = (
+            moments if is_kept or shard.index == 0 else 0
+        )  # the first shard has all
     table.restored(reshard.next_id_of(whole.next_id, shard.index, shard.count))
     if table.groups is not None:
-        groups = whole.groups if shard.count == 1 else reshard.groups_of(whole, division, shard.index)
+        groups = (
+            whole.groups if shard.count == 1 else reshard.groups_of(whole, division, shard.index)
+        )
         assert groups is not None
         words = np.zeros((len(table.slots), groups.records.shape[1]), np.int64)
         words[slots] = groups.records
         table.groups.restore(words, groups.counts, groups.consumed)
     if table.ledger is not None and whole.prompts is not None:
         is_drawn, numbers = whole.slots[:, Slot.STATE] == SlotState.EVICTED, division.numbers
-        table.ledger.restore(whole.prompts, [] if numbers is None else np.unique(numbers[is_drawn]).tolist())
+        table.ledger.restore(
+            whole.prompts, [] if numbers is None else np.unique(numbers[is_drawn]).tolist()
+        )
     return slots
 
 
@@ -414,7 +455,9 @@ def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
         raise CheckpointError(at, rule, len(saved["prompt_entries"]), remedy)
     if (most := saved["prompt_kept"].shape[1]) > spec.keep_bytes:
         remedy = "load with the prompts.keep_bytes of its run"
-        raise CheckpointError(at, f"must have at most {spec.keep_bytes} bytes kept of a lease", most, remedy)
+        raise CheckpointError(
+            at, f"must have at most {spec.keep_bytes} bytes kept of a lease", most, remedy
+        )
 
 
 def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray) -> None:
@@ -491,12 +534,17 @@ class TableLoader:
         found = self._found[name] = read_table(folder, schema, save_id)
         slots, groups = found.whole.slots, table.groups
         if groups is not None and slots is not None and found.whole.groups is None:
-            rule, remedy = "must hold the groups of its trajectories", "it is of a table without groups"
+            rule, remedy = (
+                "must hold the groups of its trajectories",
+                "it is of a table without groups",
+            )
             raise CheckpointError(str(found.folders[0]), rule, None, remedy)
         if table.ledger is not None:
             _check_prompts(table.ledger.spec, found)
         elif found.whole.shared_prompts is not None and found.whole.shared_prompts.any():
-            rule = "must be loaded into a table with prompts: trajectories share those of their groups"
+            rule = (
+                "must be loaded into a table with prompts: trajectories share those of their groups"
+            )
             raise CheckpointError(str(found.folders[0]), rule, None, f"give tables.{name}.prompts")
         division = self._divisions[name] = self._divide(name, table, found)
         chosen = division.chosen(table.spec.own_shard.index)
@@ -504,7 +552,9 @@ class TableLoader:
             rule = f"must have the {dataset.versions[data]} trajectories of the data set"
             raise CheckpointError(str(found.folders[0]), rule, found.whole.num_slots)
         rows = 0 if slots is None else int(slots[chosen, Slot.NUM_ROWS].sum())
-        if slots is not None and (len(chosen) > len(table.slots) or rows > table.spec.capacity_rows):
+        if slots is not None and (
+            len(chosen) > len(table.slots) or rows > table.spec.capacity_rows
+        ):
             rule = f"must hold the {len(chosen)} trajectories and {rows} rows of the checkpoint"
             room = f"{len(table.slots)} and {table.spec.capacity_rows}"
             raise StoreFullError(f"table {table.spec.name}", rule, room, "raise its capacity")
@@ -513,26 +563,36 @@ class TableLoader:
             column = table.media.spec.column
             files = list(chain.from_iterable(columns[column] for columns in found.columns))
             named = media_files.named_by(files, slots[chosen])
-            self._media[name] = media_files.SavedMedia(table.media, found.folders, found.manifests, named)
+            self._media[name] = media_files.SavedMedia(
+                table.media, found.folders, found.manifests, named
+            )
 
     def _divide(self, name: str, table: Table, found: SavedTable) -> reshard.ShardDivision:
         whole = found.whole
         if name not in self._spread:
             return reshard.ShardDivision.of(np.zeros(whole.num_slots, np.int64))
         if whole.slots is None:
-            bounds = self._plan.placement.bounds[name]  # first id of each shard, and the number of ids
+            bounds = self._plan.placement.bounds[
+                name
+            ]  # first id of each shard, and the number of ids
             owner = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
             return reshard.ShardDivision.of(owner[: whole.num_slots])
         numbers, room = None, [sizes[name] for sizes in self._room]
         if table.groups is not None and whole.groups is not None:
             file = file_of(table.groups.spec.column)
             both = zip(found.folders, found.manifests, strict=True)
-            of_shards = [_loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both]
+            of_shards = [
+                _loaded(folder / file, manifest["files"].get(file)) for folder, manifest in both
+            ]
             numbers = np.concatenate(of_shards).astype(np.int64)
             if table.ledger is not None:  # the store that issues a number holds its group
                 return reshard.ShardDivision.of(numbers % len(room), numbers)
         train = self._streams.get(name, {}).get(TRAIN)
-        by_rows = train is not None and train.spec.priorities is not None and train.spec.rule.unit == "step"
+        by_rows = (
+            train is not None
+            and train.spec.priorities is not None
+            and train.spec.rule.unit == "step"
+        )
         return reshard.divide(name, whole, room, by_rows, numbers)
 
     def replace(self) -> None:
@@ -585,7 +645,9 @@ class TableLoader:
             own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
             records = part["ring"][at, own]
             records[:, Resolution.SLOT] = self._placed[name][records[:, Resolution.SLOT]]
-            records[:, Resolution.FIRST_ROW] = stream.table.slots[records[:, Resolution.SLOT], Slot.FIRST_ROW]
+            records[:, Resolution.FIRST_ROW] = stream.table.slots[
+                records[:, Resolution.SLOT], Slot.FIRST_ROW
+            ]
             entry, records_of = key % stream.spec.depth, torch.from_numpy(records)
             selector.deliver(key, entry, after - count, owners[at, :count], own, records_of)
         with stream.table.lock:
@@ -601,7 +663,10 @@ class TableLoader:
         found = self._of_nodes(mine)
         for name, (_, next_id) in found[0].items():
             ids = [one[name][0] for one in found]
-            every, shards = np.concatenate(ids), np.repeat(np.arange(len(ids)), [len(one) for one in ids])
+            every, shards = (
+                np.concatenate(ids),
+                np.repeat(np.arange(len(ids)), [len(one) for one in ids]),
+            )
             order = np.argsort(every)
             placement.loaded[name] = every[order], shards[order], next_id
 
@@ -641,7 +706,9 @@ def read_rollout(folder: Path, state: Mapping[str, Any]) -> dict[str, torch.Tens
     if Path(name).name != name:
         raise CheckpointError(at, "must name a file of its folder", name)
     with (
-        save_folders.open_checked(folder / name, save_folders.entry(columns, "sha256", str, at)) as file,
+        save_folders.open_checked(
+            folder / name, save_folders.entry(columns, "sha256", str, at)
+        ) as file,
         np.load(file, allow_pickle=False) as found,
     ):
         return {column: torch.from_numpy(found[column]) for column in found.files}

@@ -91,7 +91,10 @@ def _whole_ids(folder: Path) -> set[str]:
             for name, digest in files.items():
                 save_folders.open_checked(path.parent / name, digest).close()
             ids.add(save_folders.entry(manifest, "save", str, str(path)))
-            shard, at = manifest.get("shard", {"count": manifest.get("replicas", 1)}), f"{path}: shard"
+            shard, at = (
+                manifest.get("shard", {"count": manifest.get("replicas", 1)}),
+                f"{path}: shard",
+            )
             counts.add(save_folders.entry(shard, "count", int, at))
         if len(ids) == 1 and counts == {len(manifests)}:
             return ids

@@ -24,7 +24,9 @@ def add_options(parser: ArgumentParser, options: Options) -> None:
 def grid_of(heads: list[str], rows: list[list[str]], num_left: int = 1) -> list[str]:
     """Align a table: the first `num_left` columns to the left, the rest to the right."""
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    form = "  ".join(f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths))
+    form = "  ".join(
+        f"{{:{'<' if i < num_left else '>'}{width}}}" for i, width in enumerate(widths)
+    )
     return [form.format(*row).rstrip() for row in [heads, ["-" * width for width in widths], *rows]]
 
 

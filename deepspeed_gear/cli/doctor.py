@@ -21,7 +21,14 @@ from typing import Any
 
 from deepspeed_gear import errors
 from deepspeed_gear.cli import Options, grouped, ssh_hosts
-from deepspeed_gear.errors import ConfigError, DataError, GearError, PeerError, StoreError, show_bytes
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    GearError,
+    PeerError,
+    StoreError,
+    show_bytes,
+)
 from deepspeed_gear.ops import stale_locks, toolchain
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, read_file, tightest
 from deepspeed_gear.store.shared_memory import SHM
@@ -49,7 +56,9 @@ OPTIONS: Options = {
 
 def run(options: argparse.Namespace) -> int:
     if not options.timeout > 0:
-        raise ConfigError("--timeout", "must be positive", options.timeout, "leave it out for the default")
+        raise ConfigError(
+            "--timeout", "must be positive", options.timeout, "leave it out for the default"
+        )
     check_timeout("--timeout", options.timeout)
     data = os.path.abspath(options.data) if options.data else None
     if options.node:
@@ -61,7 +70,13 @@ def run(options: argparse.Namespace) -> int:
         reports: dict[str, dict[str, Any]] = {_HERE: examine(data)}
     else:
         hosts = ssh_hosts.read_hostfile(options.hostfile)
-        probe = ["-m", "deepspeed_gear.cli.main", "doctor", "--node", *(["--data", data] if data else [])]
+        probe = [
+            "-m",
+            "deepspeed_gear.cli.main",
+            "doctor",
+            "--node",
+            *(["--data", data] if data else []),
+        ]
         print(f"gear: examining {len(hosts)} hosts", file=sys.stderr, flush=True)
         reports, problems = ssh_hosts.on_each(
             hosts, lambda host: read_answer(host, ssh_hosts.run_on(host, probe, options.timeout))
@@ -70,7 +85,10 @@ def run(options: argparse.Namespace) -> int:
     if len(reports) > 1 and not options.no_network:
         print("gear: connecting each two hosts", file=sys.stderr, flush=True)
         problems += ssh_hosts.unreachable(list(reports), options.timeout)
-    shown = ([(name, text, host) for name, text in summary(facts).items()] for host, facts in reports.items())
+    shown = (
+        [(name, text, host) for name, text in summary(facts).items()]
+        for host, facts in reports.items()
+    )
     for lines in zip(*shown, strict=True):  # hosts with equal texts share a line
         for same in grouped(lines, lambda line: line[1]):
             print(f"{same[0][0]}: {', '.join(host for _, _, host in same)}: {same[0][1]}")
@@ -79,7 +97,9 @@ def run(options: argparse.Namespace) -> int:
     print(f"{len(problems)} problem{'' if len(problems) == 1 else 's'}")
     if options.json:
         found = {"hosts": reports, "problems": [*map(errors.error_to_json, problems)]}
-        with DataError.on(options.json, "must be a writable file", OSError, remedy="choose another --json"):
+        with DataError.on(
+            options.json, "must be a writable file", OSError, remedy="choose another --json"
+        ):
             Path(options.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return int(bool(problems))
 
@@ -130,7 +150,9 @@ def examine(data: str | None = None) -> dict[str, Any]:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         no_device = str(error).splitlines()[0]
-    if may_lock_any_amount(read_file("/proc/self/status") or "", read_file("/proc/self/uid_map") or ""):
+    if may_lock_any_amount(
+        read_file("/proc/self/status") or "", read_file("/proc/self/uid_map") or ""
+    ):
         locked = None
     memory = tightest(read_file)
     boot_id, infiniband = Path("/proc/sys/kernel/random/boot_id"), Path("/sys/class/infiniband")
@@ -141,7 +163,9 @@ def examine(data: str | None = None) -> dict[str, Any]:
         "gloo_interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "shm_bytes": shm.total,
         "shm_free_bytes": shm.free,
-        "memory_bytes": memory.available if memory else None,  # within the limits of a container or job
+        "memory_bytes": memory.available
+        if memory
+        else None,  # within the limits of a container or job
         "cpus": len(os.sched_getaffinity(0)),
         "memlock_bytes": locked,
         "open_files": open_files,
@@ -157,7 +181,10 @@ def examine(data: str | None = None) -> dict[str, Any]:
         try:
             dataset = Dataset.open(data)
             sizes = {"num_trajectories": len(dataset), "num_steps": dataset.num_steps}
-            facts["data"] = {"fingerprint": dataset.whole_fingerprint, **sizes}  # nodes may have parts of one
+            facts["data"] = {
+                "fingerprint": dataset.whole_fingerprint,
+                **sizes,
+            }  # nodes may have parts of one
         except GearError as error:
             failures.append(error)
     return facts | {"errors": [*map(errors.error_to_json, failures)]}
@@ -201,9 +228,14 @@ def summary(facts: Facts) -> dict[str, str]:
     }
 
 
-def problems_of(reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None) -> list[GearError]:
+def problems_of(
+    reports: Mapping[str, Facts], slots: Mapping[str, int] | None = None
+) -> list[GearError]:
     """Return the problems of examined machines, alone and compared; `slots`: ranks by host of a hostfile."""
-    alone = (_alone(host, of, (slots or {}).get(host, 0), len(reports) > 1) for host, of in reports.items())
+    alone = (
+        _alone(host, of, (slots or {}).get(host, 0), len(reports) > 1)
+        for host, of in reports.items()
+    )
     return [*chain.from_iterable(alone), *_compared(reports)]
 
 
@@ -212,7 +244,10 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
         yield errors.error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         free = f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}"
-        rule, remedy = f"must have {show_bytes(MIN_SHM_BYTES)} free", f"run gear clean; else {ENLARGE_SHM}"
+        rule, remedy = (
+            f"must have {show_bytes(MIN_SHM_BYTES)} free",
+            f"run gear clean; else {ENLARGE_SHM}",
+        )
         yield StoreError(f"host {host}: {SHM}", rule, free, remedy)
     if facts["driver"] and facts["no_device"] and facts["versions"]["CUDA of torch"] != "none":
         name = f"host {host}: torch {facts['versions']['torch']}"
@@ -227,20 +262,28 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
         rule = f"must be unlimited where there is InfiniBand ({', '.join(facts['infiniband'])})"
         locked = show_bytes(facts["memlock_bytes"])
-        remedy = "raise it: memlock in /etc/security/limits.conf, docker run --ulimit memlock=-1, or "
+        remedy = (
+            "raise it: memlock in /etc/security/limits.conf, docker run --ulimit memlock=-1, or "
+        )
         remedy += "the capability IPC_LOCK of a pod that runs as root"
         yield GearError(f"host {host}: the limit of locked memory", rule, locked, remedy)
     if has_peers and facts["address"].startswith("127.") and not facts["gloo_interface"]:
-        rule = "must not resolve to a loopback address there, which gloo would send to the other hosts"
+        rule = (
+            "must not resolve to a loopback address there, which gloo would send to the other hosts"
+        )
         remedy = "correct its /etc/hosts, or set GLOO_SOCKET_IFNAME to its network interface"
-        yield PeerError(f"host {host}: its own name, {facts['hostname']},", rule, facts["address"], remedy)
+        yield PeerError(
+            f"host {host}: its own name, {facts['hostname']},", rule, facts["address"], remedy
+        )
     if facts["gpus"] and slots > len(facts["gpus"]):
         rule = f"must be at most its {len(facts['gpus'])} GPUs"
         yield ConfigError(f"slots of {host}", rule, slots, "correct the hostfile")
 
 
 def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
-    for hosts in grouped(reports, lambda host: (reports[host]["hostname"], reports[host]["boot_id"])):
+    for hosts in grouped(
+        reports, lambda host: (reports[host]["hostname"], reports[host]["boot_id"])
+    ):
         if len(hosts) > 1:
             name, known = f"hosts {', '.join(hosts)}", reports[hosts[0]]["hostname"]
             remedy = "name each machine once, with all its slots"
@@ -254,7 +297,9 @@ def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
     remedy = "install the same commit of deepspeed_gear everywhere"
     yield from _differences(GearError, "the sources of the native op", sources, remedy)
     opened = {host: facts.get("data", {}) for host, facts in reports.items()}
-    fingerprints = {host: data["fingerprint"][:16] for host, data in opened.items() if "fingerprint" in data}
+    fingerprints = {
+        host: data["fingerprint"][:16] for host, data in opened.items() if "fingerprint" in data
+    }
     remedy = "copy the data set from one host to the others"
     yield from _differences(DataError, "the data set's fingerprint", fingerprints, remedy)
 

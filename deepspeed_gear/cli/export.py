@@ -43,11 +43,17 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     if (args.data is None) == (args.living is None):
-        rule = "or --living must be given" if args.data is None else "and --living must not both be given"
+        rule = (
+            "or --living must be given"
+            if args.data is None
+            else "and --living must not both be given"
+        )
         raise ConfigError("DATA", rule, args.data, "gear export --help shows both")
     schema, trajectories, is_table = _open(args)
     columns = listed(args.columns)
-    count = export(trajectories, schema, args.dest, args.format, columns, args.overwrite, derives=is_table)
+    count = export(
+        trajectories, schema, args.dest, args.format, columns, args.overwrite, derives=is_table
+    )
     print(f"{args.dest}: {count:,} trajectories, {args.format}")
     return 0
 
@@ -88,7 +94,9 @@ def _chosen(table: str | None, tables: list[str]) -> str:
     if table in tables or (table is None and len(tables) == 1):
         return table or tables[0]
     remedy = known_names(table, tables) if table else f"tables are {', '.join(tables)}"
-    raise ConfigError("--table", "must name a table that holds rows", table, remedy if tables else _COPY)
+    raise ConfigError(
+        "--table", "must name a table that holds rows", table, remedy if tables else _COPY
+    )
 
 
 def _stored(
@@ -104,7 +112,9 @@ def _stored(
     meanwhile, by their slots before and after the copy. Each array of `files` holds whole trajectories.
     """
     if schema.role("media") is not None:
-        raise DataError("--table", "must have no media", None, "no format holds them: use Replay.read")
+        raise DataError(
+            "--table", "must have no media", None, "no format holds them: use Replay.read"
+        )
     late = schema.late_bits(schema.names)
     starts = {name: np.cumsum([0, *map(len, arrays)]) for name, arrays in files.items()}
 
@@ -118,7 +128,11 @@ def _stored(
             steps, holder = (0, slot) if shared_prompts is None else shared_prompts[slot].tolist()
             held = slots[[slot, holder]]
             record, (first, before) = held[0], held[:, Slot.FIRST_ROW].tolist()
-            words = np.zeros(SlotRetention.NUM_WORDS, np.int64) if retention is None else retention[slot]
+            words = (
+                np.zeros(SlotRetention.NUM_WORDS, np.int64)
+                if retention is None
+                else retention[slot]
+            )
             is_whole = not words[SlotRetention.OPEN] and words[SlotRetention.PRESENT] & late == late
             if record[Slot.STATE] != SlotState.COMMITTED or not is_whole:
                 return None
@@ -127,7 +141,9 @@ def _stored(
                 if c.rows == "1":
                     trajectory[c.name] = rows(c.name, slot, 1)[0]
                     continue
-                trajectory[c.name] = rows(c.name, first, int(record[Slot.NUM_STEPS]) + int(c.rows == "T+1"))
+                trajectory[c.name] = rows(
+                    c.name, first, int(record[Slot.NUM_STEPS]) + int(c.rows == "T+1")
+                )
                 if steps:
                     prompt = rows(c.name, before, steps)
                     trajectory[c.name] = np.concatenate([prompt, trajectory[c.name]])
@@ -144,7 +160,9 @@ def _stored(
                 yield trajectory
             num_left_out += trajectory is None
         if num_left_out:
-            what = "trajectories that grow, lack late columns or were evicted meanwhile are left out"
+            what = (
+                "trajectories that grow, lack late columns or were evicted meanwhile are left out"
+            )
             print(f"{num_left_out:,} {what}", file=sys.stderr)
 
     return Schema([replace(c, late=False) for c in schema]), every()

@@ -25,7 +25,9 @@ _PAIRS = {  # options that are repeated: form, example, help
     "role": ("COLUMN=ROLE", "score=reward", "role of a column"),
 }
 
-_COLUMNS = "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; !PATTERN to leave out"
+_COLUMNS = (
+    "optional columns to keep, e.g. infos.qpos,observation.*; '' for none; !PATTERN to leave out"
+)
 _EXPANSION = "most bytes of arrays for each byte of a source's files, above 256 MiB (default 100)"
 _COMPRESS = "columns of images to store as a zstd frame a row (needs the package zstandard)"
 OPTIONS: Options = {
@@ -50,7 +52,10 @@ OPTIONS: Options = {
     "--allow-nan": "allow NaN and infinities, and record it",
     "--split-by-flags": "divide episodes after each step with an end flag, which is refused inside otherwise",
     "--max-expansion N": (_EXPANSION, {"type": float, "default": 100.0}),
-    "--allow-pickle": ("read pickles, of which only arrays and builtins are made", {"default": None}),
+    "--allow-pickle": (
+        "read pickles, of which only arrays and builtins are made",
+        {"default": None},
+    ),
     "--episode-length N": (
         "time limit of the environment, of a source without flags of it: an episode ends after N steps",
         {"type": int},
@@ -68,18 +73,24 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.ingest import READERS, ingest, open_source
 
     if args.overwrite and args.append:
-        raise ConfigError("--append", "must not be given together with --overwrite", None, "drop one")
+        raise ConfigError(
+            "--append", "must not be given together with --overwrite", None, "drop one"
+        )
     check_destination(Path(args.dest), args.overwrite or args.append)
     columns = listed(args.columns)
     own = {name: getattr(args, name, None) for reader in READERS.values() for name in reader.takes}
     pairs = {option: _pairs(args, option) for option in _PAIRS}
     own["tokenize"] = pairs.pop("tokenize") or None
-    with ConfigError.on("--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"):
+    with ConfigError.on(
+        "--split", "must be NAME=SHARE", ValueError, remedy="for example eval=0.05"
+    ):
         split = {name: float(share) for name, share in pairs.pop("split").items()}
     names = "reward", "group_scope", "allow_nan", "overwrite", "append", "split_by_flags"
     options: dict[str, Any] = {**pairs, **{name: getattr(args, name) for name in names}}
     options["compress"] = listed(args.compress)
-    sources = [open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source]
+    sources = [
+        open_source(path, args.format, columns, args.max_expansion, **own) for path in args.source
+    ]
     dataset = ingest(sources, args.dest, split=split or None, progress=not args.quiet, **options)
     size = show_bytes(dataset.num_bytes)
     print(f"{dataset.path}: {len(dataset):,} trajectories, {dataset.num_steps:,} steps, {size}")

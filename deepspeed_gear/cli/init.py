@@ -31,7 +31,9 @@ _HELD_OUT = "eval"  # the split that is made where the data set has none
 _SHARES = (0.1, 0.25, 0.5)  # of it: the smallest that holds out a trajectory
 _MOST_CPU_RANKS = 4  # more ranks train so small a model no faster
 _BATCH = 128  # samples of all ranks together, at least
-_PREFETCH = 2  # batches prepared ahead, where ranks would wait for each other's, or a device for its
+_PREFETCH = (
+    2  # batches prepared ahead, where ranks would wait for each other's, or a device for its
+)
 
 _TEMPLATE = "train.py.template"
 
@@ -71,20 +73,30 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace) -> int:
     slots = {} if args.hostfile is None else read_hostfile(args.hostfile)
     dataset = Dataset.open(args.data)
-    if args.hostfile is not None:  # DeepSpeed sends no variables of the shell; hosts may have other devices
+    if (
+        args.hostfile is not None
+    ):  # DeepSpeed sends no variables of the shell; hosts may have other devices
         launch, num_ranks = ["deepspeed", "--hostfile", args.hostfile], sum(slots.values())
     else:
         num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
         settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
         num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
         launch = [*settings, "deepspeed", "--num_gpus", str(num_ranks)]
-    config, script = make_config(dataset, num_ranks), make_script(dataset, shlex.join([*launch, SCRIPT_FILE]))
-    files = {args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n", args.out / SCRIPT_FILE: script}
+    config, script = (
+        make_config(dataset, num_ranks),
+        make_script(dataset, shlex.join([*launch, SCRIPT_FILE])),
+    )
+    files = {
+        args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n",
+        args.out / SCRIPT_FILE: script,
+    }
     for path in files:
         if path.exists() and not args.force:
             remedy = "overwrite it with --force, or choose another --out"
             raise DataError(str(path), "must not exist", None, remedy)
-    with DataError.on(str(args.out), "must be a writable folder", OSError, remedy="choose another --out"):
+    with DataError.on(
+        str(args.out), "must be a writable folder", OSError, remedy="choose another --out"
+    ):
         args.out.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
@@ -92,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
     split, held_out = held_out_split(dataset)
     if split != dataset.split:
         share = f"{split[_HELD_OUT]:.0%} of the trajectories are held out"
-        print(f"note: {share}, for which each start computes statistics: gear ingest --split stores them")
+        print(
+            f"note: {share}, for which each start computes statistics: gear ingest --split stores them"
+        )
     elif held_out is None:
         print("note: no trajectory can be held out, and nothing is evaluated")
     if args.hostfile is not None:
@@ -140,14 +154,22 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
     data: dict[str, Any] = {"path": str(dataset.path.resolve())}
     if split := held_out_split(dataset)[0]:
         data["split"] = split
-    gear = {"seed": 0, "data": data, "sampler": {"kind": "uniform", "unit": "step"}, "fields": fields}
+    gear = {
+        "seed": 0,
+        "data": data,
+        "sampler": {"kind": "uniform", "unit": "step"},
+        "fields": fields,
+    }
     if num_ranks > 1 or torch.cuda.is_available():
         gear["prefetch"] = _PREFETCH
     check_against(parse(gear), {"main": dataset.schema})
     return {
         "train_batch_size": -(-_BATCH // num_ranks) * num_ranks,
         "gradient_accumulation_steps": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 1e-4, "torch_adam": True}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "weight_decay": 1e-4, "torch_adam": True},
+        },
         "gradient_clipping": 1.0,
         "steps_per_print": 1000000,
         "gear": gear,
@@ -157,7 +179,10 @@ def make_config(dataset: Dataset, num_ranks: int = 1) -> dict[str, Any]:
 def make_script(dataset: Dataset, launch: str) -> str:
     """Return a behaviour cloning script for a data set, which names the command that starts it."""
     observations = _columns(dataset, "observation")
-    heads = [_Head(_field(c), c.num_elements, _num_classes(dataset, c)) for c in _columns(dataset, "action")]
+    heads = [
+        _Head(_field(c), c.num_elements, _num_classes(dataset, c))
+        for c in _columns(dataset, "action")
+    ]
     names = [json.dumps(_field(c)) for c in observations]
     predict = heads[0].lines("engine(inputs)", "=")
     if len(heads) > 1:
@@ -166,7 +191,9 @@ def make_script(dataset: Dataset, launch: str) -> str:
         for i, head in enumerate(heads):
             predict += head.lines(f"parts[{i}]", "=" if i == 0 else "+=")
     held_out = held_out_split(dataset)[1]
-    template = Template(resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8"))
+    template = Template(
+        resources.files(__package__).joinpath(_TEMPLATE).read_text(encoding="utf-8")
+    )
     return template.substitute(
         data=dataset.path.name,
         launch=launch,
@@ -183,10 +210,14 @@ def make_script(dataset: Dataset, launch: str) -> str:
 
 def _columns(dataset: Dataset, role: str) -> list[Column]:
     """Return the step columns of a role; the observations after a step are no inputs of a policy."""
-    found = [c for c in dataset.schema.step_columns if c.role == role and not c.name.startswith("next_")]
+    found = [
+        c for c in dataset.schema.step_columns if c.role == role and not c.name.startswith("next_")
+    ]
     if not found:
         known = ", ".join(f"{c.name} ({c.role})" for c in dataset.schema)
-        raise DataError(str(dataset.path), f"must have a column of role {role}", None, f"it has {known}")
+        raise DataError(
+            str(dataset.path), f"must have a column of role {role}", None, f"it has {known}"
+        )
     return found
 
 

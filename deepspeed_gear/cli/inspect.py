@@ -43,7 +43,9 @@ _LATEST = "latest"  # file beside the tags, with the name of the newest
 _SHARES = (0.01, 0.1)
 LEVELS = (0.1, 0.5, 0.9)  # quantiles of values of trajectories
 ANOTHER = "  contents      cannot be read: it is a store of another version of the package"
-_LIVING = "show stores of a running process, or all of this user and those that are kept; touch none"
+_LIVING = (
+    "show stores of a running process, or all of this user and those that are kept; touch none"
+)
 OPTIONS: Options = {
     "DEST": ("folder of a data set or checkpoint", {"nargs": "?"}),
     "--living PID": (_LIVING, {"nargs": "?", "type": int, "const": 0}),
@@ -54,19 +56,27 @@ OPTIONS: Options = {
 
 def run(args: argparse.Namespace) -> int:
     if (args.dest is None) == (args.living is None):
-        rule = "or --living must be given" if args.dest is None else "and --living must not both be given"
+        rule = (
+            "or --living must be given"
+            if args.dest is None
+            else "and --living must not both be given"
+        )
         raise ConfigError("DEST", rule, args.dest, "gear inspect --help shows both")
     folder = None if args.dest is None else Path(args.dest)
     held_in, tables = (None, []) if folder is None else find_saves(folder)
     if args.verify and (folder is None or held_in is not None or tables):
-        raise ConfigError("--verify", "must be of a data set", None, "a checkpoint is always verified")
+        raise ConfigError(
+            "--verify", "must be of a data set", None, "a checkpoint is always verified"
+        )
     if folder is None:
         document, lines = describe_living(args.living or None)
     elif held_in is not None or tables:
         document, lines = describe_saved(held_in, tables)
     elif folder.is_dir() and not (folder / SCHEMA_FILE).exists():
         rule = "must be the folder of a data set or of a checkpoint"
-        remedy = f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+        remedy = (
+            f"it has neither {SCHEMA_FILE} nor a position or table; gear ingest makes a data set, "
+        )
         remedy += "engine.save_checkpoint or Replay.save a checkpoint"
         raise DataError(str(folder), rule, None, remedy)
     else:
@@ -95,7 +105,9 @@ def distribution(values: NDArray[Any]) -> dict[str, float | None]:
     }
 
 
-def _contents(table: str, train: Mapping[str, Any], lengths: np.ndarray, **more: Any) -> dict[str, Any]:
+def _contents(
+    table: str, train: Mapping[str, Any], lengths: np.ndarray, **more: Any
+) -> dict[str, Any]:
     """Return what a table holds. `train` describes its training stream; empty: it is not sampled.
 
     `lengths` are steps, [n], int64; `more`: `groups` (`TableGroups.statistics`), `prompts` (`stored_books`).
@@ -116,7 +128,11 @@ def _contents(table: str, train: Mapping[str, Any], lengths: np.ndarray, **more:
 def of_living(store: LiveStore) -> dict[str, Any]:
     """Return what a store of a running process holds and, if it is sampled, draws from."""
     views, meaning = store.views, store.layout.meaning
-    train, sizes, schema = meaning.get("train"), meaning.get("sizes", {}), Schema.from_json(meaning["schema"])
+    train, sizes, schema = (
+        meaning.get("train"),
+        meaning.get("sizes", {}),
+        Schema.from_json(meaning["schema"]),
+    )
     groups = prompts = None
     if sizes.get("group") is not None:  # groups are formed on copies
         group = TypeAdapter(GroupSpec).validate_python(sizes["group"])
@@ -136,9 +152,13 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     def values(name: str, slots: np.ndarray) -> np.ndarray:
         return as_numbers(views[f"column/{name}"][slots], schema[name])
 
-    is_readable = all(f"column/{column.name}" in views for column in schema)  # else they are in files
+    is_readable = all(
+        f"column/{column.name}" in views for column in schema
+    )  # else they are in files
     rule = TypeAdapter(MassRule).validate_python(train)
-    excluded, waiting = count_exclusions(rule, schema, TRAIN, views, values if is_readable else None)
+    excluded, waiting = count_exclusions(
+        rule, schema, TRAIN, views, values if is_readable else None
+    )
     priorities, draws = views.get(TRAIN + "priorities"), views.get(TRAIN + "draws")
     leaves = np.array(views[TRAIN + "sums"][: len(slots if priorities is None else priorities)])
     drawable = np.nonzero(leaves > 0)[0]
@@ -157,21 +177,35 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     }
 
 
-def drawing(masses: np.ndarray, priorities: np.ndarray | None, draws: np.ndarray | None) -> dict[str, Any]:
+def drawing(
+    masses: np.ndarray, priorities: np.ndarray | None, draws: np.ndarray | None
+) -> dict[str, Any]:
     """Describe the items that can be drawn.
 
     The tree draws by `masses` of items or their trajectories, [n], float64, above 0; `priorities` are of the
     items, [n], float32; `draws` how often each was drawn, if counted, [m], int32.
     """
     total, falling = float(masses.sum()), np.sort(masses)[::-1]
-    found: dict[str, Any] = {"effective": None, "share_of_top": {}, "priorities": None, "draws": None}
+    found: dict[str, Any] = {
+        "effective": None,
+        "share_of_top": {},
+        "priorities": None,
+        "draws": None,
+    }
     if len(falling):
         counts = {share: max(1, round(share * len(falling))) for share in _SHARES}
-        found["share_of_top"] = {str(share): float(falling[:n].sum() / total) for share, n in counts.items()}
+        found["share_of_top"] = {
+            str(share): float(falling[:n].sum() / total) for share, n in counts.items()
+        }
         found["effective"] = float(total**2 / (masses**2).sum() / len(falling))
     if priorities is not None and len(priorities):
         low, middle, high = np.quantile(priorities, (0, 0.5, 1)).tolist()
-        found["priorities"] = {"min": low, "median": middle, "max": high, "mean": float(priorities.mean())}
+        found["priorities"] = {
+            "min": low,
+            "median": middle,
+            "max": high,
+            "mean": float(priorities.mean()),
+        }
     if draws is not None and len(draws):
         mean, never = float(draws.mean()), float((draws == 0).mean())
         found["draws"] = {"mean": mean, "max": int(draws.max()), "never": never}
@@ -244,7 +278,9 @@ def summarize(dataset: Dataset) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "path": str(dataset.path),
         "fingerprint": dataset.fingerprint,
-        "part": None if dataset.part is None else {**dataset.part.to_json(), "end": dataset.part.end},
+        "part": None
+        if dataset.part is None
+        else {**dataset.part.to_json(), "end": dataset.part.end},
         "trajectories": len(dataset),
         "steps": dataset.num_steps,
         "bytes": dataset.num_bytes,
@@ -284,7 +320,8 @@ def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
 def dataset_lines(summary: dict[str, Any]) -> list[str]:
     lines = [
         f"{summary['path']}",
-        f"  fingerprint   {summary['fingerprint']}" + ("  (verified)" if summary["verified"] else ""),
+        f"  fingerprint   {summary['fingerprint']}"
+        + ("  (verified)" if summary["verified"] else ""),
         f"  trajectories  {summary['trajectories']:,}",
         f"  steps         {summary['steps']:,}",
         f"  size          {show_bytes(summary['bytes'])}",
@@ -362,7 +399,9 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
                 epoch = f"{words['epoch_samples']:,} of {words['epoch_items']:,} items"
                 text += f"; epoch {words['epoch']}: {epoch}"
             lines.append(f"  used          {text}")
-        lines += [f"  passes        {count:,} over {split}" for split, count in known["passes"].items()]
+        lines += [
+            f"  passes        {count:,} over {split}" for split, count in known["passes"].items()
+        ]
         lines += [f"  data set      {table}: {mark}" for table, mark in known["data"].items()]
     found: list[dict[str, Any]] = []
     for path in tables:
@@ -379,7 +418,11 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
 
 
 def _lines(summary: dict[str, Any]) -> list[str]:
-    what = f"{summary['kind']}, unit {summary['unit']}" if summary["kind"] else "none: it is not sampled"
+    what = (
+        f"{summary['kind']}, unit {summary['unit']}"
+        if summary["kind"]
+        else "none: it is not sampled"
+    )
     lines = [f"  sampler       {what}", f"  trajectories  {summary['trajectories']:,}"]
     if summary["steps"] is not None:
         lines.append(f"  steps         {summary['steps']:,}")
@@ -390,7 +433,9 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         lines.append(f"  lengths       {ends}, mean {length['mean']:,.1f}")
     if summary["groups"] is not None:
         groups = {name: f"{count:,}" for name, count in summary["groups"].items()}
-        lines.append("  groups        {complete} complete, {incomplete} incomplete".format(**groups))
+        lines.append(
+            "  groups        {complete} complete, {incomplete} incomplete".format(**groups)
+        )
         ever = "{rejected} groups rejected, {oversized} too large, {evicted_unsampled} evicted unsampled"
         lines.append("  left out      " + ever.format(**groups))
         ever = "{late} late, {late_consumed} of groups that had left, {unfilled} unfilled, {surplus} surplus"
@@ -407,7 +452,9 @@ def _lines(summary: dict[str, Any]) -> list[str]:
             lines.append(now.format(at=epoch, left=sum(books["dropped"].values()), **books))
     if "drawable" not in summary:
         return lines
-    waiting = f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
+    waiting = (
+        f" ({summary['waiting']:,} added since the latest selection)" if summary["waiting"] else ""
+    )
     lines.append(f"  drawable      {summary['drawable']:,}{waiting}")
     for one in summary["excluded"]:
         what = f"{one['trajectories']:,} trajectories ({one['steps']:,} steps) {one['reason']}"
@@ -417,7 +464,9 @@ def _lines(summary: dict[str, Any]) -> list[str]:
         shares = ", ".join(f"top {float(part):.0%}: {share:.1%}" for part, share in tops)
         lines.append(f"  mass          {shares}; effective items {summary['effective']:.1%}")
     if summary["priorities"] is not None:
-        lines.append("  priorities    " + ", ".join(f"{k} {v:.4g}" for k, v in summary["priorities"].items()))
+        lines.append(
+            "  priorities    " + ", ".join(f"{k} {v:.4g}" for k, v in summary["priorities"].items())
+        )
     if summary["draws"] is not None:
         drawn = "  drawn         mean {mean:.4g}, max {max:,}, never {never:.1%}"
         lines.append(drawn.format(**summary["draws"]))

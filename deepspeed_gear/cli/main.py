@@ -36,7 +36,9 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
     for name, help_line in COMMANDS.items():
         module = importlib.import_module(f"{__package__}.{name}") if name == command else None
         text = str(getattr(module, "__doc__", "")).partition("`: ")[2].partition("\n\n")[0]
-        subparser = subparsers.add_parser(name, help=help_line, description=text[:1].upper() + text[1:])
+        subparser = subparsers.add_parser(
+            name, help=help_line, description=text[:1].upper() + text[1:]
+        )
         if module is not None:
             add_options(subparser, module.OPTIONS)
             known = [name for action in subparser._actions for name in action.option_strings]
@@ -47,14 +49,18 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; return the exit status: 2 for an error that names its remedy, 130 after Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path:  # "module:Class" of options and configs; installed modules come first
+    if (
+        os.getcwd() not in sys.path
+    ):  # "module:Class" of options and configs; installed modules come first
         sys.path.append(os.getcwd())
     dest: str | None = None
     before: tuple[int, ...] | None = None
     command = next((argument for argument in arguments if not argument.startswith("-")), None)
     try:
         if command is not None and command not in COMMANDS:
-            raise ConfigError(f"gear {command}", "is not a command", None, known_names(command, COMMANDS))
+            raise ConfigError(
+                f"gear {command}", "is not a command", None, known_names(command, COMMANDS)
+            )
         for number, argument in enumerate(arguments):
             if not argument or (argument.startswith("--") and argument.endswith("=")):
                 name = f"{argument[:-1] or f'argument {number}'} of gear {command}"
@@ -74,7 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gear: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        kept = f", {dest} is complete" if identity(dest) != before else ", nothing was kept" if dest else ""
+        kept = (
+            f", {dest} is complete"
+            if identity(dest) != before
+            else ", nothing was kept"
+            if dest
+            else ""
+        )
         print(f"gear: interrupted{kept}", file=sys.stderr)
         return 130
     except BrokenPipeError:

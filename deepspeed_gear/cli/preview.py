@@ -34,7 +34,10 @@ def _count(text: str) -> int:
 
 OPTIONS: Options = {
     "CONFIG": "a ds_config with a gear section, or the section",
-    **{f"--{option} N": (f"{axis} ranks", {"type": _count, "default": 1}) for option, axis in _AXES.items()},
+    **{
+        f"--{option} N": (f"{axis} ranks", {"type": _count, "default": 1})
+        for option, axis in _AXES.items()
+    },
     "--nodes N": ("nodes, with equally many ranks", {"type": _count, "default": 1}),
     "--batches N": ("global batches to draw", {"type": _count, "default": 3}),
     "--lengths FILE": "with gear.pack: plan the packs of trajectories of these lengths: one a line, or .npy",
@@ -60,13 +63,17 @@ def run(args: argparse.Namespace) -> int:
         print(f"With the recipe {section['recipe']} the section is\n{written}\n")
     worlds = {axis: getattr(args, option) for option, axis in _AXES.items()}
     if args.lengths is not None:
-        packs = pack_preview(config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"])
+        packs = pack_preview(
+            config, read_lengths(Path(args.lengths)), worlds["data"], worlds["sequence"]
+        )
         lines = format_pack_preview(packs, worlds["data"])
         print(json.dumps(packs, indent=1) if args.json else "\n".join(lines))
         return 0
     if config.pack is not None:
         found = rollout_preview(config, worlds["data"], worlds["sequence"], worlds["pipe"])
-        print(json.dumps(found, indent=1) if args.json else "\n".join(format_rollout_preview(found)))
+        print(
+            json.dumps(found, indent=1) if args.json else "\n".join(format_rollout_preview(found))
+        )
         return 0
     micro, accumulation = batch_sizes(config, sizes, worlds["data"])
     drawn = preview(config, micro, accumulation, worlds, args.nodes, args.batches)
@@ -100,10 +107,19 @@ def _groups_of_ranks(found: Preview) -> list[str]:
         shares = [f"{share:.1%}" for share in sorted(rank.padding for rank in ranks)]
         padding = shares[0] if shares[0] == shares[-1] else f"{shares[0]} to {shares[-1]}"
         numbers = [rank.rank for rank in ranks]
-        shown = f"ranks {_spans(numbers)} ({len(numbers)})" if len(numbers) > 1 else f"rank {numbers[0]}"
-        fields = ", ".join(f"{name}{list(shape)}" for name, shape in ranks[0].shapes.items()) or "nothing"
+        shown = (
+            f"ranks {_spans(numbers)} ({len(numbers)})"
+            if len(numbers) > 1
+            else f"rank {numbers[0]}"
+        )
+        fields = (
+            ", ".join(f"{name}{list(shape)}" for name, shape in ranks[0].shapes.items())
+            or "nothing"
+        )
         worlds = dict(zip(_PLACE, ranks[0].place.worlds, strict=True))
-        places = dict(zip(_PLACE, zip(*(rank.place.coordinates for rank in ranks), strict=True), strict=True))
+        places = dict(
+            zip(_PLACE, zip(*(rank.place.coordinates for rank in ranks), strict=True), strict=True)
+        )
         axes = [axis for axis in _PLACE if worlds[axis] > 1 or axis == "data"]
         spans = [f"{axis} {_spans(set(places[axis]))} of {worlds[axis]}" for axis in axes]
         lines.append(f"{shown}: {', '.join(spans)}")
@@ -147,4 +163,6 @@ def _groups_of_nodes(found: Preview) -> list[str]:
 def _spans(numbers: Iterable[int]) -> str:
     """Return numbers with those that follow one another joined: "0-7, 12"."""
     runs = grouped(enumerate(sorted(numbers)), lambda place: place[1] - place[0])
-    return ", ".join(f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs)
+    return ", ".join(
+        f"{run[0][1]}" if len(run) == 1 else f"{run[0][1]}-{run[-1][1]}" for run in runs
+    )

@@ -13,7 +13,9 @@ from ..errors import ConfigError, undo_on_error
 from . import Options
 
 _RUN = "name or id of the run, where several of one config share this node"
-_MESSAGE = "most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)"
+_MESSAGE = (
+    "most MiB of a trajectory or batch, 1 to 1024; a larger message is not received (default: 64)"
+)
 _TOKEN = "file of mode 0600 with the token that actors show"
 OPTIONS: Options = {
     "--config F": ("the run's ds_config.json", {"required": True}),
@@ -48,10 +50,14 @@ def run(args: argparse.Namespace) -> int:
     token = read_token(args.token_file)
     max_bytes = args.max_message << 20
     Gateway.check(args.host, certificate, args.insecure, max_bytes)  # before the wait for the store
-    writer = TrajectoryWriter.attach(args.config, table=args.table, wait_s=args.wait, run=args.run_name)
+    writer = TrajectoryWriter.attach(
+        args.config, table=args.table, wait_s=args.wait, run=args.run_name
+    )
     raise_descriptor_limit()
     with undo_on_error(writer.close):
-        gateway = Gateway(writer, token, args.host, args.port, certificate, args.insecure, max_bytes)
+        gateway = Gateway(
+            writer, token, args.host, args.port, certificate, args.insecure, max_bytes
+        )
     ended: list[int] = []  # after the wait for the store, which signals end
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda found, _: ended.append(found))

@@ -37,7 +37,10 @@ OPTIONS: Options = {
         "tokens of responses: a file, one a line or .npy; or lognormal:MEDIAN,SIGMA",
         {"required": True},
     ),
-    "--latency S": ("seconds a token, of all prompts of a worker", {"type": float, "default": 0.02}),
+    "--latency S": (
+        "seconds a token, of all prompts of a worker",
+        {"type": float, "default": 0.02},
+    ),
     "--workers N": ("rollout workers", {"type": int, "default": 1}),
     "--concurrency N": ("prompts that a worker generates at once", {"type": int, "default": 16}),
     "--train S": ("seconds in which all ranks train 1,000 tokens", {"type": float, "default": 0.1}),
@@ -68,13 +71,18 @@ class Prediction:
     mean_lag: float  # rollout batches
     largest_lag: int
     dropped: float  # share of the generated tokens
-    length_bias: float  # mean length of the trained responses over that of all that were leased, minus 1
+    length_bias: (
+        float  # mean length of the trained responses over that of all that were leased, minus 1
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     spec, size = read_spec(parse(ds_config.read(args.config)[0]))
     pace = Pace(args.latency, args.train / 1000, args.workers, args.concurrency)
-    for name, value in (("--batches", args.batches), *((f"--{k}", v) for k, v in asdict(pace).items())):
+    for name, value in (
+        ("--batches", args.batches),
+        *((f"--{k}", v) for k, v in asdict(pace).items()),
+    ):
         if not 0 < value < np.inf:
             raise ConfigError(name.removesuffix("_s"), "must be positive and finite", value)
     lengths = lengths_of(args.lengths, spec.seed, size)
@@ -83,7 +91,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
-    heads = ["order", "late", "tokens/s", "learner idle", "workers idle", "lag", "largest", "dropped", "bias"]
+    heads = [
+        "order",
+        "late",
+        "tokens/s",
+        "learner idle",
+        "workers idle",
+        "lag",
+        "largest",
+        "dropped",
+        "bias",
+    ]
     rows = []
     for one in found:
         late = one.late + (" (config)" if (one.order, one.late) == (spec.order, spec.late) else "")
@@ -98,25 +116,41 @@ def run(args: argparse.Namespace) -> int:
 def read_spec(config: GearConfig) -> tuple[PromptSpec, int]:
     """Return the prompts of a config's table, without their data set, and the members of a group."""
     for name, table in config.resolved_tables.items():
-        if table.prompts is not None and table.group is not None and config.rollout_size is not None:
+        if (
+            table.prompts is not None
+            and table.group is not None
+            and config.rollout_size is not None
+        ):
             options = table.prompts.model_dump(exclude={"data"})
-            options |= {"groups": config.rollout_size.size, "size": table.group.size, "seed": config.seed}
+            options |= {
+                "groups": config.rollout_size.size,
+                "size": table.group.size,
+                "seed": config.seed,
+            }
             return PromptSpec(name, "", num_prompts=1 << 40, key=0, **options), table.group.size
-    raise ConfigError("gear.tables", "must have a table with prompts", None, "give its prompts.data")
+    raise ConfigError(
+        "gear.tables", "must have a table with prompts", None, "give its prompts.data"
+    )
 
 
 def lengths_of(given: str, seed: int, size: int) -> Lengths:
     """Return the lengths of responses by prompt: drawn from a file's, or from a log-normal distribution."""
     if not given.startswith("lognormal:"):
         known = read_lengths(Path(given))
-        return functools.cache(lambda number: np.random.default_rng([seed, number]).choice(known, size))
-    with ConfigError.on("--lengths", "must have two numbers after lognormal:", ValueError, value=given):
+        return functools.cache(
+            lambda number: np.random.default_rng([seed, number]).choice(known, size)
+        )
+    with ConfigError.on(
+        "--lengths", "must have two numbers after lognormal:", ValueError, value=given
+    ):
         median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
         if not (0 < median < np.inf and 0 <= sigma < np.inf):
             raise ValueError("a median above 0, and a deviation of at least 0")
     words, mean = np.random.default_rng, np.log(median)
     return functools.cache(
-        lambda number: words([seed, number]).lognormal(mean, sigma, size).clip(1, 1 << 31).astype(np.int64)
+        lambda number: (
+            words([seed, number]).lognormal(mean, sigma, size).clip(1, 1 << 31).astype(np.int64)
+        )
     )
 
 
@@ -153,7 +187,10 @@ class Scene:
 
     def select(self) -> list[int]:
         """Return the numbers of the next rollout batch; none if it must wait."""
-        spec, held = self.ledger.spec, np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        spec, held = (
+            self.ledger.spec,
+            np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0],
+        )
         if spec.late == "drop":
             is_old = self.ledger.too_old(held, self.num_selected)
             self.dropped += self.numbers[held[is_old]].tolist()

@@ -53,8 +53,12 @@ def read_hostfile(path: str | Path) -> dict[str, int]:
         if match is None:
             raise ConfigError(where, "must be 'HOST slots=NUMBER'", line, "correct it")
         if match[1] in hosts:
-            raise ConfigError(where, "must name a host once", match[1], "add up its slots in one line")
-        if int(match[2]) == 0:  # DeepSpeed starts no rank there, and may wait for that host as the first one
+            raise ConfigError(
+                where, "must name a host once", match[1], "add up its slots in one line"
+            )
+        if (
+            int(match[2]) == 0
+        ):  # DeepSpeed starts no rank there, and may wait for that host as the first one
             raise ConfigError(where, "must have at least one slot", line, "remove the line")
         hosts[match[1]] = int(match[2])
     if not hosts:
@@ -68,7 +72,10 @@ def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subproces
     It ends after `timeout_s` even if the connection is lost; the caller ends what it no longer needs.
     """
     path = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    settings = [f"PYTHONPATH={path}", *(f"{n}={os.environ[n]}" for n in FORWARDED if n in os.environ)]
+    settings = [
+        f"PYTHONPATH={path}",
+        *(f"{n}={os.environ[n]}" for n in FORWARDED if n in os.environ),
+    ]
     command = ["timeout", "-k", "5", f"{timeout_s:g}", "env", *settings, sys.executable, *arguments]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
@@ -91,7 +98,9 @@ def run_on(host: str, arguments: Sequence[str], timeout_s: float) -> str:
     return stdout
 
 
-def on_each(hosts: Collection[str], act: Callable[[str], T]) -> tuple[dict[str, T], list[GearError]]:
+def on_each(
+    hosts: Collection[str], act: Callable[[str], T]
+) -> tuple[dict[str, T], list[GearError]]:
     """Call a function for all hosts at once; return its results, and the errors of the other hosts."""
 
     def attempt(host: str) -> T | GearError:
@@ -102,7 +111,9 @@ def on_each(hosts: Collection[str], act: Callable[[str], T]) -> tuple[dict[str, 
 
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         answers = dict(zip(hosts, pool.map(attempt, hosts), strict=True))
-    results = {host: answer for host, answer in answers.items() if not isinstance(answer, GearError)}
+    results = {
+        host: answer for host, answer in answers.items() if not isinstance(answer, GearError)
+    }
     return results, [answer for answer in answers.values() if isinstance(answer, GearError)]
 
 
@@ -144,7 +155,9 @@ def unreachable(hosts: Sequence[str], timeout_s: float) -> list[GearError]:
         ports, problems = on_each(hosts, listen)
 
         def find_failures(host: str) -> list[GearError]:
-            others = {f"{to.rpartition('@')[2]}:{port}": to for to, port in ports.items() if to != host}
+            others = {
+                f"{to.rpartition('@')[2]}:{port}": to for to, port in ports.items() if to != host
+            }
             answer = run_on(host, [*_MODULE, "ask", token, *others], timeout_s)
             remedy = "open the ports between the hosts; let both resolve its name to an address they reach"
             found: list[GearError] = []

@@ -13,7 +13,11 @@ from typing import Any, NoReturn
 from pydantic import BaseModel
 
 from deepspeed_gear.config.options import FieldConfig, GearOptions, PackConfig
-from deepspeed_gear.config.sampler_options import SHARES_TOLERANCE, MixtureSampler, PrioritizedSampler
+from deepspeed_gear.config.sampler_options import (
+    SHARES_TOLERANCE,
+    MixtureSampler,
+    PrioritizedSampler,
+)
 from deepspeed_gear.config.table_options import GroupConfig, RateLimiterConfig, TableConfig
 from deepspeed_gear.config.types import dotted
 from deepspeed_gear.errors import ConfigError, known_names
@@ -67,7 +71,9 @@ class Part:
     def refuse(self, name: str, rule: str, remedy: str = "") -> NoReturn:
         """An option must have another value than it has. A value that is itself a part is not shown."""
         value = self._value_and_default(name)[0]
-        if isinstance(value, dict) and any(isinstance(inner, BaseModel) for inner in value.values()):
+        if isinstance(value, dict) and any(
+            isinstance(inner, BaseModel) for inner in value.values()
+        ):
             value = [*value]
         shown = None if isinstance(value, BaseModel) else value
         raise ConfigError(f"{self.at}.{name}", rule, shown, remedy)
@@ -85,7 +91,9 @@ def check_options(config: GearOptions) -> None:
         remedy = 'write the data set as an entry of gear.tables: {"main": {"data": ...}}'
         part.leave_out("data", "together with gear.tables", remedy)
     elif config.data is None:
-        part.refuse("data", "or gear.tables must be given", "name the folder that `gear ingest` wrote")
+        part.refuse(
+            "data", "or gear.tables must be given", "name the folder that `gear ingest` wrote"
+        )
     _check_names(config)
     for name, table in config.resolved_tables.items():
         at = dotted("gear", "tables", name)
@@ -96,11 +104,19 @@ def check_options(config: GearOptions) -> None:
         if table.prompts is not None:
             _check_prompts(config, name, table, Part(at, table))
         if table.rate_limiter is not None:
-            _check_rate(config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter))
-    if config.shared_memory.keep and all(one.prompts is None for one in config.resolved_tables.values()):
+            _check_rate(
+                config, table, table.rate_limiter, Part(f"{at}.rate_limiter", table.rate_limiter)
+            )
+    if config.shared_memory.keep and all(
+        one.prompts is None for one in config.resolved_tables.values()
+    ):
         rule, remedy = "must not be true without a table with prompts", "give tables.<name>.prompts"
         Part("gear.shared_memory", config.shared_memory).refuse("keep", rule, remedy)
-    media = [one for name in config.sampled_tables if (one := config.resolved_tables[name].media) is not None]
+    media = [
+        one
+        for name in config.sampled_tables
+        if (one := config.resolved_tables[name].media) is not None
+    ]
     if any(one.columns != media[0].columns for one in media):
         rule = "must have equal media.columns in all tables of a mixture"
         remedy = "an item may have no rows of a column: give all tables the columns of all"
@@ -108,7 +124,9 @@ def check_options(config: GearOptions) -> None:
     _check_sampler(config)
     for name, field in config.fields.items():
         _check_field(config, name, field, Part(dotted("gear", "fields", name), field))
-    if config.hindsight is not None and all(one.hindsight is None for one in config.fields.values()):
+    if config.hindsight is not None and all(
+        one.hindsight is None for one in config.fields.values()
+    ):
         part.refuse("hindsight", "must have a field with the option hindsight", GOAL_EXAMPLE)
     if config.n_step is not None:
         remedy = "n-step returns are sums of the rewards for the goal that was pursued"
@@ -177,7 +195,9 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
     """Reject options of a table in host memory that belong to one on devices, and the reverse."""
     if table.placement == "host":
         part.leave_out("rows", "for a table in host memory", 'give it "placement": "device"')
-        part.leave_out("num_envs", "for a table in host memory", "use replay.vector_writer(num_envs)")
+        part.leave_out(
+            "num_envs", "for a table in host memory", "use replay.vector_writer(num_envs)"
+        )
         if config.on_device:
             part.admit("placement", ["device"], "as that of the other tables")
         return
@@ -214,7 +234,9 @@ def _check_placement(config: GearOptions, name: str, table: TableConfig, part: P
 
 def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     if (group.member is None) != (group.max_trajectories is None):
-        part.refuse("max_trajectories", f"must be given together with {part.at}.member, and only then")
+        part.refuse(
+            "max_trajectories", f"must be given together with {part.at}.member, and only then"
+        )
     if group.member == group.column:
         part.refuse("member", "must be another column than that of the group")
     if group.max_trajectories is not None and group.max_trajectories < group.size:
@@ -238,14 +260,18 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
     groups = 0.0 if size is None or share is None else share * size.size
     if config.pack is None or table.group is None or config.sampler_of(name).kind != "fifo":
         rule = 'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
-        part.refuse("prompts", rule, "prompts are trained in the order of their leases, in packed batches")
+        part.refuse(
+            "prompts", rule, "prompts are trained in the order of their leases, in packed batches"
+        )
     if size is not None and (round(groups) < 1 or abs(groups - round(groups)) > SHARES_TOLERANCE):
         rule = f"must be a number that makes whole groups of the {size.size} of a batch"
         remedy = "prompts are leased for batches with a fixed number of groups"
         raise ConfigError(dotted("gear", "sampler", "shares", name), rule, share, remedy)
     if table.prompts is not None and table.prompts.order == "lease":
         remedy = 'in the order of leases each batch waits for its groups: set order to "completion"'
-        Part(f"{part.at}.prompts", table.prompts).admit("late", ["wait"], 'with the order "lease"', remedy)
+        Part(f"{part.at}.prompts", table.prompts).admit(
+            "late", ["wait"], 'with the order "lease"', remedy
+        )
     when = f"with {part.at}.prompts"
     part.admit("max_times_sampled", (1,), when, "each prompt is trained in one rollout batch")
     part.leave_out("data version max_age", when, "prompts.max_lag bounds the age of groups")
@@ -260,14 +286,18 @@ def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Par
         raise ConfigError(f"{at}.tokens", rule, size.tokens, "give the size in groups alone")
 
 
-def _check_rate(config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part) -> None:
+def _check_rate(
+    config: GearOptions, table: TableConfig, rate: RateLimiterConfig, part: Part
+) -> None:
     at_table = part.at.removesuffix(".rate_limiter")
     sampler = config.sampler_of(at_table.removeprefix("gear.tables."))
     if rate.queue is not None:
         others = "error_buffer min_size samples_per_insert"
         part.leave_out(others, f"together with {part.at}.queue", "drop one")
         if sampler.kind != "fifo" or sampler.unit == "step":
-            part.refuse("queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"')
+            part.refuse(
+                "queue", 'needs sampler.kind = "fifo" and sampler.unit = "trajectory" or "group"'
+            )
         Part(at_table, table).admit("max_times_sampled", (0, 1), "in a queue")
     if rate.samples_per_insert is None:
         part.leave_out("error_buffer", f"without {part.at}.samples_per_insert")
@@ -286,7 +316,9 @@ def _check_sampler(config: GearOptions) -> None:
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
     if mixture:
         part.leave_out("table", "in a mixture, whose shares name the tables")
-    if sampler.anchors == "fits" and all(f.length is None and not f.offset for f in config.fields.values()):
+    if sampler.anchors == "fits" and all(
+        f.length is None and not f.offset for f in config.fields.values()
+    ):
         rule = 'must not be "fits" where no field has a length or an offset'
         part.refuse("anchors", rule, 'every step fits: use "all", or give a field a length')
     if sampler.unit == "group":
@@ -296,7 +328,9 @@ def _check_sampler(config: GearOptions) -> None:
     if not config.on_device:
         return
     if isinstance(config.sampler, MixtureSampler):
-        Part("gear.sampler", config.sampler).leave_out("by_table", "for tables on devices", _ON_HOST)
+        Part("gear.sampler", config.sampler).leave_out(
+            "by_table", "for tables on devices", _ON_HOST
+        )
         for name, share in config.sampler.shares.items():
             if not isinstance(share, (int, float)):
                 rule = "must be a number for tables on devices: a captured step has fixed numbers of samples"
@@ -308,8 +342,12 @@ def _check_sampler(config: GearOptions) -> None:
         when = "where steps are added one by one: an episode's values may come later"
         part.leave_out("where", when, "leave environments out with mask")
         if sampler.kind == "top_k":
-            when = "where steps are added one by one: rows are not in the order of ids, by which equal"
-            part.admit("unit", ["trajectory"], f"{when} priorities are selected", _WHOLE_TRAJECTORIES)
+            when = (
+                "where steps are added one by one: rows are not in the order of ids, by which equal"
+            )
+            part.admit(
+                "unit", ["trajectory"], f"{when} priorities are selected", _WHOLE_TRAJECTORIES
+            )
     if isinstance(sampler, PrioritizedSampler):
         part.leave_out("decay", "for a table on devices", _ON_HOST)
         if not isinstance(sampler.alpha, (int, float)):
@@ -327,7 +365,9 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
     if field.length is None:
         part.leave_out("align", f"without {part.at}.length", "drop it or give a length")
     if field.offset == "n_step" and config.n_step is None:
-        part.refuse("offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number")
+        part.refuse(
+            "offset", 'must not be "n_step" without gear.n_step', "give gear.n_step or a number"
+        )
     if field.offset == "n_step" and field.length is not None and config.burn_in:
         part.refuse("offset", "must be a number in a window where there is gear.burn_in")
     if field.normalize is not None and config.normalizes_online:
@@ -337,7 +377,9 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
             (config.pack is not None, "packed batches"),
         ):
             if is_so:
-                rule = f"must not be given for {what} to which rows are added: there are no statistics"
+                rule = (
+                    f"must not be given for {what} to which rows are added: there are no statistics"
+                )
                 part.refuse("normalize", rule, "use scale, or normalise in the model")
     if field.scale == 0:
         part.refuse("scale", "must not be 0", "the field would hold zeros; leave it out")
@@ -374,7 +416,11 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
         table = config.resolved_tables[name]
         table_part = Part(dotted("gear", "tables", name), table)
         table_part.admit("placement", ["host"], when)
-        if pack.too_long != "truncate" and table.data is None and (table.max_length or 2**62) > pack.room:
+        if (
+            pack.too_long != "truncate"
+            and table.data is None
+            and (table.max_length or 2**62) > pack.room
+        ):
             rule = f"must be at most {pack.room}, what gear.pack.tokens leaves for a trajectory"
             remedy = 'give it, so that longer ones are refused when they are added, or "too_long": "truncate"'
             table_part.refuse("max_length", rule, remedy)
@@ -402,7 +448,9 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
 def _check_names(config: GearOptions) -> None:
     tables, sampler = config.resolved_tables, config.sampler
     for name in tables:
-        if name.endswith(_NOT_OF_TABLES):  # its folder in a checkpoint would be that of an earlier save
+        if name.endswith(
+            _NOT_OF_TABLES
+        ):  # its folder in a checkpoint would be that of an earlier save
             rule = f"must not have a table whose name ends with {', '.join(_NOT_OF_TABLES)}"
             raise ConfigError("gear.tables", rule, name, "give the table another name")
     if isinstance(sampler, MixtureSampler):
@@ -427,10 +475,14 @@ def check_field_names(names: list[str], n_step: bool) -> None:
         if name in BATCH_NAMES:
             raise ConfigError(at, "must not be named like a part of every batch", name, remedy)
         if n_step and name in N_STEP_NAMES:
-            raise ConfigError(at, "must not be named like what gear.n_step adds to the batch", name, remedy)
+            raise ConfigError(
+                at, "must not be named like what gear.n_step adds to the batch", name, remedy
+            )
         inner = next((other for other in names if other.startswith(f"{name}.")), None)
         if inner is not None:
-            raise ConfigError(at, f"must not be a field and a group (of {inner})", None, "rename one")
+            raise ConfigError(
+                at, f"must not be a field and a group (of {inner})", None, "rename one"
+            )
 
 
 def _check_burn_in(config: GearOptions, part: Part) -> None:
@@ -447,7 +499,9 @@ def _check_burn_in(config: GearOptions, part: Part) -> None:
             part.refuse("burn_in", rule, "lengthen the field")
     if config.item_sampler.anchors != "fits":
         remedy = 'else a sample may have no step that learns: lower the offsets, or use "anchors": "fits"'
-        part.at_most("burn_in", max(0, -first), "the steps of the windows in front of the anchor", remedy)
+        part.at_most(
+            "burn_in", max(0, -first), "the steps of the windows in front of the anchor", remedy
+        )
 
 
 def refuse_split(at: str, split: object) -> None:
@@ -474,13 +528,21 @@ def check_ranks(config: GearOptions, replicas: int, sequence: int, stages: int) 
         return
     if pack.plan_width is not None and pack.plan_width % replicas:
         rule = f"must be a multiple of the replicas ({replicas})"
-        raise ConfigError("gear.pack.plan_width", rule, pack.plan_width, "change it, or the number of ranks")
+        raise ConfigError(
+            "gear.pack.plan_width", rule, pack.plan_width, "change it, or the number of ranks"
+        )
     if pack.pad.multiple % sequence:
         rule = f"must be a multiple of the sequence ranks ({sequence})"
         remedy = "each of them gets an equal slice"
         raise ConfigError("gear.pack.pad.multiple", rule, pack.pad.multiple, remedy)
     if pack.prefix == "share" and sequence > 1:
-        Part("gear.pack", pack).refuse("prefix", 'must be "own" with sequence ranks', "leave it out")
+        Part("gear.pack", pack).refuse(
+            "prefix", 'must be "own" with sequence ranks', "leave it out"
+        )
     if stages > 1:
-        remedy = "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
-        raise ConfigError("gear.pack", "must not be given where the model is a pipeline", None, remedy)
+        remedy = (
+            "a pipeline's schedule has a fixed number of micro batches of one shape: use windows"
+        )
+        raise ConfigError(
+            "gear.pack", "must not be given where the model is a pipeline", None, remedy
+        )

@@ -63,7 +63,9 @@ def describe(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     notes = (*inner, *metadata)
     words = _words(notes)
     if not words:
-        words = [text for member in alternatives(bare) for text in _describe_one(*parts(member), notes)]
+        words = [
+            text for member in alternatives(bare) for text in _describe_one(*parts(member), notes)
+        ]
         words = list(dict.fromkeys(words))
     if type(None) in get_args(bare):
         words.append("null")
@@ -159,9 +161,13 @@ def _unknown(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     kinds = [kind_of(model) for model in others if key in options(model)]
     if kinds:
         remedy = f"it belongs to kind {' or '.join(map(repr, kinds))}"
-        return ConfigError(dotted("gear", *path, key), "is not an option of this kind", None, remedy)
+        return ConfigError(
+            dotted("gear", *path, key), "is not an option of this kind", None, remedy
+        )
     wanted = SYNONYMS[key] if SYNONYMS.get(key) in known else str(key)
-    return ConfigError(dotted("gear", *path, key), "is not an option", None, known_names(wanted, known))
+    return ConfigError(
+        dotted("gear", *path, key), "is not an option", None, known_names(wanted, known)
+    )
 
 
 def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
@@ -178,8 +184,13 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if error["type"] == "missing":
         return ConfigError(name, "must be given", None, f"it is {admitted}")
     if error["type"] == "union_tag_invalid":
-        kinds = [json.dumps(kind_of(m)) for m in map(as_model, alternatives(annotation)) if m is not None]
-        rule, kind = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}", _short(error["input"].get("kind"))
+        kinds = [
+            json.dumps(kind_of(m)) for m in map(as_model, alternatives(annotation)) if m is not None
+        ]
+        rule, kind = (
+            f"must be {', '.join(kinds[:-1])} or {kinds[-1]}",
+            _short(error["input"].get("kind")),
+        )
         return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
     if error["type"] == "gear_conflict":
         context = error["ctx"]
@@ -188,9 +199,13 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         return ConfigError(option, rule, _short(context["value"]), context["remedy"])
     value = _short(error["input"])
     if value is None:
-        return ConfigError(name, f"must be {admitted}, got null", None, "leave it out for its default")
+        return ConfigError(
+            name, f"must be {admitted}, got null", None, "leave it out for its default"
+        )
     if value == "auto":
-        remedy = "'auto' is not defined for it: give a value, or leave the option out for its default"
+        remedy = (
+            "'auto' is not defined for it: give a value, or leave the option out for its default"
+        )
         return ConfigError(name, f"must be {admitted}", value, remedy)
     if error["type"] == "gear":
         rule, remedy = error["ctx"]["rule"], error["ctx"]["remedy"]
@@ -226,7 +241,9 @@ def translate(model: type[BaseModel], error: ValidationError) -> ConfigError:
         one = _one(model, entry)
         found.setdefault(one.name, one)
     # An error of a union's branch that fits but for one option is more useful than one of other branches.
-    whole = {name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)}
+    whole = {
+        name for name in found if any(other.startswith((f"{name}.", f"{name}[")) for other in found)
+    }
     first, *rest = (one for name, one in found.items() if name not in whole)
     if not rest:
         return first

@@ -12,7 +12,12 @@ from deepspeed_gear.config.cross_checks import Part
 from deepspeed_gear.config.options import GearOptions
 from deepspeed_gear.errors import ConfigError
 
-_OF_DEEPSPEED = {"train_batch_size", "train_micro_batch_size_per_gpu", "optimizer", "zero_optimization"}
+_OF_DEEPSPEED = {
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "optimizer",
+    "zero_optimization",
+}
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -66,7 +71,9 @@ def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) ->
     batch, micro, steps = map(given.get, names)
     if micro is None:
         if batch is None:
-            raise ConfigError(names[0], "must be given where there is no engine", None, f"or {names[1]}")
+            raise ConfigError(
+                names[0], "must be given where there is no engine", None, f"or {names[1]}"
+            )
         micro = batch // replicas // (steps or 1)
     if steps is None:
         steps = 1 if batch is None or micro < 1 else batch // replicas // micro
@@ -77,6 +84,8 @@ def batch_sizes(config: GearOptions, given: Mapping[str, Any], replicas: int) ->
 
 
 def refuse_batch_sizes(config: GearOptions) -> None:
-    for option, of_the_engine in zip(("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True):
+    for option, of_the_engine in zip(
+        ("batch_size", "micro_batch_size", SIZES[2]), SIZES, strict=True
+    ):
         remedy = f"use {of_the_engine} of ds_config.json"
         Part("gear", config).leave_out(option, "with an engine or a ds_config", remedy)

@@ -26,7 +26,10 @@ DERIVED = {"return_to_go": "float32", "timestep": "int64", "position": "int64"}
 DERIVED |= dict.fromkeys(ESTIMATED, "float32")
 OF_EPISODES = ("return_to_go", "timestep")  # derived, unless the table has a column of the role
 ADVANTAGE_EXAMPLE = '"advantage": {"kind": "gae", "value": "value", "gamma": 0.99, "lam": 0.95}'
-MASK, LEARNS = "mask.", "learns."  # before the name of a field: its mask, and which of its steps learn
+MASK, LEARNS = (
+    "mask.",
+    "learns.",
+)  # before the name of a field: its mask, and which of its steps learn
 _ONE_NUMBER = "must name a column with one number per trajectory"
 _GATHERED = (torch.int32, torch.int64)  # integers that the gather op converts others to
 
@@ -126,14 +129,18 @@ def check_against(
     if statistics is None:
         every = [column for name in config.sampled_tables for column in schemas[name]]
         statistics = [c.name for c in every if not (c.late and config.normalizes_online)]
-    fields = {name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables}
+    fields = {
+        name: _fields(config, name, schemas[name], statistics) for name in config.sampled_tables
+    }
     for other in others:
         if config.pack is not None:
             _check_packed(config, first, other, schemas)
         for a, b in zip(fields[first], fields[other], strict=False):
             if a != b:
                 rule = f"must have the same column in tables {first} and {other}"
-                raise ConfigError(dotted("gear", "fields", a.name), rule, f"{a.column} and {b.column}")
+                raise ConfigError(
+                    dotted("gear", "fields", a.name), rule, f"{a.column} and {b.column}"
+                )
         if len(fields[first]) != len(fields[other]):
             rule = f"must be given where the columns of tables {first} and {other} differ"
             raise ConfigError("gear.fields", rule)
@@ -148,7 +155,9 @@ def _scalars(schema: Schema) -> list[Column]:
 def _need_roles(at: str, roles: Sequence[str], schema: Schema) -> None:
     for role in roles:
         if schema.role(role) is None:
-            raise ConfigError(at, f"must have a {role} column in the sampled table", None, _known(schema))
+            raise ConfigError(
+                at, f"must have a {role} column in the sampled table", None, _known(schema)
+            )
 
 
 def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> None:
@@ -195,20 +204,28 @@ def _check_pipeline(config: GearOptions, fields: list[str]) -> None:
                 raise ConfigError(f"gear.pipeline.{end}[{index}]", rule, name, remedy)
 
 
-def _check_packed(config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]) -> None:
+def _check_packed(
+    config: GearOptions, first: str, other: str, schemas: Mapping[str, Schema]
+) -> None:
     """Reject tables of one packed batch that differ in tokens, loss masks or members of groups."""
     remedy = "give the tables equal columns, or sample one of them"
     for role in ("token", "loss_mask"):
         columns = [schemas[table].role(role) for table in (first, other)]
-        known = ["none" if column is None else f"{column.name} ({column.dtype})" for column in columns]
+        known = [
+            "none" if column is None else f"{column.name} ({column.dtype})" for column in columns
+        ]
         if known[0] != known[1]:
             rule = f"must have the column of the role {role} of table {first}, {known[0]}"
             raise ConfigError(dotted("gear", "tables", other), rule, known[1], remedy)
     groups = [config.resolved_tables[table].group for table in (first, other)]
-    members = ["none" if group is None or group.member is None else group.member for group in groups]
+    members = [
+        "none" if group is None or group.member is None else group.member for group in groups
+    ]
     if members[0] != members[1]:
         rule = f"must be that of table {first} ({members[0]})"
-        raise ConfigError(dotted("gear", "tables", other, "group", "member"), rule, members[1], remedy)
+        raise ConfigError(
+            dotted("gear", "tables", other, "group", "member"), rule, members[1], remedy
+        )
 
 
 def _fields(
@@ -232,7 +249,9 @@ def _fields(
     every = [column.name for column in schema if not column.is_opaque and column != SOURCE]
     requested = config.fields or {name: FieldConfig() for name in every}
     check_field_names(list(requested), n_step=config.n_step is not None)
-    resolved = [_resolve(config, name, field, schema, statistics) for name, field in requested.items()]
+    resolved = [
+        _resolve(config, name, field, schema, statistics) for name, field in requested.items()
+    ]
     if config.pack is not None and config.pack.prefix == "share":
         _need_roles("gear.pack.prefix", ("token", "loss_mask"), schema)
         for field in resolved:
@@ -246,8 +265,12 @@ def _fields(
         raise ConfigError("gear.advantage", rule, None, f"give gear.fields {remedy}")
     for field in estimated:
         if (field.inputs, field.length) != (estimated[0].inputs, estimated[0].length):
-            rule = f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}"
-            raise ConfigError(dotted("gear", "fields", field.name), rule, f"{field.offset}, {field.length}")
+            rule = (
+                f"must have the offset and length of {dotted('gear', 'fields', estimated[0].name)}"
+            )
+            raise ConfigError(
+                dotted("gear", "fields", field.name), rule, f"{field.offset}, {field.length}"
+            )
     seen: dict[ResolvedField, str] = {}
     for field in resolved:
         at, meaning = dotted("gear", "fields", field.name), replace(field, name="")
@@ -304,7 +327,9 @@ def _source(name: str, field: FieldConfig, schema: Schema) -> tuple[Column | Non
     if requested not in schema:
         option = f"{at}.column" if field.column is not None else at
         near = near_name(requested, schema.names)
-        raise ConfigError(option, "must be a column of the table", requested, near or _known(schema))
+        raise ConfigError(
+            option, "must be a column of the table", requested, near or _known(schema)
+        )
     return schema[requested], None
 
 
@@ -334,11 +359,15 @@ def _resolve(
     if offset is None:  # a pack's columns stand where the token is predicted
         shifts = config.pack is not None and schema.role("token") is not None
         stays = ("token", "media", *OF_EPISODES)
-        offset = int(shifts and column is not None and column.rows == "T" and column.role not in stays)
+        offset = int(
+            shifts and column is not None and column.rows == "T" and column.role not in stays
+        )
     inputs: tuple[ResolvedField | None, ...] = ()
     if derived in ESTIMATED:
         if config.advantage is None:
-            raise ConfigError(part.at, "must not be derived without gear.advantage", None, ADVANTAGE_EXAMPLE)
+            raise ConfigError(
+                part.at, "must not be derived without gear.advantage", None, ADVANTAGE_EXAMPLE
+            )
         inputs = _inputs(config.advantage, schema, int(offset), field.length or 1)
     return ResolvedField(
         name=name,
@@ -381,7 +410,9 @@ def _inputs(
     value, following = named("value", ("T", "T+1")), named("next_value")
     assert value is not None
     if (value.rows == "T") != (following is not None):
-        rule = "must be given where value has T rows, and only there: the next one bootstraps windows"
+        rule = (
+            "must be given where value has T rows, and only there: the next one bootstraps windows"
+        )
         remedy = "store the values in T+1 rows, or those of the next observations in a column of their own"
         raise ConfigError("gear.advantage.next_value", rule, options.next_value, remedy)
     after = window("next_value", value, 1) if following is None else window("next_value", following)
@@ -397,7 +428,10 @@ def _check_column(part: Part, column: Column, statistics: Collection[str]) -> No
         part.admit("offset", (None, 0), when, "drop it")
         part.leave_out("length pad", when, "drop it")
     if column.is_opaque:
-        when, remedy = f"for the dtype {column.dtype}", "drop it: batch.opaque returns values as they are"
+        when, remedy = (
+            f"for the dtype {column.dtype}",
+            "drop it: batch.opaque returns values as they are",
+        )
         part.leave_out("normalize scale as hindsight", when, remedy)
     if column.dtype == "bool":
         part.leave_out("normalize", "for a bool column", "drop it")
@@ -424,11 +458,19 @@ def _check_derived(part: Part, derived: str) -> None:
             part.refuse("offset", f"must be a number {when}")
 
 
-def _check_dtype(part: Part, own: str, requested: str, column: Column | None, converted: bool) -> None:
+def _check_dtype(
+    part: Part, own: str, requested: str, column: Column | None, converted: bool
+) -> None:
     """Reject a conversion that loses values or the precision that they need."""
     source = f"a derived {own}" if column is None else f"the {own} column {column.name}"
     # Values that targets and losses are computed from keep at least the precision of float32.
-    exact = column is None or column.role in ("reward", "return", "return_to_go", "terminated", "truncated")
+    exact = column is None or column.role in (
+        "reward",
+        "return",
+        "return_to_go",
+        "terminated",
+        "truncated",
+    )
     if requested == "engine":
         rule = f'must not be "engine" for {source}'
         if exact:
@@ -442,7 +484,9 @@ def _check_dtype(part: Part, own: str, requested: str, column: Column | None, co
         if exact and target.itemsize < min(4, have.itemsize):
             part.refuse("as", f"must keep the precision of {source}", "use float32")
     elif converted:
-        part.refuse("as", "must be a float type where the field is normalised or scaled", "use float32")
+        part.refuse(
+            "as", "must be a float type where the field is normalised or scaled", "use float32"
+        )
     elif torch.promote_types(target, have) != target:
         part.refuse("as", f"must hold every value of {source}", f"use {own} or a wider type")
     elif target != have and target not in _GATHERED:
@@ -458,7 +502,9 @@ def _check_pad(part: Part, pad: int | float, dtype: str) -> None:
         if abs(pad) > torch.finfo(target).max:
             part.refuse("pad", f"must be representable in {dtype}", "choose a smaller number")
     elif pad != int(pad) or not torch.iinfo(target).min <= pad <= torch.iinfo(target).max:
-        part.refuse("pad", f"must be an integer that {dtype} can hold", 'or convert the field with "as"')
+        part.refuse(
+            "pad", f"must be an integer that {dtype} can hold", 'or convert the field with "as"'
+        )
 
 
 def _goal(part: Part, name: str, column: Column | None, schema: Schema) -> Column:
@@ -489,7 +535,10 @@ def _check_goals(fields: Sequence[ResolvedField]) -> None:
     for field in fields:
         sums = field.column is not None and field.column.role == "return_to_go"
         if sums or field.derived in ("return_to_go", *ESTIMATED):
-            rule, remedy = "must not be given with gear.hindsight", "it sums rewards for the goal pursued"
+            rule, remedy = (
+                "must not be given with gear.hindsight",
+                "it sums rewards for the goal pursued",
+            )
             raise ConfigError(dotted("gear", "fields", field.name), rule, None, remedy)
 
 
@@ -500,7 +549,9 @@ def first_step(fields: Sequence[ResolvedField]) -> int:
 
 def reward_field(fields: Sequence[ResolvedField]) -> ResolvedField:
     """Return the one field whose values a program's reward replaces; raise ConfigError otherwise."""
-    found = [field for field in fields if field.column is not None and field.column.role == "reward"]
+    found = [
+        field for field in fields if field.column is not None and field.column.role == "reward"
+    ]
     if len(found) != 1:
         rule = "must have one field of the reward column to replace"
         names = ", ".join(field.name for field in found) or "none"

@@ -53,19 +53,25 @@ def shared_options(config: GearOptions) -> dict[str, Any]:
     """
     section = {name: value for name, value in config.to_json().items() if name not in _OF_THE_NODE}
     tables = config.resolved_tables.items()
-    section["tables"] = {name: table.model_dump(mode="json", by_alias=True) for name, table in tables}
+    section["tables"] = {
+        name: table.model_dump(mode="json", by_alias=True) for name, table in tables
+    }
     for table in section["tables"].values():
         if table["data"] is not None:
             table["data"] = {option: table["data"][option] for option in ("split", "replicate")}
     if "table" in section["sampler"]:
         section["sampler"]["table"] = config.sampled_tables[0]
-    section["shared_memory"] = {name: section["shared_memory"][name] for name in ("prefix", "run", "keep")}
+    section["shared_memory"] = {
+        name: section["shared_memory"][name] for name in ("prefix", "run", "keep")
+    }
     return section
 
 
 def batch_options(config: GearOptions) -> dict[str, Any]:
     """Return the options that decide the samples of global batches of a given size."""
-    section = {name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN}
+    section = {
+        name: value for name, value in shared_options(config).items() if name not in _OF_THE_RUN
+    }
     if section["advantage"] is None:  # as before there was this option
         del section["advantage"]
     for field in section["fields"].values():

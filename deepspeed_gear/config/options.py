@@ -9,7 +9,12 @@ from annotated_types import Ge, Le, Lt, MinLen
 from pydantic import Field, field_validator, model_validator
 
 from deepspeed_gear.config import types as t
-from deepspeed_gear.config.sampler_options import ItemSampler, MixtureSampler, SamplerConfig, UniformSampler
+from deepspeed_gear.config.sampler_options import (
+    ItemSampler,
+    MixtureSampler,
+    SamplerConfig,
+    UniformSampler,
+)
 from deepspeed_gear.config.table_options import DataConfig, TableConfig
 from deepspeed_gear.timeouts import DEFAULT_TIMEOUT_S
 
@@ -19,7 +24,9 @@ class FieldConfig(t.GearModel):
 
     column: t.Name | None = None
     """The stored column. null: the one of the field's name."""
-    derived: Literal["return_to_go", "timestep", "position", "advantage", "value_target"] | None = None
+    derived: Literal["return_to_go", "timestep", "position", "advantage", "value_target"] | None = (
+        None
+    )
     """A quantity computed while gathering instead of a stored column: the sum of the rewards from a step on,
     the number of each step in its trajectory, its place in the window (0 to length - 1, also where that is
     padded), or what `gear.advantage` estimates. A field of this name whose table has no such column is
@@ -156,9 +163,9 @@ class PackConfig(t.GearModel):
     tokens: t.Steps
     """Most steps of a micro batch, its padding included."""
     # The costs of a batch are summed in 62 bits.
-    cost: Annotated[list[Annotated[t.Int, Ge(0), Lt(2**32)]], t.Words("two whole numbers [c1, c2]")] = Field(
-        default=[1, 0]
-    )
+    cost: Annotated[
+        list[Annotated[t.Int, Ge(0), Lt(2**32)]], t.Words("two whole numbers [c1, c2]")
+    ] = Field(default=[1, 0])
     """What a trajectory of l steps costs to train, c1 * l + c2 * l * l: micro batches are balanced by it. A
     transformer of hidden size h: [6 * h, 1]."""
     pad: PackPadConfig = PackPadConfig()
@@ -207,7 +214,9 @@ class BatchSizeConfig(t.GearModel):
     def _one_unit(self) -> Any:
         if (self.groups is None) == (self.trajectories is None):
             remedy = "they are selected at once, and a batch has no more of them"
-            raise t.conflict("must have one of groups and trajectories", remedy if self.tokens else "")
+            raise t.conflict(
+                "must have one of groups and trajectories", remedy if self.tokens else ""
+            )
         return self
 
     @property

@@ -42,10 +42,14 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
     if recipe is None:
         return section
     if recipe not in RECIPES:
-        raise ConfigError("gear.recipe", 'must be "grpo" or null', recipe, known_names(str(recipe), RECIPES))
+        raise ConfigError(
+            "gear.recipe", 'must be "grpo" or null', recipe, known_names(str(recipe), RECIPES)
+        )
     section = {name: value for name, value in section.items() if name != "recipe"}
     tables = section.get("tables")
-    if not isinstance(tables, Mapping) or [isinstance(one, Mapping) for one in tables.values()] != [True]:
+    if not isinstance(tables, Mapping) or [isinstance(one, Mapping) for one in tables.values()] != [
+        True
+    ]:
         rule = f"must be one table with the recipe {recipe}"
         raise ConfigError("gear.tables", rule, tables, 'give {"rollouts": {"max_length": ...}}')
     (name,) = tables
@@ -69,7 +73,10 @@ def expand(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return given options over those of a base: objects merge, and null removes, as in RFC 7386."""
-    merged = {name: _merged(value, {}) if isinstance(value, dict) else value for name, value in base.items()}
+    merged = {
+        name: _merged(value, {}) if isinstance(value, dict) else value
+        for name, value in base.items()
+    }
     for name, value in given.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(name), dict)
         merged[name] = _merged(merged[name], value) if both else value

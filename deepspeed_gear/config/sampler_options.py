@@ -284,7 +284,9 @@ class MixtureSampler(t.GearModel):
         every = [self.by_table.get(name, self.of) for name in self.shares]
         given = [(one.reduce, one.eta) for one in every if isinstance(one, PriorityOptions)]
         if any(one != given[0] for one in given):  # a batch's priorities are reduced in one way
-            raise t.conflict("must have one reduce and eta in all samplers", option="by_table", value=given)
+            raise t.conflict(
+                "must have one reduce and eta in all samplers", option="by_table", value=given
+            )
         for name, sampler in self.by_table.items():
             if name not in self.shares:
                 raise t.conflict("must name tables of {at}.shares", option="by_table", value=name)
@@ -296,4 +298,6 @@ class MixtureSampler(t.GearModel):
         return self
 
 
-SamplerConfig = Annotated[ItemSampler | Annotated[MixtureSampler, Tag("mixture")], Discriminator(_kind_of)]
+SamplerConfig = Annotated[
+    ItemSampler | Annotated[MixtureSampler, Tag("mixture")], Discriminator(_kind_of)
+]

@@ -12,7 +12,11 @@ from pydantic import BeforeValidator, PlainSerializer
 from deepspeed_gear.config.types import Words, refuse
 from deepspeed_gear.errors import ConfigError
 
-_ADMITTED = ("a number in [0, 1]", '{"linear": [from, to, steps]}', '{"callable": "module:function"}')
+_ADMITTED = (
+    "a number in [0, 1]",
+    '{"linear": [from, to, steps]}',
+    '{"callable": "module:function"}',
+)
 
 
 def _is_share(value: Any) -> bool:
@@ -30,7 +34,9 @@ def _check(value: Any) -> Any:
         case {"callable": str(path), **rest} if not rest and path.count(":") == 1:
             return value
     if isinstance(value, dict) and [*value] == ["linear"]:
-        raise refuse('must be {"linear": [from, to, steps]} with from and to in [0, 1] and steps >= 1')
+        raise refuse(
+            'must be {"linear": [from, to, steps]} with from and to in [0, 1] and steps >= 1'
+        )
     raise refuse(f"must be {', '.join(_ADMITTED[:-1])} or {_ADMITTED[-1]}")
 
 
@@ -58,7 +64,9 @@ def function_of(schedule: Any, name: str) -> Callable[..., Any] | None:
     """Return the function that a schedule is or names; None: it is a number, or linear."""
     if isinstance(schedule, dict):
         schedule = schedule.get("callable")
-    return None if schedule is None or isinstance(schedule, (int, float)) else imported(schedule, name)
+    return (
+        None if schedule is None or isinstance(schedule, (int, float)) else imported(schedule, name)
+    )
 
 
 def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:

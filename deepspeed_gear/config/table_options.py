@@ -188,7 +188,15 @@ class ColumnConfig(t.GearModel):
     shape: list[t.Steps] = Field(default=[])
     """Shape of one row, without the time axis; not of an opaque column."""
     role: (
-        Literal["observation", "next_observation", "action", "reward", "terminated", "truncated", "return"]
+        Literal[
+            "observation",
+            "next_observation",
+            "action",
+            "reward",
+            "terminated",
+            "truncated",
+            "return",
+        ]
         | Literal["length", "token", "loss_mask", "timestep", "return_to_go", "media", "other"]
     ) = "other"
     """What it means to derived fields and to `as`; writers of environments fill timestep and return_to_go.

@@ -47,8 +47,13 @@ class GearModel(BaseModel):
 
 def defaults_of(model: type[GearModel]) -> dict[str, Any]:
     """Return the defaults of a model's options by the names that a config gives them, JSON-able."""
-    known = {f.alias or name: f.default for name, f in model.model_fields.items() if not f.is_required()}
-    return {name: v.model_dump(mode="json") if isinstance(v, BaseModel) else v for name, v in known.items()}
+    known = {
+        f.alias or name: f.default for name, f in model.model_fields.items() if not f.is_required()
+    }
+    return {
+        name: v.model_dump(mode="json") if isinstance(v, BaseModel) else v
+        for name, v in known.items()
+    }
 
 
 def dotted(*parts: object) -> str:
@@ -65,7 +70,9 @@ def refuse(rule: str, remedy: str = "") -> PydanticCustomError:
     return PydanticCustomError("gear", "{rule}", {"rule": rule, "remedy": remedy})
 
 
-def conflict(rule: str, remedy: str = "", option: str = "", value: Any = None) -> PydanticCustomError:
+def conflict(
+    rule: str, remedy: str = "", option: str = "", value: Any = None
+) -> PydanticCustomError:
     """Return the error of a model whose options contradict one another, or of one of them, `option`.
 
     `describe_options.translate` puts the model's name in place of "{at}" in the rule.
@@ -108,7 +115,11 @@ Float = Annotated[float, Strict(), AllowInfNan(False)]
 Flag = Annotated[bool, Strict()]
 Name = Annotated[str, Strict(), BeforeValidator(_no_auto), AfterValidator(_legal), Words("a name")]
 Text = Annotated[
-    str, Strict(), BeforeValidator(_no_auto), AfterValidator(_not_empty), Words("a non-empty string")
+    str,
+    Strict(),
+    BeforeValidator(_no_auto),
+    AfterValidator(_not_empty),
+    Words("a non-empty string"),
 ]
 Name32 = Annotated[Name, AfterValidator(partial(_short, 32)), Words(_SHORT.format(32))]
 Name64 = Annotated[Name, AfterValidator(partial(_short, 64)), Words(_SHORT.format(64))]

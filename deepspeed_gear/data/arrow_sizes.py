@@ -66,7 +66,9 @@ class ArrowSizes:
         if types.is_run_end_encoded(kind):
             return self._costs_of_runs(arrow, array)
         if types.is_struct(kind):
-            parts = [self._costs(arrow, array.field(i), are_objects) for i in range(kind.num_fields)]
+            parts = [
+                self._costs(arrow, array.field(i), are_objects) for i in range(kind.num_fields)
+            ]
             return _sum(_MAPPING_BYTES + _KEY_BYTES * len(parts) if are_objects else 0.0, parts)
         if types.is_union(kind):
             return self._costs_of_union(arrow, array)
@@ -158,7 +160,9 @@ def _costs_of_values(types: Any, array: Any) -> Costs:
     if types.is_fixed_size_binary(kind):
         return _TEXT_BYTES + int(kind.byte_width)
     if types.is_string_view(kind) or types.is_binary_view(kind):
-        views = np.frombuffer(array.buffers()[1] or b"", np.int32).reshape(-1, 4)  # the size comes first
+        views = np.frombuffer(array.buffers()[1] or b"", np.int32).reshape(
+            -1, 4
+        )  # the size comes first
         sizes = views[array.offset : array.offset + len(array), 0].astype(np.int64)
     elif types.is_binary(kind) or types.is_string(kind):
         sizes = _differences(array, np.dtype(np.int32))
@@ -174,5 +178,7 @@ def _costs_of_values(types: Any, array: Any) -> Costs:
 def _differences(array: Any, dtype: np.dtype[Any]) -> NDArray[np.int64]:
     if not len(array):
         return np.zeros(0, np.int64)
-    offsets = np.frombuffer(array.buffers()[1], dtype, len(array) + 1, array.offset * dtype.itemsize)
+    offsets = np.frombuffer(
+        array.buffers()[1], dtype, len(array) + 1, array.offset * dtype.itemsize
+    )
     return np.asarray(np.diff(offsets.astype(np.int64)))

@@ -16,8 +16,13 @@ from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Column
 
 DICTIONARY_BYTES = 32 * 1024
-_SAMPLE_BYTES = 100 * DICTIONARY_BYTES  # of the rows that a dictionary is trained on: zstd advises this ratio
-_TRAINING = {"k": 2000, "d": 8}  # zstd's segment and match in bytes; the best of k = 64 to 4000 for Atari
+_SAMPLE_BYTES = (
+    100 * DICTIONARY_BYTES
+)  # of the rows that a dictionary is trained on: zstd advises this ratio
+_TRAINING = {
+    "k": 2000,
+    "d": 8,
+}  # zstd's segment and match in bytes; the best of k = 64 to 4000 for Atari
 _BLOCK_BYTES = 4 * 1024 * 1024
 
 
@@ -31,11 +36,16 @@ def zstandard_for(name: str, column: Column) -> Any:
     name = f"{name}: column {column.name}"
     if column.rows == "1" or not column.shape:
         rule = "must have rows of several values, one a step, to be compressed"
-        raise DataError(name, rule, f"{list(column.shape)} with rows {column.rows}", "leave it as it is")
+        raise DataError(
+            name, rule, f"{list(column.shape)} with rows {column.rows}", "leave it as it is"
+        )
     try:
         return import_module("zstandard")
     except ImportError:
-        rule, remedy = "must be compressed and decoded by zstandard", "pip install 'deepspeed_gear[zstd]'"
+        rule, remedy = (
+            "must be compressed and decoded by zstandard",
+            "pip install 'deepspeed_gear[zstd]'",
+        )
         raise DataError(name, rule, None, remedy) from None
 
 
@@ -49,7 +59,11 @@ class CompressedRows:
     def __init__(
         self, name: str, column: Column, frames: NDArray[np.uint8], offsets: NDArray[np.int64]
     ) -> None:
-        self._zstd, self._name, self._row_bytes = zstandard_for(name, column), name, column.row_bytes
+        self._zstd, self._name, self._row_bytes = (
+            zstandard_for(name, column),
+            name,
+            column.row_bytes,
+        )
         self.shape, self.dtype = (len(offsets) - 1, *column.shape), column.numpy_dtype
         self.nbytes = frames.nbytes + offsets.nbytes  # as stored
         self._frames, self._offsets = np.asarray(frames), np.asarray(offsets)
@@ -65,7 +79,9 @@ class CompressedRows:
             head = self._zstd.frame_header_size(self._blob[first:end])
             size = self._zstd.frame_content_size(self._blob[first:end])
         if size != self._row_bytes:
-            raise DataError(f"{name}: row 0", f"must decode to {self._row_bytes} bytes", size, REMAKE)
+            raise DataError(
+                f"{name}: row 0", f"must decode to {self._row_bytes} bytes", size, REMAKE
+            )
         self._header = self._frames[first : first + head].copy()
 
     def decode(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
@@ -76,7 +92,9 @@ class CompressedRows:
         """
         begins, ends = self._offsets[rows], self._offsets[rows + 1]
         least, size, place = len(self._header), self._row_bytes, 0
-        wrong = (begins < len(self.dictionary)) | (ends - begins <= least) | (ends > len(self._frames))
+        wrong = (
+            (begins < len(self.dictionary)) | (ends - begins <= least) | (ends > len(self._frames))
+        )
         if not wrong.any():
             wrong = (self._frames[begins[:, None] + np.arange(least)] != self._header).any(axis=1)
         rule = f"must have a frame of {size} bytes of its own"
@@ -85,14 +103,18 @@ class CompressedRows:
         if not hasattr(self._local, "decompressor"):
             given = self._zstd.ZstdCompressionDict(self.dictionary) if self.dictionary else None
             window = max(size, 1024)  # the least of zstd
-            self._local.decompressor = self._zstd.ZstdDecompressor(dict_data=given, max_window_size=window)
+            self._local.decompressor = self._zstd.ZstdDecompressor(
+                dict_data=given, max_window_size=window
+            )
         target, blob, decompress = out.data, self._blob, self._local.decompressor.decompress
         try:
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 target[place : place + size] = decompress(blob[begin:end])
                 place += size
         except self._zstd.ZstdError as error:
-            raise DataError(f"{self._name}: row {rows[place // size]}", rule, str(error), REMAKE) from error
+            raise DataError(
+                f"{self._name}: row {rows[place // size]}", rule, str(error), REMAKE
+            ) from error
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -102,8 +124,12 @@ class CompressedRows:
         if isinstance(key, tuple):
             key = key[0] if key[1:] == (...,) else None
         at = np.arange(*key.indices(len(self))) if isinstance(key, slice) else np.asarray(key)
-        if at.size and (at.dtype.kind not in "iu" or at.min() < -len(self) or at.max() >= len(self)):
-            raise IndexError(f"{self._name}: rows must be integers in [{-len(self)}, {len(self)}), got {key}")
+        if at.size and (
+            at.dtype.kind not in "iu" or at.min() < -len(self) or at.max() >= len(self)
+        ):
+            raise IndexError(
+                f"{self._name}: rows must be integers in [{-len(self)}, {len(self)}), got {key}"
+            )
         out = np.empty((at.size, *self.shape[1:]), self.dtype)
         self.decode(at.reshape(-1).astype(np.int64) % len(self), out.reshape(-1).view(np.uint8))
         return out.reshape(*at.shape, *self.shape[1:])

@@ -19,7 +19,13 @@ from torch.utils.data import Dataset as MapDataset
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.data import dataset_files
 from deepspeed_gear.data.compressed_rows import CompressedRows, files_of
-from deepspeed_gear.data.dataset_files import REMAKE, SCHEMA_FILE, STATS_FILE, DatasetPart, FileRecord
+from deepspeed_gear.data.dataset_files import (
+    REMAKE,
+    SCHEMA_FILE,
+    STATS_FILE,
+    DatasetPart,
+    FileRecord,
+)
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, compute_statistics
 from deepspeed_gear.data.opaque_rows import decode
 from deepspeed_gear.errors import DataError, SchemaError
@@ -28,7 +34,9 @@ from deepspeed_gear.schema import Column, Schema
 CHECK_EVERY_S = 1.0
 _ATTRIBUTES = {"device": "st_dev", "inode": "st_ino", "size": "st_size"}
 _ATTRIBUTES["modification time (ns)"] = "st_mtime_ns"
-_REMEDY = "leave a data set unchanged while a run uses it; end the run, and copy it again or ingest it"
+_REMEDY = (
+    "leave a data set unchanged while a run uses it; end the run, and copy it again or ingest it"
+)
 
 
 class Dataset(MapDataset[dict[str, Any]]):
@@ -88,17 +96,24 @@ class Dataset(MapDataset[dict[str, Any]]):
             of_whole = 0, num_trajectories, self.fingerprint, int(self.lengths.max())
         else:
             of_whole = part.first, part.trajectories, part.whole, part.longest
-        self.first_id, self.num_trajectories_of_whole, self.whole_fingerprint, self.longest = of_whole
+        self.first_id, self.num_trajectories_of_whole, self.whole_fingerprint, self.longest = (
+            of_whole
+        )
         self.columns: dict[str, NDArray[Any]] = {}
         self.compressed: dict[str, CompressedRows] = {}
-        self._digests: dict[str, str] = manifest.get("compressed", {})  # of the rows of compressed columns
+        self._digests: dict[str, str] = manifest.get(
+            "compressed", {}
+        )  # of the rows of compressed columns
         self._is_random = False
         for column in self.schema:
             rows = num_trajectories if column.rows == "1" else self.num_rows
             self.columns[column.name] = self._column(column, rows)
         self.statistics = self._read_statistics()
         grown_from = dict(manifest.get("grown_from", {}))
-        self.versions: dict[str, int] = {**grown_from, self.whole_fingerprint: self.num_trajectories_of_whole}
+        self.versions: dict[str, int] = {
+            **grown_from,
+            self.whole_fingerprint: self.num_trajectories_of_whole,
+        }
         if dataset_files.fingerprint_of(manifest) != self.fingerprint:
             raise DataError(name, "must match its own fingerprint", self.fingerprint, REMAKE)
 
@@ -129,7 +144,12 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     @classmethod
     def from_iterable(
-        cls, iterable: Iterable[Any], dest: str | Path, *, schema: Schema | None = None, **options: Any
+        cls,
+        iterable: Iterable[Any],
+        dest: str | Path,
+        *,
+        schema: Schema | None = None,
+        **options: Any,
     ) -> Dataset:
         """Write a data set of what a program has.
 
@@ -148,7 +168,9 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def _record(self, name: str) -> FileRecord:
         if name not in self._records:
-            raise DataError(str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, REMAKE)
+            raise DataError(
+                str(self.path / SCHEMA_FILE), f"must describe the file {name}", None, REMAKE
+            )
         return self._records[name]
 
     def _map(self, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -159,7 +181,9 @@ class Dataset(MapDataset[dict[str, Any]]):
         with DataError.on(str(path), "must be a NumPy array", OSError, ValueError, remedy=REMAKE):
             array = np.lib.format.open_memmap(path, mode="r")
         order = "" if array.flags.c_contiguous else " in Fortran order"
-        found, wanted = (f"{of.name}{list(s)}" for of, s in ((array.dtype, array.shape), (dtype, shape)))
+        found, wanted = (
+            f"{of.name}{list(s)}" for of, s in ((array.dtype, array.shape), (dtype, shape))
+        )
         if (found, array.dtype, order) != (wanted, dtype, ""):
             raise DataError(str(path), f"must be {wanted} as in schema.json", found + order, REMAKE)
         self.files.add(path, array)
@@ -167,7 +191,9 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def _column(self, column: Column, rows: int) -> Any:
         if column.name not in self._digests:
-            return self._map(dataset_files.column_file(column), column.numpy_dtype, (rows, *column.shape))
+            return self._map(
+                dataset_files.column_file(column), column.numpy_dtype, (rows, *column.shape)
+            )
         frames_file, offsets_file = files_of(column)
         offsets = self._map(offsets_file, np.dtype(np.int64), (rows + 1,))
         frames = self._map(frames_file, np.dtype(np.uint8), (int(offsets[-1]),))
@@ -249,7 +275,10 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def digest_of(self, column: Column) -> str:
         """Return the SHA-256 of a column's bytes as they were written, in hex. Cost: none, it is recorded."""
-        return self._digests.get(column.name) or self._records[dataset_files.column_file(column)].sha256
+        return (
+            self._digests.get(column.name)
+            or self._records[dataset_files.column_file(column)].sha256
+        )
 
     def trajectory(self, i: int) -> dict[str, Any]:
         """Return one trajectory's columns, as `DatasetWriter.add` takes them.
@@ -268,7 +297,9 @@ class Dataset(MapDataset[dict[str, Any]]):
         result: dict[str, Any] = {}
         for column in self.schema:
             end = first + length + int(column.rows == "T+1")
-            rows = np.asarray(self.columns[column.name][i if column.rows == "1" else slice(first, end)])
+            rows = np.asarray(
+                self.columns[column.name][i if column.rows == "1" else slice(first, end)]
+            )
             name = f"{self.path}: column {column.name}"
             result[column.name] = decode(rows, column, name) if column.is_opaque else rows
         return result
@@ -285,7 +316,9 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         arrays = self.trajectory(range(len(self))[i])
         return {
-            c.name: arrays[c.name] if c.is_opaque else torch.tensor(arrays[c.name]).view(c.torch_dtype)
+            c.name: arrays[c.name]
+            if c.is_opaque
+            else torch.tensor(arrays[c.name]).view(c.torch_dtype)
             for c in self.schema
         }
 
@@ -303,7 +336,10 @@ def reopened(path: Path, fingerprint: str) -> Dataset:
     """Open a data set that this or another process had open; DataError: it has changed."""
     dataset = Dataset.open(path)
     if dataset.fingerprint != fingerprint:
-        rule, remedy = f"must still have the fingerprint {fingerprint}", "open it again in this process too"
+        rule, remedy = (
+            f"must still have the fingerprint {fingerprint}",
+            "open it again in this process too",
+        )
         raise DataError(str(path), rule, dataset.fingerprint, remedy)
     return dataset
 
@@ -311,11 +347,15 @@ def reopened(path: Path, fingerprint: str) -> Dataset:
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
     name = str(path / SCHEMA_FILE)
     if "format" not in manifest or "schema" not in manifest:
-        raise DataError(name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST")
+        raise DataError(
+            name, "must describe a gear data set", None, "make one with gear ingest SOURCE DEST"
+        )
     if manifest["format"] != dataset_files.FORMAT:
         again = "or make the data set again with gear ingest"
         remedy = f"use the version of deepspeed_gear that wrote it, {again}"
-        raise DataError(f"{name}: format", f"must be {dataset_files.FORMAT}", manifest["format"], remedy)
+        raise DataError(
+            f"{name}: format", f"must be {dataset_files.FORMAT}", manifest["format"], remedy
+        )
     numbers = dict.fromkeys(("num_trajectories", "num_steps", "num_rows"), int)
     kinds = {**numbers, "split": dict, "source": dict, "fingerprint": str, "files": dict}
     kinds |= {optional: dict for optional in ("grown_from", "compressed") if optional in manifest}
@@ -420,7 +460,13 @@ class MappedFiles:
 def _compare(path: Path, known: os.stat_result, file: Path | int) -> None:
     with DataError.on(str(path), "must exist while it is used", OSError, remedy=_REMEDY):
         status = os.stat(file)
-    pairs = {what: (getattr(known, name), getattr(status, name)) for what, name in _ATTRIBUTES.items()}
-    changed = [f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if now != before]
+    pairs = {
+        what: (getattr(known, name), getattr(status, name)) for what, name in _ATTRIBUTES.items()
+    }
+    changed = [
+        f"{what} {before} -> {now}" for what, (before, now) in pairs.items() if now != before
+    ]
     if changed:
-        raise DataError(str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY)
+        raise DataError(
+            str(path), "must not change while it is mapped", ", ".join(changed), _REMEDY
+        )

@@ -37,7 +37,9 @@ class FileRecord:
 
     bytes: int  # of the whole file, header included
     sha256: str  # of the payload: what follows the NumPy header, or the whole of a JSON file
-    probe: str  # SHA-256 of its first and last 64 KiB (of all of it for small files), cheap to check
+    probe: (
+        str  # SHA-256 of its first and last 64 KiB (of all of it for small files), cheap to check
+    )
 
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileRecord:
@@ -90,7 +92,9 @@ class DatasetPart:
         return f"part {self.index} of {self.count}, {ids} of {self.whole[:12]}"
 
 
-def check_types(prefix: str, entry: Mapping[str, Any], kinds: Mapping[str, type], remedy: str) -> None:
+def check_types(
+    prefix: str, entry: Mapping[str, Any], kinds: Mapping[str, type], remedy: str
+) -> None:
     """Raise DataError for a value of JSON that is not of its type; True is no number."""
     for key, kind in kinds.items():
         if type(entry.get(key)) is not kind:
@@ -154,7 +158,9 @@ class ArrayFile:
         self._file.write(npy_header(self._dtype, (num_rows, *self._row_shape)))
         self._file.close()
         sync(self.path)
-        return FileRecord(self.path.stat().st_size, self._digest.hexdigest(), probe_digest(self.path))
+        return FileRecord(
+            self.path.stat().st_size, self._digest.hexdigest(), probe_digest(self.path)
+        )
 
     def discard(self) -> None:
         """Close without completing; safe to call twice, and on a full disk."""
@@ -202,7 +208,13 @@ def fingerprint_of(manifest: Mapping[str, Any]) -> str:
     """
     kept = "format", "schema", "num_trajectories", "num_rows", "part"
     identity = {name: manifest[name] for name in kept if name in manifest}
-    files = {name: record["sha256"] for name, record in manifest["files"].items() if name != STATS_FILE}
+    files = {
+        name: record["sha256"] for name, record in manifest["files"].items() if name != STATS_FILE
+    }
     files = {name: digest for name, digest in files.items() if not name.startswith(COMPRESSED)}
-    files |= {f"columns/{name}.npy": digest for name, digest in manifest.get("compressed", {}).items()}
-    return hashlib.sha256(json.dumps({**identity, "files": files}, sort_keys=True).encode()).hexdigest()
+    files |= {
+        f"columns/{name}.npy": digest for name, digest in manifest.get("compressed", {}).items()
+    }
+    return hashlib.sha256(
+        json.dumps({**identity, "files": files}, sort_keys=True).encode()
+    ).hexdigest()

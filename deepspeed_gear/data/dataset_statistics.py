@@ -19,7 +19,9 @@ from deepspeed_gear.schema import Column, Schema
 QUANTILES = ("0.01", "0.1", "0.25", "0.5", "0.75", "0.9", "0.99")
 MAX_SAMPLE_ROWS = 1 << 22
 MAX_SAMPLE_BYTES = 256 * 1024 * 1024
-LEAST_SPREAD = 2.0**9  # of normalised values, in units of the last place of their shift: off by 0.1% at most
+LEAST_SPREAD = (
+    2.0**9
+)  # of normalised values, in units of the last place of their shift: off by 0.1% at most
 _SPREADS = 1e-307, 1e307  # whose reciprocals float64 holds
 _BLOCK_ROWS = 1 << 16
 _BLOCK_BYTES = 32 * 1024 * 1024
@@ -63,8 +65,13 @@ class ColumnStatistics:
 
         def array(values: Any) -> Float64:
             found = np.array(values, dtype=np.float64)
-            if found.shape not in (column.shape, statistics_shape(column)):  # older ones are per element
-                raise ValueError(f"column {column.name} has statistics of shape {list(found.shape)}")
+            if found.shape not in (
+                column.shape,
+                statistics_shape(column),
+            ):  # older ones are per element
+                raise ValueError(
+                    f"column {column.name} has statistics of shape {list(found.shape)}"
+                )
             return found
 
         return cls(
@@ -181,7 +188,9 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     num_finite = moments[Moment.COUNT]
 
     def shaped(array: Float64) -> Float64:
-        return np.where((num_finite == 0) | ~np.isfinite(array), np.nan, array).reshape(column.shape)
+        return np.where((num_finite == 0) | ~np.isfinite(array), np.nan, array).reshape(
+            column.shape
+        )
 
     return ColumnStatistics(
         count=count,
@@ -214,7 +223,9 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
         own = slice(first, first + column.num_elements)
         parts = {name: array[own].reshape(column.shape) for name, array in arrays.items()}
         most = int(count[own].max(initial=0))
-        found[column.name] = ColumnStatistics(most, **parts, quantiles={}, quantile_rows=0, non_finite=0)
+        found[column.name] = ColumnStatistics(
+            most, **parts, quantiles={}, quantile_rows=0, non_finite=0
+        )
         first = own.stop
     return found
 
@@ -222,7 +233,10 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
 def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
     """Compute the statistics of images per channel: exact, from the numbers of pixels of each value."""
     shape = statistics_shape(column)
-    channels, bins = np.arange(math.prod(shape)).reshape(shape), np.zeros(256 * math.prod(shape), np.int64)
+    channels, bins = (
+        np.arange(math.prod(shape)).reshape(shape),
+        np.zeros(256 * math.prod(shape), np.int64),
+    )
     base = np.broadcast_to(256 * channels, column.shape).reshape(-1)
     for block in _blocks(values, column, rows):
         bins += np.bincount((block + base).reshape(-1), minlength=len(bins))
@@ -239,7 +253,9 @@ def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
 
     found = {"mean": mean, "std": std, "min": quantile(0.0), "max": quantile(1.0)}
     levels, num_rows = {level: quantile(float(level)) for level in QUANTILES}, rows.count(column)
-    return ColumnStatistics(count=num_rows, **found, quantiles=levels, quantile_rows=num_rows, non_finite=0)
+    return ColumnStatistics(
+        count=num_rows, **found, quantiles=levels, quantile_rows=num_rows, non_finite=0
+    )
 
 
 def check_split(split: Mapping[str, float]) -> dict[str, float]:
@@ -249,7 +265,9 @@ def check_split(split: Mapping[str, float]) -> dict[str, float]:
             rule = "must name a held-out part (not train) and its share in (0, 1)"
             raise ConfigError(f"split.{name}", rule, share, 'for example {"eval": 0.05}')
     if sum(split.values()) >= 1:
-        raise ConfigError("split", "must leave a share for training", dict(split), "use smaller shares")
+        raise ConfigError(
+            "split", "must leave a share for training", dict(split), "use smaller shares"
+        )
     return {name: float(split[name]) for name in sorted(split)}
 
 
@@ -268,4 +286,6 @@ def compute_statistics(
         raise DataError("split", rule, dict(split), "use smaller shares or more trajectories")
     rows = KeptRows(first_rows, lengths, keep, schema.has_final_row)
     numeric = [column for column in schema if not column.is_opaque]
-    return {column.name: column_statistics(columns[column.name], column, rows) for column in numeric}
+    return {
+        column.name: column_statistics(columns[column.name], column, rows) for column in numeric
+    }

@@ -86,11 +86,15 @@ class DatasetWriter:
         arguments.one_of("schema", schema, Schema, "a Schema")
         if (media := schema.role("media")) is not None:
             rule = "must not have the role media in a data set"
-            raise SchemaError(f"column {media.name}", rule, None, "only tables with a capacity hold media")
+            raise SchemaError(
+                f"column {media.name}", rule, None, "only tables with a capacity hold media"
+            )
         self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})
-        with DataError.on("source", "must be JSON, without NaN and infinities", TypeError, ValueError):
+        with DataError.on(
+            "source", "must be JSON, without NaN and infinities", TypeError, ValueError
+        ):
             json.dumps(self._source, allow_nan=False)
         self._overwrite = overwrite or append
         self._grown_from: dict[str, int] = {}
@@ -113,7 +117,9 @@ class DatasetWriter:
             known = Dataset.open(self.dest) if append else None
             kept = () if known is None else known.compressed
             #: Columns that are compressed when all rows are there, for a dictionary of all.
-            self._compress = [schema[name] for name in dict.fromkeys(kept if compress is None else compress)]
+            self._compress = [
+                schema[name] for name in dict.fromkeys(kept if compress is None else compress)
+            ]
             for column in self._compress:
                 compressed_rows.zstandard_for("compress", column)
             if known is not None:
@@ -122,7 +128,11 @@ class DatasetWriter:
 
     @overload
     def add(
-        self, trajectory: Mapping[str, Any], name: str = "", *, split_by_flags: Literal[False] = False
+        self,
+        trajectory: Mapping[str, Any],
+        name: str = "",
+        *,
+        split_by_flags: Literal[False] = False,
     ) -> int: ...
     @overload
     def add(
@@ -160,11 +170,16 @@ class DatasetWriter:
                 written.
         """
         if self._closed:
-            raise DataError(str(self.dest), "must be open to be written", None, "make a new DatasetWriter")
+            raise DataError(
+                str(self.dest), "must be open to be written", None, "make a new DatasetWriter"
+            )
         name = name or f"trajectory {len(self._lengths)}"
         trajectory = flatten(f"{name}: trajectory", trajectory, frozenset(self.schema.names))
         if split_by_flags:
-            return [self.add(part, name) for part in split_episodes(name, self.schema, trajectory, final)]
+            return [
+                self.add(part, name)
+                for part in split_episodes(name, self.schema, trajectory, final)
+            ]
         remedy = "a data set is not filled later"
         arrays, length = check_trajectory(name, self.schema, trajectory, late_remedy=remedy)
         check_finite(name, self.schema, arrays)
@@ -179,16 +194,25 @@ class DatasetWriter:
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
         """Make this a part of a data set by copying its rows, which are added to the digests of columns."""
         self._part, self._statistics = part, dataset_files.read_json(whole.path / STATS_FILE)
-        self._grown_from = {name: n for name, n in whole.versions.items() if name != whole.fingerprint}
+        self._grown_from = {
+            name: n for name, n in whole.versions.items() if name != whole.fingerprint
+        }
         self._copy(whole, part.first, part.end, digests)
 
     def _begin_with(self, known: Dataset) -> None:
-        columns = [column for column in self.schema if column != SOURCE or column in known.schema.columns]
+        columns = [
+            column for column in self.schema if column != SOURCE or column in known.schema.columns
+        ]
         if known.part is not None:
             remedy = "append to the whole, and split it again"
-            raise DataError(f"{known.path}: part", "must not be appended to", str(known.part), remedy)
+            raise DataError(
+                f"{known.path}: part", "must not be appended to", str(known.part), remedy
+            )
         if known.schema.columns != tuple(columns):
-            rule, remedy = f"must be that of what is appended, {self.schema}", "make a data set of its own"
+            rule, remedy = (
+                f"must be that of what is appended, {self.schema}",
+                "make a data set of its own",
+            )
             raise DataError(f"{known.path}: schema", rule, str(known.schema), remedy)
         digests = {column.name: hashlib.sha256() for column in known.schema}
         self._copy(known, 0, len(known), digests)
@@ -196,7 +220,9 @@ class DatasetWriter:
         if len(columns) < len(self.schema):
             self._files[SOURCE.name].append(np.zeros(len(known), SOURCE.numpy_dtype))
         self._grown_from = known.versions
-        before, own = (of if "sources" in of else {"sources": [of]} for of in (known.source, self._source))
+        before, own = (
+            of if "sources" in of else {"sources": [of]} for of in (known.source, self._source)
+        )
         self._source = {**before, **own, "sources": [*before["sources"], *own["sources"]]}
         self.num_sources_before = len(before["sources"])
 
@@ -209,7 +235,9 @@ class DatasetWriter:
             for at in range(low, high, rows):
                 block = whole.columns[column.name][at : min(at + rows, high)]
                 self._files[column.name].append(block)
-                digests[column.name].update(np.ascontiguousarray(block).reshape(-1).view(np.uint8).data)
+                digests[column.name].update(
+                    np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+                )
         self._lengths.extend(whole.lengths[begin:stop].tolist())
         self._num_rows = end - first
 
@@ -226,7 +254,10 @@ class DatasetWriter:
             raise DataError(str(self.dest), "must be closed once only")
         with undo_on_error(self.discard), writing(self.dest):
             if not self._lengths:
-                rule, remedy = "must get at least one trajectory", "an empty data set is not written"
+                rule, remedy = (
+                    "must get at least one trajectory",
+                    "an empty data set is not written",
+                )
                 raise DataError(str(self.dest), rule, 0, remedy)
             self._complete()
             check_destination(self.dest, self._overwrite)
@@ -398,7 +429,9 @@ def write_parts(
     """
     folder = Path(os.path.abspath(folder))
     if dataset.part is not None:
-        raise DataError(str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole")
+        raise DataError(
+            str(dataset.path), "must be a whole data set", str(dataset.part), "split the whole"
+        )
     are_ends = len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(dataset)
     if not are_ends or (np.diff(bounds) < 1).any():
         rule = f"must divide its {len(dataset)} trajectories into parts of at least one"

@@ -47,7 +47,9 @@ class TrajectoryFile(ABC):
     """A file or folder that trajectories are written to, one after the other; memory for a few of them."""
 
     format: ClassVar[str]  # for `--format`
-    reader: ClassVar[type[Reader] | None] = None  # recognises folders of the format; None: it is a file
+    reader: ClassVar[type[Reader] | None] = (
+        None  # recognises folders of the format; None: it is a file
+    )
 
     def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
         """Start a file of the columns of `schema`; `stated` is what it states of them (`written_schema`)."""
@@ -117,7 +119,9 @@ class MinariFile(TrajectoryFile):
         heads = [column.name.split(".")[0] for column in schema]
         for group in GROUPS.values():
             if group not in heads:
-                raise DataError(f"column {group}", "must be there for the format minari", heads, _ELSE)
+                raise DataError(
+                    f"column {group}", "must be there for the format minari", heads, _ELSE
+                )
         self._keys = {column.name: self._key(column) for column in schema}
         (path / "data").mkdir(parents=True)
         self._disk = _Hdf5Disk(path / "data" / "main_data.hdf5")
@@ -127,7 +131,10 @@ class MinariFile(TrajectoryFile):
     def _key(self, column: Column) -> list[str]:
         """Return the path of a column's array; raise DataError if it would be read as another column."""
         head, *parts = column.name.split(".")
-        if column.name in ("episode_id", "seed") and replace(column, dtype="int64", rows="1") == column:
+        if (
+            column.name in ("episode_id", "seed")
+            and replace(column, dtype="int64", rows="1") == column
+        ):
             return []
         name, role = f"column {column.name}", head if head in GROUPS.values() else "other"
         read = None
@@ -136,7 +143,9 @@ class MinariFile(TrajectoryFile):
             read = make_column(name, column.name, column.numpy_dtype, column.shape, role, rows)
         if read != replace(column, late=False, allow_nan=False):
             rule = "must be one that Minari's layout holds exactly"
-            raise DataError(name, rule, f"{column.dtype}, role {column.role}, rows {column.rows}", _ELSE)
+            raise DataError(
+                name, rule, f"{column.dtype}, role {column.role}, rows {column.rows}", _ELSE
+            )
         group = next((key for key, of in GROUPS.items() if of == head), head)
         return [group, *(f"_index_{part}" if part.isdigit() else part for part in parts)]
 
@@ -192,7 +201,11 @@ class MinariFile(TrajectoryFile):
             low, high = (np.full(column.shape, bound).tolist() for bound in bounds)
             kind = {"type": "Box", "dtype": column.dtype, "shape": list(column.shape)}
             return {**kind, "low": low, "high": high}
-        below = [c.name[len(name) + 1 :].split(".")[0] for c in self.schema if c.name.startswith(f"{name}.")]
+        below = [
+            c.name[len(name) + 1 :].split(".")[0]
+            for c in self.schema
+            if c.name.startswith(f"{name}.")
+        ]
         spaces = {key: self._space(head, [*parts, key]) for key in dict.fromkeys(below)}
         if all(key.isdigit() for key in spaces):
             return {"type": "Tuple", "subspaces": [spaces[key] for key in sorted(spaces, key=int)]}
@@ -227,7 +240,9 @@ class ParquetFile(TrajectoryFile):
     def _array(self, column: Column) -> Any:
         values = [row[column.name] for row in self._rows]
         if column.is_opaque:
-            return self._arrow.array(values if column.dtype == "bytes" else [*map(json.dumps, values)])
+            return self._arrow.array(
+                values if column.dtype == "bytes" else [*map(json.dumps, values)]
+            )
         steps = np.stack(values) if column.rows == "1" else np.concatenate(values)
         array = self._arrow.array(steps.reshape(-1))
         for size in reversed(column.shape):
@@ -260,7 +275,10 @@ class JsonlFolder(TrajectoryFile):
         self._file = (path / ROWS_FILE).open("w", encoding="utf-8")
 
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
-        row = {column.name: self._value(name, column, trajectory[column.name]) for column in self.schema}
+        row = {
+            column.name: self._value(name, column, trajectory[column.name])
+            for column in self.schema
+        }
         self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     def _value(self, name: str, column: Column, value: Any) -> Any:
@@ -292,13 +310,20 @@ class NpzFile(TrajectoryFile):
         super().__init__(path, schema, stated)
         folder = path.with_name("arrays")
         folder.mkdir()
-        files = {c.name: ArrayFile(folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema}
-        self._files = {**files, LENGTHS_KEY: ArrayFile(folder / LENGTHS_KEY, np.dtype(np.int64), ())}
+        files = {
+            c.name: ArrayFile(folder / f"{c.name}.npy", c.numpy_dtype, c.shape) for c in schema
+        }
+        self._files = {
+            **files,
+            LENGTHS_KEY: ArrayFile(folder / LENGTHS_KEY, np.dtype(np.int64), ()),
+        }
 
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
         for column in self.schema:
             value = trajectory[column.name]
-            self._files[column.name].append(encode(value, column, name) if column.is_opaque else value)
+            self._files[column.name].append(
+                encode(value, column, name) if column.is_opaque else value
+            )
         self._files[LENGTHS_KEY].append(np.array([_num_steps(trajectory, self.schema)]))
 
     def close(self) -> None:
@@ -363,7 +388,9 @@ def export(
     partial, count = PartialFolder(dest), 0
     with ExitStack() as stack, writing(dest):
         stack.callback(partial.discard)
-        whole = None if derives else Schema([c for c in schema if c in derived or c in kept.columns])
+        whole = (
+            None if derives else Schema([c for c in schema if c in derived or c in kept.columns])
+        )
         file = kind(partial.made, kept, written_schema(kept, whole))
         stack.callback(file.discard)
         for count, trajectory in enumerate(trajectories, 1):
@@ -379,7 +406,9 @@ def export(
     return count
 
 
-def _check_derived(name: str, trajectory: Mapping[str, Any], derived: list[Column], schema: Schema) -> None:
+def _check_derived(
+    name: str, trajectory: Mapping[str, Any], derived: list[Column], schema: Schema
+) -> None:
     reward = schema.role("reward")
     for column in derived:
         wanted: Any = _num_steps(trajectory, schema)
@@ -387,5 +416,8 @@ def _check_derived(name: str, trajectory: Mapping[str, Any], derived: list[Colum
             wanted = as_numbers(trajectory[reward.name], reward).astype(np.float64).sum()
         value = trajectory[column.name]
         if np.asarray(wanted, value.dtype).tobytes() != value.tobytes():
-            rule, remedy = f"must be {wanted}, as gear ingest derives it", "ingest the data set's own sources"
+            rule, remedy = (
+                f"must be {wanted}, as gear ingest derives it",
+                "ingest the data set's own sources",
+            )
             raise DataError(f"{name}: column {column.name}", rule, value.item(), remedy)

@@ -47,7 +47,9 @@ class Media:
         """Whether both have equal columns, rows and values."""
         if not isinstance(other, Media) or self.columns.keys() != other.columns.keys():
             return False
-        pairs = ((_numbers(self.columns[name]), _numbers(other.columns[name])) for name in self.columns)
+        pairs = (
+            (_numbers(self.columns[name]), _numbers(other.columns[name])) for name in self.columns
+        )
         return all(torch.equal(own, rows) for own, rows in pairs)
 
     def item(self, name: str, columns: tuple[Column, ...]) -> MediaItem:
@@ -55,7 +57,9 @@ class Media:
         if columns not in self._encoded:
             known = {column.name: column for column in columns}
             for odd in sorted(self.columns.keys() - known.keys()):
-                raise DataError(f"{name}: {odd}", f"must be one of the media columns {', '.join(known)}")
+                raise DataError(
+                    f"{name}: {odd}", f"must be one of the media columns {', '.join(known)}"
+                )
             rows = {one: as_stored(value, known[one], name) for one, value in self.columns.items()}
             check_finite(name, columns, rows, "row {}".format)
             if not any(map(len, rows.values())):
@@ -98,8 +102,12 @@ class MediaSpec:
                 rule = "must be {step: Media}, or numbers of what is stored"
                 raise DataError(at, rule, type(given).__name__)
             return taken
-        of_steps: Any = [(c, taken.get(c.name)) for c in schema.step_columns if c.name != self.column]
-        steps = max(0, next((len(v) - (c.rows == "T+1") for c, v in of_steps if hasattr(v, "__len__")), 0))
+        of_steps: Any = [
+            (c, taken.get(c.name)) for c in schema.step_columns if c.name != self.column
+        ]
+        steps = max(
+            0, next((len(v) - (c.rows == "T+1") for c, v in of_steps if hasattr(v, "__len__")), 0)
+        )
         numbers = np.zeros(steps, np.int64)
         for step, media in given.items():
             is_step = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
@@ -125,10 +133,16 @@ class MediaSpec:
             length = int(sent[at : at + _WORD].view(np.int64)[0]) if at + _WORD <= len(sent) else -1
             content, at = sent[at + _WORD : at + _WORD + length], at + _WORD + length
             words = _WORD * len(self.columns)
-            counts = content[:words].view(np.int64) if words <= length == len(content) else np.array([-1])
+            counts = (
+                content[:words].view(np.int64)
+                if words <= length == len(content)
+                else np.array([-1])
+            )
             sizes = [int(n) * c.row_bytes for n, c in zip(counts, self.columns, strict=False)]
             if counts.min() < 0 or counts.max() == 0 or words + sum(map(_padded, sizes)) != length:
-                raise DataError(f"{name}: media", "must be the rows of its columns", f"{length} bytes")
+                raise DataError(
+                    f"{name}: media", "must be the rows of its columns", f"{length} bytes"
+                )
             check_finite(f"{name}: media", self.columns, self.rows(content), "row {}".format)
             yield _of_content(content)
 

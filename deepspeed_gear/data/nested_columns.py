@@ -32,7 +32,9 @@ def flatten(name: str, given: Mapping[str, Any], names: Set[str]) -> Mapping[str
     return flat
 
 
-def _divide(flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, Any], names: Set[str]) -> None:
+def _divide(
+    flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, Any], names: Set[str]
+) -> None:
     for key, value in given.items():
         if not isinstance(key, str):
             owner = f"{name}: column {prefix[:-1]}" if prefix else name
@@ -42,7 +44,9 @@ def _divide(flat: dict[str, Any], name: str, prefix: str, given: Mapping[Any, An
         if parts:
             _divide(flat, name, f"{column}.", parts, names)
         elif column in flat:
-            raise DataError(f"{name}: column {column}", "must be given once", None, "by its name, or nested")
+            raise DataError(
+                f"{name}: column {column}", "must be given once", None, "by its name, or nested"
+            )
         else:
             flat[column] = value
 

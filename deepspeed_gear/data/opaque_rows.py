@@ -34,7 +34,10 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         return value
     content = json_text(value, name) if column.dtype == "json" else byte_string(value, name)
     if len(content) > column.max_bytes:
-        rule, remedy = f"must have at most max_bytes = {column.max_bytes} bytes", "raise it, or store less"
+        rule, remedy = (
+            f"must have at most max_bytes = {column.max_bytes} bytes",
+            "raise it, or store less",
+        )
         raise DataError(name, rule, len(content), remedy)
     row = np.zeros(column.shape, np.uint8)
     content = len(content).to_bytes(LENGTH_BYTES, "little") + content
@@ -44,7 +47,9 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
 
 def encode_rows(value: Any, column: Column, name: str, num_rows: int) -> np.ndarray:
     """Return a list, tuple or array of `num_rows` values as rows. [num_rows, 4 + max_bytes], uint8."""
-    is_sequence = isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim > 0)
+    is_sequence = isinstance(value, (list, tuple)) or (
+        isinstance(value, np.ndarray) and value.ndim > 0
+    )
     if not is_sequence or len(value) != num_rows:
         found = len(value) if is_sequence else type(value).__name__
         raise DataError(name, f"must be a list of {num_rows} values", found)
@@ -73,16 +78,22 @@ def byte_string(value: Any, name: str) -> bytes:
         with DataError.on(name, "must be a str that UTF-8 can hold", UnicodeEncodeError):
             return value.encode()
     if not isinstance(value, (bytes, bytearray, memoryview)):
-        raise DataError(name, "must be bytes or a str", type(value).__name__, "convert arrays by tobytes()")
+        raise DataError(
+            name, "must be bytes or a str", type(value).__name__, "convert arrays by tobytes()"
+        )
     return bytes(value)
 
 
-def json_text(value: Any, name: str, remedy: str = "convert arrays and tensors by tolist()") -> bytes:
+def json_text(
+    value: Any, name: str, remedy: str = "convert arrays and tensors by tolist()"
+) -> bytes:
     """Return the content of a JSON column's value; a DataError if it is none."""
     kinds = TypeError, ValueError, RecursionError
     with DataError.on(name, "must be a JSON value", *kinds, remedy=remedy):
         _check_keys(value, name)
-        text = json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = json.dumps(
+            value, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        )
         return text.encode()
 
 

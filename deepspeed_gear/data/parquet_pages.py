@@ -43,7 +43,9 @@ class ColumnPages:
     decoded_bytes: int
 
 
-def column_pages(arrow: Any, content: memoryview, chunk: Any, width: int, enough: int) -> ColumnPages:
+def column_pages(
+    arrow: Any, content: memoryview, chunk: Any, width: int, enough: int
+) -> ColumnPages:
     """Read the headers of a column chunk's pages.
 
     Args:
@@ -73,7 +75,9 @@ def column_pages(arrow: Any, content: memoryview, chunk: Any, width: int, enough
         return ColumnPages(num_values, stored, 0, num_values * width)
     if words is not None:
         is_enough = decoded + by_dictionary * words.size <= enough
-        longest = max(longest, words.size if is_enough else _longest(arrow, chunk.compression, words))
+        longest = max(
+            longest, words.size if is_enough else _longest(arrow, chunk.compression, words)
+        )
     return ColumnPages(num_values, stored, longest, decoded + by_dictionary * longest)
 
 
@@ -98,7 +102,9 @@ def _pages(content: memoryview, chunk: Any) -> Iterator[_Page]:
         if not isinstance(of_data, dict):
             raise ValueError("a page header with other fields than Parquet's")
         count, encoding = of_data.get(1, 0), of_data.get(4 if kind == DATA_V2 else 2, 0)
-        if not all(isinstance(one, int) and one >= 0 for one in (kind, size, length, count, encoding)):
+        if not all(
+            isinstance(one, int) and one >= 0 for one in (kind, size, length, count, encoding)
+        ):
             raise ValueError("a page header with other fields than Parquet's")
         at = begin + length
         yield _Page(kind, size, content[begin:at], count, encoding)

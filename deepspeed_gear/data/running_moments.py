@@ -70,4 +70,6 @@ def add_rows(moments: Float64, rows: Float64) -> Float64:
     mean = rows.sum(axis=0) / np.maximum(count, 1)
     delta = (rows - mean) * finite
     squares = (delta * delta).sum(axis=0) - delta.sum(axis=0) ** 2 / np.maximum(count, 1)
-    return merge([moments, np.stack([count, first, mean, squares, low.min(axis=0), high.max(axis=0)])])
+    return merge(
+        [moments, np.stack([count, first, mean, squares, low.min(axis=0), high.max(axis=0)])]
+    )

@@ -45,7 +45,9 @@ def check_trajectory(
             arrays[column.name] = as_stored(trajectory[column.name], column, name)
         elif not column.late or late_remedy:
             remedy = late_remedy if column.late else ""
-            raise DataError(f"{name}: column {column.name}", "must be in every trajectory", None, remedy)
+            raise DataError(
+                f"{name}: column {column.name}", "must be in every trajectory", None, remedy
+            )
     num_steps = _num_steps(name, schema, arrays)
     if num_steps < 1:
         raise DataError(f"{name}: trajectory", "must have at least one step", num_steps)
@@ -121,12 +123,16 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
         if isinstance(value, Mapping):
             remedy = f"name the columns {column.name}.<key> to store its parts"
         raise DataError(name, rule, str(array.dtype), remedy)
-    wrong = array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
+    wrong = (
+        array.ndim != rank or tuple(array.shape[array.ndim - len(column.shape) :]) != column.shape
+    )
     if wrong or (num_rows is not None and len(array) != num_rows):
         lead = column.rows if num_rows is None else num_rows
         shape = list(column.shape) if single else [lead, *column.shape]
         raise DataError(name, f"must have shape {shape}", list(array.shape))
-    return np.asarray(array) if are_bits and column.dtype == "bfloat16" else cast(array, column, name)
+    return (
+        np.asarray(array) if are_bits and column.dtype == "bfloat16" else cast(array, column, name)
+    )
 
 
 def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) -> np.ndarray:
@@ -148,7 +154,9 @@ def cast(array: np.ndarray, column: Column, name: str, remedy: str = CORRECT) ->
     else:
         held = stored == array
         if column.dtype == "int64" and array.dtype.kind == "f":
-            held &= array < 2.0**63  # which some machines convert to the largest int64, and that equals it
+            held &= (
+                array < 2.0**63
+            )  # which some machines convert to the largest int64, and that equals it
     if not held.all():
         value = array[~held].flat[0].item()
         raise DataError(name, f"must hold values that {column.dtype} can hold", value, remedy)
@@ -228,7 +236,9 @@ def split_episodes(
     bounds = [*pairwise([0, *ends.tolist(), num_steps])]
     longest = max(end - first for first, end in bounds)
     if max_length is not None and longest > max_length:
-        raise DataError(f"{name}: part", f"must have at most max_length = {max_length} steps", longest)
+        raise DataError(
+            f"{name}: part", f"must have at most max_length = {max_length} steps", longest
+        )
     if not len(ends):
         return [dict(given)]
     terminated = flags.get("terminated", np.zeros(num_steps, bool))
@@ -254,7 +264,11 @@ def split_episodes(
 
 
 def _finals(
-    name: str, states: list[Column], final: Mapping[str, Any], last: np.ndarray, terminated: np.ndarray
+    name: str,
+    states: list[Column],
+    final: Mapping[str, Any],
+    last: np.ndarray,
+    terminated: np.ndarray,
 ) -> dict[str, np.ndarray]:
     """Return the states after the last steps of the parts that end inside. Column -> [len(last), *shape]."""
     known = [column.name for column in states]
@@ -270,11 +284,17 @@ def _finals(
             if len(rows) != len(terminated):
                 rule = f"must have a row after each of the {len(terminated)} steps"
                 raise DataError(where, rule, len(rows))
-            ended = rows[last] if isinstance(rows, torch.Tensor) else [rows[step] for step in last.tolist()]
+            ended = (
+                rows[last]
+                if isinstance(rows, torch.Tensor)
+                else [rows[step] for step in last.tolist()]
+            )
             finals[column.name] = as_stored(ended, column, name, len(last))
         elif len(truncated):
             rule = f"must have the state after step {truncated[0]}, where an episode is truncated inside"
-            remedy = f"give final={{{column.name!r}: states after each step}}; those at ends are read"
+            remedy = (
+                f"give final={{{column.name!r}: states after each step}}; those at ends are read"
+            )
             raise DataError(where, rule, None, remedy)
     check_finite(name, states, finals, lambda row: f"step {last[row]}")
     return finals

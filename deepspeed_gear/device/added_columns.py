@@ -20,7 +20,9 @@ Columns = Mapping[str, Tensor]
 _PER_ENVIRONMENT = ", a row per environment"
 
 
-def _check_names(what: str, given: Columns, known: Collection[str], needed: Collection[str]) -> None:
+def _check_names(
+    what: str, given: Columns, known: Collection[str], needed: Collection[str]
+) -> None:
     arguments.tensors(what, given)
     for name in sorted({*needed} - {*given}):
         raise SchemaError(f"{what}: column {name}", "must be given")
@@ -40,12 +42,16 @@ def _check_values(
         raise ShapeError(at, f"must be {[*sizes, *column.shape]}{note}", list(values.shape))
 
 
-def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | None) -> tuple[int, int]:
+def check_trajectories(
+    table: RingTable, columns: Columns, lengths: Tensor | None
+) -> tuple[int, int]:
     """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and steps."""
     schema, device = table.schema, table.state.device
     _check_names("columns", columns, schema.names, schema.names)
     # Of the first column that has them: those of all.
-    count = next((values.shape[0] for name in schema.names if (values := columns[name]).dim() > 0), -1)
+    count = next(
+        (values.shape[0] for name in schema.names if (values := columns[name]).dim() > 0), -1
+    )
     stepped = (c for c in schema.step_columns if columns[c.name].dim() > 1)
     known = (columns[c.name].shape[1] - int(c.rows == "T+1") for c in stepped)
     steps = next(known, table.most_steps)
@@ -53,8 +59,12 @@ def check_trajectories(table: RingTable, columns: Columns, lengths: Tensor | Non
         sizes = [count] if column.rows == "1" else [count, steps + int(column.rows == "T+1")]
         _check_values(f"column {column.name}", columns[column.name], column, device, sizes)
     if not 1 <= steps <= table.most_steps:
-        raise ShapeError("steps", f"must be in [1, {table.most_steps}], the table's max_length", steps)
-    most = min(table.num_slots, table.num_rows // (table.most_steps + int(schema.has_final_row)) - 1)
+        raise ShapeError(
+            "steps", f"must be in [1, {table.most_steps}], the table's max_length", steps
+        )
+    most = min(
+        table.num_slots, table.num_rows // (table.most_steps + int(schema.has_final_row)) - 1
+    )
     if not 1 <= count <= most:
         raise ShapeError("trajectories", f"must be in [1, {most}], so that they fit at once", count)
     if lengths is not None:
@@ -77,7 +87,9 @@ def without_inner_ends(table: RingTable, columns: Columns, lengths: Tensor, step
         number, step = inner.nonzero()[0].tolist()
         names = " or ".join(column.name for column in table.schema.end_columns)
         remedy = "add each episode as a trajectory, or steps with num_envs and add_steps_"
-        raise DataError(f"column {names}", ENDS_LAST, f"a flag at step {step} of trajectory {number}", remedy)
+        raise DataError(
+            f"column {names}", ENDS_LAST, f"a flag at step {step} of trajectory {number}", remedy
+        )
     return torch.where(has_inner, -1, lengths)
 
 
@@ -90,7 +102,9 @@ def as_trajectories(table: RingTable, columns: Columns, following: Columns) -> d
         if rows == "T+1" and name in following:
             if following[name].shape != values.shape:
                 given = list(following[name].shape)
-                raise ShapeError(f"following: column {name}", f"must be {list(values.shape)}", given)
+                raise ShapeError(
+                    f"following: column {name}", f"must be {list(values.shape)}", given
+                )
             named[name] = torch.stack([values, following[name]], 1)
         else:
             named[name] = values if rows == "1" else values.unsqueeze(1)
@@ -142,7 +156,9 @@ class AddFilter:
     nothing. Columns are of a value per trajectory, and not late: it would not be there yet.
     """
 
-    def __init__(self, conditions: Sequence[Condition], schema: Schema, device: torch.device) -> None:
+    def __init__(
+        self, conditions: Sequence[Condition], schema: Schema, device: torch.device
+    ) -> None:
         #: The columns that are read.
         self.columns = frozenset(condition.column for condition in conditions)
         # Of each condition its column, least and largest value, and the values that pass; None: any.

@@ -27,10 +27,14 @@ Content = Mapping[str, Tensor]
 _DRAWABLE = RingState.COUNTS + UpdateCount.DRAWABLE
 _HIGHEST = RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY
 _COUNTED = [RingState.REFUSED, RingState.EMPTY, RingState.DROPPED]
-_COUNTED += [RingState.COUNTS + at for at in (UpdateCount.APPLIED, UpdateCount.STALE, UpdateCount.CLAMPED)]
+_COUNTED += [
+    RingState.COUNTS + at for at in (UpdateCount.APPLIED, UpdateCount.STALE, UpdateCount.CLAMPED)
+]
 
 
-def position_of(plan: Resolved, tables: Tables, save: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def position_of(
+    plan: Resolved, tables: Tables, save: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the position, as of a Replay: `batches` and `samples` of each table. Waits for the device."""
     train = position.start(list(tables))
     for name, table in tables.items():
@@ -49,7 +53,9 @@ def seek(plan: Resolved, tables: Tables, state: Mapping[str, Any]) -> None:
 
 def saved_names(plan: Resolved, name: str, table: RingTable) -> list[str]:
     """Return the names of the tensors that are saved: all but the columns of a data set."""
-    return [key for key in table.content if not (name in plan.datasets and key.startswith("column/"))]
+    return [
+        key for key in table.content if not (name in plan.datasets and key.startswith("column/"))
+    ]
 
 
 def restore(plan: Resolved, tables: Tables, content: Any) -> None:
@@ -68,7 +74,9 @@ def restore(plan: Resolved, tables: Tables, content: Any) -> None:
             table.opened[:, word] = 0  # the environments are at other steps
 
 
-def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State | None) -> dict[str, Any]:
+def save(
+    plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State | None
+) -> dict[str, Any]:
     """Write each replica's tables into a folder; return the position, which names the save. Collective.
     `kept` is the state of the save that this replay has loaded or made last there, None if none.
     """
@@ -86,7 +94,9 @@ def save(plan: Resolved, tables: Tables, folder: Path, kept: save_folders.State 
         return written
 
     state, is_first = partial(position_of, plan, tables), plan.topology.rank == 0
-    return save_folders.write_save(plan.exchange, folder, list(tables), kept, is_first, write, state)
+    return save_folders.write_save(
+        plan.exchange, folder, list(tables), kept, is_first, write, state
+    )
 
 
 def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State) -> dict[str, Any]:
@@ -130,7 +140,9 @@ def _read(part: Path) -> dict[str, Tensor]:
     path = part / save_folders.MANIFEST
     files = save_folders.entry(save_folders.read_versioned(path, FORMAT), "files", dict, str(path))
     with save_folders.open_checked(part / CONTENT, files.get(CONTENT)) as file:
-        content: dict[str, Tensor] = torch.load(save_folders.link_of(file), weights_only=True, mmap=True)
+        content: dict[str, Tensor] = torch.load(
+            save_folders.link_of(file), weights_only=True, mmap=True
+        )
     return content
 
 
@@ -155,7 +167,10 @@ def deal(
     every = [content["slots"].numpy() for content in saved]
     stored = [np.flatnonzero(records[:, Slot.STATE] == SlotState.COMMITTED) for records in every]
     slots = np.concatenate([records[which] for records, which in zip(every, stored, strict=True)])
-    shard, places = np.repeat(np.arange(len(saved)), [len(which) for which in stored]), np.concatenate(stored)
+    shard, places = (
+        np.repeat(np.arange(len(saved)), [len(which) for which in stored]),
+        np.concatenate(stored),
+    )
     order = np.lexsort((shard, slots[:, Slot.ID], slots[:, Slot.BORN]))
     # Of 2 replicas with 3 environments, replica 0 gets the trajectories 0, 1, 2, 6, 7, 8, 12, ... by age.
     envs = max(table.num_envs, 1)
@@ -172,14 +187,21 @@ def deal(
     records, ids = slots.copy(), base + np.arange(count)
     records[:, Slot.GENERATION], records[:, Slot.ID] = ids // table.num_slots, ids
     records[:, Slot.FIRST_ROW] = first_rows
-    new["slots"][:count], new["begins"][:count] = torch.from_numpy(records), torch.from_numpy(first_rows)
+    new["slots"][:count], new["begins"][:count] = (
+        torch.from_numpy(records),
+        torch.from_numpy(first_rows),
+    )
     if table.num_envs:
         part, ends = table.num_rows // envs, np.zeros(envs, np.int64)
         np.maximum.at(ends, first_rows // part, first_rows % part + records[:, Slot.NUM_ROWS])
         new["opened"][:, OpenTrajectory.NEXT_ROW] = torch.from_numpy(ends)
 
     # Of what is copied: whether it has an entry of each row, not of each slot.
-    copied = {"sums": table.items.by_row, "priorities": table.items.by_row, f"column/{RETURN_TO_GO}": True}
+    copied = {
+        "sums": table.items.by_row,
+        "priorities": table.items.by_row,
+        f"column/{RETURN_TO_GO}": True,
+    }
     copied |= {f"column/{column.name}": column.rows != "1" for column in table.schema}
     for number, source in enumerate(saved):
         to = np.flatnonzero(shard == number)
@@ -215,7 +237,9 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
     """Raise unless a saved table has the columns and the item state of this one."""
     tensors = {name for name, values in content.items() if isinstance(values, Tensor)}
     if differ := sorted({*wanted, *content} - (tensors & {*wanted})):
-        raise CheckpointError(f"the content of {where}", "must be that of a table of this config", differ[0])
+        raise CheckpointError(
+            f"the content of {where}", "must be that of a table of this config", differ[0]
+        )
     for name, values in content.items():
         held = table.content[name]
         if values.dtype != held.dtype or values.shape[1:] != held.shape[1:]:
@@ -227,7 +251,9 @@ def _check_content(table: RingTable, content: Content, where: str, wanted: Seque
             longest = int(stored[:, Slot.NUM_STEPS].max()) if len(stored) else 0
             if longest > table.most_steps:
                 rule = f"must hold trajectories of at most max_length ({table.most_steps}) steps"
-                raise CheckpointError(f"slots of {where}", rule, longest, "raise max_length of the table")
+                raise CheckpointError(
+                    f"slots of {where}", rule, longest, "raise max_length of the table"
+                )
         if name not in ("opened", "minima") and (len(values) == 0) != (len(held) == 0):
             rule = "must be kept, or not, as in this config"
             raise CheckpointError(f"{name} of {where}", rule, len(values))
@@ -241,7 +267,9 @@ def _placed(table: RingTable, rows: np.ndarray, env: np.ndarray) -> tuple[np.nda
     first = np.zeros(len(rows), np.int64)
     for number in range(max(table.num_envs, 1)):
         which = np.flatnonzero(kept & (env == number))
-        newer = np.cumsum(rows[which][::-1])[::-1]  # from each one to the newest: of 2, 1, 3 it is 6, 4, 3
+        newer = np.cumsum(rows[which][::-1])[
+            ::-1
+        ]  # from each one to the newest: of 2, 1, 3 it is 6, 4, 3
         kept[which[newer > part]] = False
         which = which[newer <= part]
         first[which] = number * part + np.cumsum(rows[which]) - rows[which]

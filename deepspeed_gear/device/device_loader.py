@@ -34,7 +34,11 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     captured. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
     """
     topology, group = plan.topology, plan.group
-    mine = [rank for rank, place in enumerate(topology.places) if place.data_rank == topology.place.data_rank]
+    mine = [
+        rank
+        for rank, place in enumerate(topology.places)
+        if place.data_rank == topology.place.data_rank
+    ]
     if len(mine) == 1:
         return None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -43,7 +47,9 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
     source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)
     backend = "gloo" if gpu is None or is_staged else "nccl"
-    made = lane(tuple(sorted(ranks)), f"replica {topology.place.data_rank}", plan.config.timeout_s, backend)
+    made = lane(
+        tuple(sorted(ranks)), f"replica {topology.place.data_rank}", plan.config.timeout_s, backend
+    )
 
     def broadcast(values: Tensor) -> None:
         there = values.cpu() if is_staged else values
@@ -59,15 +65,23 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
 class DeviceLoader:
     """Fills batches of fixed tensors and takes priority updates, without waiting. Made collectively."""
 
-    def __init__(self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object) -> None:
+    def __init__(
+        self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object
+    ) -> None:
         self._mixture, self._data_rank = mixture, plan.topology.place.data_rank
         #: Of this replica's ranks; None: it is one rank, or nothing is reported.
-        self._broadcast = replica_broadcast(plan, mixture.device) if mixture.is_prioritized else None
+        self._broadcast = (
+            replica_broadcast(plan, mixture.device) if mixture.is_prioritized else None
+        )
         self._burn_in, self._owner = burn_in, owner
         info = self._info = plan.info
         count = info.micro * info.accumulation
-        self._all = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device)
-        self._all_weights = torch.ones(count if mixture.is_prioritized else 0, device=mixture.device)
+        self._all = torch.zeros(
+            count, Resolution.NUM_WORDS, dtype=torch.int64, device=mixture.device
+        )
+        self._all_weights = torch.ones(
+            count if mixture.is_prioritized else 0, device=mixture.device
+        )
         self._later = [mixture.buffers(info.micro) for _ in range(info.accumulation - 1)]
         self._ring: Iterator[DeviceBatch] | None = None
         self.next_micro = 0
@@ -99,7 +113,9 @@ class DeviceLoader:
             self.apply_updates()
         first, source = self._data_rank + micro * info.data_world, mixture.sources[micro]
         if info.accumulation == 1:
-            mixture.select_(out.records, self._all_weights if out.importance is None else out.importance)
+            mixture.select_(
+                out.records, self._all_weights if out.importance is None else out.importance
+            )
             mixture.fill(out.buffers, out.records, 0)
             out.place(0, first, info.num_micro, source)
             return
@@ -133,7 +149,9 @@ class DeviceLoader:
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
         """Set the priorities of a micro batch; those of a global batch after its last one. [B], float32."""
         if self._broadcast is not None:
-            values = values.clone()  # those of other ranks may differ in the last bits, or be of other steps
+            values = (
+                values.clone()
+            )  # those of other ranks may differ in the last bits, or be of other steps
             self._broadcast(values)
         if self._info.accumulation == 1:
             self._mixture.update_(batch.records, values, [0])
@@ -144,15 +162,21 @@ class DeviceLoader:
 
     def apply_updates(self) -> None:
         if self._waiting:
-            refuse_capture("reports of some micro batches", "must be complete before sampling is captured")
+            refuse_capture(
+                "reports of some micro batches", "must be complete before sampling is captured"
+            )
             self._apply()
 
     def _apply(self) -> None:
         parts = sorted(self._waiting)
         waiting = [self._waiting[micro] for micro in parts]
         self._waiting.clear()
-        records = torch.stack([records for records, _ in waiting], 1).reshape(-1, Resolution.NUM_WORDS)
-        self._mixture.update_(records, torch.stack([values for _, values in waiting], 1).reshape(-1), parts)
+        records = torch.stack([records for records, _ in waiting], 1).reshape(
+            -1, Resolution.NUM_WORDS
+        )
+        self._mixture.update_(
+            records, torch.stack([values for _, values in waiting], 1).reshape(-1), parts
+        )
 
 
 class DeviceBatch(Batch):
@@ -160,7 +184,9 @@ class DeviceBatch(Batch):
     the latest selection; `owner` the replay whose training stream fills it, None for a batch of a pass.
     """
 
-    _internal = frozenset("again buffers importance micro of_pass owner place records written".split())
+    _internal = frozenset(
+        "again buffers importance micro of_pass owner place records written".split()
+    )
 
     def __init__(
         self,
@@ -184,7 +210,9 @@ class DeviceBatch(Batch):
         super().__init__(dict(buffers.tensors), dict(buffers.mask), samples)
         self._valid: Tensor | None = None
 
-    def place(self, micro: int, first_index: int, index_step: int, source: Tensor | None = None) -> None:
+    def place(
+        self, micro: int, first_index: int, index_step: int, source: Tensor | None = None
+    ) -> None:
         """Set the micro batch that it holds, the sample indices in its global batch, and their tables."""
         self.micro = micro
         self._samples.place(first_index, index_step, source)
@@ -220,7 +248,9 @@ class DeviceBatch(Batch):
         """As of every `Batch`; 0 where the table had no mass to draw from. [B], float64."""
         found = super().probability
         if self._mixture is not None:
-            found = self._mixture.probability(self.records[:, Resolution.MASS].double(), self.source)
+            found = self._mixture.probability(
+                self.records[:, Resolution.MASS].double(), self.source
+            )
         return torch.where(self.trajectory_id >= 0, found, 0.0)
 
 
@@ -233,7 +263,11 @@ class DeviceEvaluation:
     """
 
     def __init__(
-        self, plan: Resolved, table: DeviceTable, splits: Mapping[str, StreamSpec], burn_in: BurnIn | None
+        self,
+        plan: Resolved,
+        table: DeviceTable,
+        splits: Mapping[str, StreamSpec],
+        burn_in: BurnIn | None,
     ) -> None:
         self._plan, self._table, self._splits, self._burn_in = plan, table, splits, burn_in
         self._items: dict[str, tuple[Tensor, int]] = {}
@@ -249,8 +283,14 @@ class DeviceEvaluation:
         self._begun[split] = number + 1
         return self._pass(self._splits[split], records, size, number)
 
-    def _pass(self, spec: StreamSpec, records: Tensor, size: int, number: int) -> Iterator[DeviceBatch]:
-        micro, place, gatherer = self._plan.info.micro, self._plan.topology.place, self._table.gatherer
+    def _pass(
+        self, spec: StreamSpec, records: Tensor, size: int, number: int
+    ) -> Iterator[DeviceBatch]:
+        micro, place, gatherer = (
+            self._plan.info.micro,
+            self._plan.topology.place,
+            self._table.gatherer,
+        )
         total = torch.tensor(size, device=records.device)
         facts = spec.rule.unit == "step", total, self._burn_in
         ring = [
@@ -259,7 +299,9 @@ class DeviceEvaluation:
         ]
         for index in range(len(records) // spec.batch):
             batch, first = ring[index % _RING], index * spec.batch
-            batch.records.copy_(records[first : first + spec.batch][place.data_rank :: place.data_world])
+            batch.records.copy_(
+                records[first : first + spec.batch][place.data_rank :: place.data_world]
+            )
             batch.of_pass(number, size)
             batch.place(0, place.data_rank, place.data_world)
             gatherer.fill(batch.buffers, batch.records)
@@ -269,7 +311,9 @@ class DeviceEvaluation:
         """Return the resolutions of a split's items, with fillers of its last batch; and the item count."""
         if split not in self._splits:
             known = ", ".join((TRAIN, *self._splits))
-            raise ConfigError("stream", f"must be one of {known}", split, "give the data set a split")
+            raise ConfigError(
+                "stream", f"must be one of {known}", split, "give the data set a split"
+            )
         if split not in self._items:
             spec, table, ops = self._splits[split], self._table.table, self._plan.ops
             masses = torch.from_numpy(masses_of(self._plan, self._table.name, spec))

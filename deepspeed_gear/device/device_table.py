@@ -47,13 +47,21 @@ class WeightExponents:
                     found = self._function(at)
                 except (TypeError, ValueError, RuntimeError) as error:
                     found = error
-                if not isinstance(found, Tensor) or found.shape != () or found.device.type != device.type:
+                if (
+                    not isinstance(found, Tensor)
+                    or found.shape != ()
+                    or found.device.type != device.type
+                ):
                     rule = "must take a tensor [], float64, and return one, for a table on devices"
                     kind = type(found).__name__
                     shown = list(found.shape) if isinstance(found, Tensor) else f"{kind}: {found}"
-                    raise ConfigError(_BETA, rule, shown, "use the functions of torch, or a linear schedule")
+                    raise ConfigError(
+                        _BETA, rule, shown, "use the functions of torch, or a linear schedule"
+                    )
                 if not 0 <= float(found) <= 1:
-                    raise ConfigError(f"{_BETA} at global batch {batch}", "must be in [0, 1]", float(found))
+                    raise ConfigError(
+                        f"{_BETA} at global batch {batch}", "must be in [0, 1]", float(found)
+                    )
         elif isinstance(beta, dict):  # until it is constant, as `value_at`
             first, last, steps = beta["linear"]
             parts = np.minimum(np.arange(steps + 1) / steps, 1.0)
@@ -77,17 +85,28 @@ class DeviceTable:
     """A table with the stream that samples from it. Its methods mutate fixed tensors and wait for nothing."""
 
     def __init__(
-        self, plan: Resolved, name: str, table: RingTable, spec: StreamSpec, engine_dtype: torch.dtype
+        self,
+        plan: Resolved,
+        name: str,
+        table: RingTable,
+        spec: StreamSpec,
+        engine_dtype: torch.dtype,
     ) -> None:
         config, needs, options = plan.config, plan.needs, plan.tables[name].options
-        self.name, self.table, self.betas = name, table, WeightExponents(config.item_sampler, table.device)
+        self.name, self.table, self.betas = (
+            name,
+            table,
+            WeightExponents(config.item_sampler, table.device),
+        )
         self.seed, self.key = spec.seed, spec.key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
         # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no guard.
         self.is_filled = self.has_data
         #: Which added trajectories are stored.
-        self.filter = AddFilter(() if self.has_data else spec.rule.where, table.schema, table.device)
+        self.filter = AddFilter(
+            () if self.has_data else spec.rule.where, table.schema, table.device
+        )
         gathered = GatherOptions(
             fields=needs.fields,
             statistics=plan.statistics(needs.fields),
@@ -99,11 +118,17 @@ class DeviceTable:
         )
         self.gatherer = Gatherer(gathered, table, depth=0)
         self.has_step_items = spec.rule.unit == "step" and spec.priorities is None
-        self._most = options.max_times_sampled  # draws after which a trajectory is removed; 0: never
+        self._most = (
+            options.max_times_sampled
+        )  # draws after which a trajectory is removed; 0: never
         self._takes_highest = spec.sampler.each_once  # of the samplers for devices, top-k alone
         by_slot = table.items.has_priorities and not table.items.by_row
         self._unit = MassUnit.TRAJECTORY if by_slot else table.items.unit
-        normalize = Normalize.NONE if spec.priorities is None else NORMALIZE_CODES[spec.priorities.normalize]
+        normalize = (
+            Normalize.NONE
+            if spec.priorities is None
+            else NORMALIZE_CODES[spec.priorities.normalize]
+        )
         # The i-th sample since the beginning has the number i * data_world + data_rank.
         numbers = plan.info.data_world, plan.topology.place.data_rank
         is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
@@ -121,9 +146,13 @@ class DeviceTable:
         if self._takes_highest:
             ops.ring_top_k_(*given, table.priorities, table.row_slots, *how, most > 0)
         elif most:
-            ops.ring_select_limited_(*given, table.minima, self.betas.next_(table.state), *how, most)
+            ops.ring_select_limited_(
+                *given, table.minima, self.betas.next_(table.state), *how, most
+            )
         else:
-            ops.ring_select_(*given, table.minima, table.row_slots, self.betas.next_(table.state), *how)
+            ops.ring_select_(
+                *given, table.minima, table.row_slots, self.betas.next_(table.state), *how
+            )
         if most:
             slots, ids = records[:, Resolution.SLOT], records[:, Resolution.ID]
             times = table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
@@ -146,18 +175,23 @@ class TableMixture:
     """
 
     def __init__(
-        self, tables: Sequence[DeviceTable], mixture: Mixture | None, num_samples: int, num_parts: int
+        self,
+        tables: Sequence[DeviceTable],
+        mixture: Mixture | None,
+        num_samples: int,
+        num_parts: int,
     ) -> None:
         self.tables = tuple(tables)
         self.shares = [1.0] if mixture is None else mixture.shares(0)
         self._counts = [round(share * num_samples) for share in self.shares]
         for each, share, count in zip(tables, self.shares, self._counts, strict=True):
             if count == 0 or abs(share - count / num_samples) > SHARES_TOLERANCE:
-                rule = f"must be a whole number of {num_samples} samples where tables lie on devices"
-                least = max(count, 1)
-                use = (
-                    f"use {least / num_samples} ({least} samples), another batch size, or leave the table out"
+                rule = (
+                    f"must be a whole number of {num_samples} samples where tables lie on devices"
                 )
+                least = max(count, 1)
+                use = f"use {least / num_samples} ({least} samples), another batch size, "
+                use += "or leave the table out"
                 remedy = f"a captured step has fixed numbers: {use}"
                 raise ConfigError(f"gear.sampler.shares.{each.name}", rule, share, remedy)
         # Samples of each table in each micro batch: of tables with 3 and 5 samples in 2 parts, micro batch 0
@@ -165,11 +199,16 @@ class TableMixture:
         owners = np.repeat(np.arange(len(tables)), self._counts)
         by_part = (owners[part::num_parts] for part in range(num_parts))
         self.sizes = [np.bincount(own, minlength=len(tables)).tolist() for own in by_part]
-        self.is_prioritized, self.buffers = tables[0].table.items.has_priorities, tables[0].gatherer.buffers
+        self.is_prioritized, self.buffers = (
+            tables[0].table.items.has_priorities,
+            tables[0].gatherer.buffers,
+        )
         self.has_step_items, self.device = tables[0].has_step_items, tables[0].table.device
         #: Table of each sample of each micro batch; None: there is one. [B], int64.
         self.sources: list[Tensor | None] = [
-            torch.repeat_interleave(torch.tensor(sizes)).to(self.device) if len(tables) > 1 else None
+            torch.repeat_interleave(torch.tensor(sizes)).to(self.device)
+            if len(tables) > 1
+            else None
             for sizes in self.sizes
         ]
 
@@ -234,7 +273,9 @@ def device_of(given: torch.device | str) -> torch.device:
         rule = f"must be one of the {torch.cuda.device_count()} GPUs that torch lists"
         remedy = 'DeviceReplay(config, "cpu") runs the same program on the host'
         raise ConfigError("device", rule, str(given), remedy)
-    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return torch.device(
+        "cuda", torch.cuda.current_device() if device.index is None else device.index
+    )
 
 
 def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
@@ -246,9 +287,15 @@ def ops_of(backend: str, ops: Ops, device: torch.device) -> Ops:
     return ops if device.type == "cpu" else load_backend("cuda")
 
 
-def table_of(plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torch.device) -> RingTable:
+def table_of(
+    plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torch.device
+) -> RingTable:
     """Return this rank's table: with the whole data set, or empty and with the whole capacity."""
-    options, schema, dataset = plan.tables[name].options, plan.schemas[name], plan.datasets.get(name)
+    options, schema, dataset = (
+        plan.tables[name].options,
+        plan.schemas[name],
+        plan.datasets.get(name),
+    )
     items, final, envs = ItemRule.of(spec), int(schema.has_final_row), options.num_envs
     longest = options.max_length or 0
     if dataset is not None:
@@ -261,7 +308,9 @@ def table_of(plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torc
         if partial:
             why = "an episode longer than max_length is stored as several trajectories"
             rule = f'must not be "{partial[0]}" where steps are added one by one: {why}'
-            raise ConfigError("gear.fields.*.derived", rule, None, "leave num_envs out, and use add_")
+            raise ConfigError(
+                "gear.fields.*.derived", rule, None, "leave num_envs out, and use add_"
+            )
         rows, slots = (size * envs for size in environment_sizes(name, options, schema))
     else:
         steps, slots = capacity_of(name, options, schema, 1)

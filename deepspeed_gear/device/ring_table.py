@@ -17,7 +17,13 @@ from deepspeed_gear.data.compressed_rows import CompressedRows
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.errors import ConfigError, SchemaError, undo_on_error
 from deepspeed_gear.ops import Ops
-from deepspeed_gear.ops.constants import HIGHEST_SO_FAR, MOST_MASS_BITS, ONE_Q62, minima_size, tree_size
+from deepspeed_gear.ops.constants import (
+    HIGHEST_SO_FAR,
+    MOST_MASS_BITS,
+    ONE_Q62,
+    minima_size,
+    tree_size,
+)
 from deepspeed_gear.ops.records import (
     MassUnit,
     OpenTrajectory,
@@ -50,13 +56,18 @@ class ItemRule:
     anchors: list[int]  # which steps are anchors, as `AnchorRule.as_list`
     unit: int  # of a mass (MassUnit)
     alpha: int = 0  # exponent of the priorities, Q62
-    initial: int = HIGHEST_SO_FAR  # bits of the first priority, float32; HIGHEST_SO_FAR is 1 at first
+    initial: int = (
+        HIGHEST_SO_FAR  # bits of the first priority, float32; HIGHEST_SO_FAR is 1 at first
+    )
     most_bits: int = MOST_MASS_BITS  # log2 of the largest mass
 
     @classmethod
     def of(cls, spec: StreamSpec) -> ItemRule:
         rule, priorities = spec.rule, spec.priorities
-        unit, anchors = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit], rule.anchors.as_list()
+        unit, anchors = (
+            MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit],
+            rule.anchors.as_list(),
+        )
         if priorities is None:
             return cls(False, False, False, anchors, unit)
         alpha, initial = int(priorities.alpha(0) * ONE_Q62), HIGHEST_SO_FAR
@@ -78,7 +89,9 @@ class RingTableSpec:
     return_to_go: bool  # the derived column is kept
     # Environments whose steps are added one by one, each with a part of the rows; 0: whole trajectories are.
     num_envs: int = 0
-    rows_on_host: str | None = None  # name of the table in the config, if its rows lie in host memory
+    rows_on_host: str | None = (
+        None  # name of the table in the config, if its rows lie in host memory
+    )
 
 
 class HostRows:
@@ -112,9 +125,13 @@ class HostRows:
             self._registration = Registration.of(self._memory, self.on_host, used)
             for name, why in self._registration.left_out.items():
                 rule = f'must be "device" here: column {name} cannot be used in place: {why}'
-                raise ConfigError(f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device")
+                raise ConfigError(
+                    f"{at}.rows", rule, "host", "lower capacity_steps until it fits the device"
+                )
             if device.type == "cuda":
-                self.columns = {name: as_device_tensor(rows, device) for name, rows in self.on_host.items()}
+                self.columns = {
+                    name: as_device_tensor(rows, device) for name, rows in self.on_host.items()
+                }
 
     def wait(self) -> None:
         """Wait until the device has written what was queued, before the host reads or writes rows."""
@@ -168,7 +185,9 @@ class RingTable:
             sizes[column.name] = (count, *column.shape), DTYPES[column.dtype]
         sizes[RETURN_TO_GO] = (num_rows if spec.return_to_go else 0,), torch.float32
         #: Memory of the rows; None: it is the device's.
-        self.host_rows = None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
+        self.host_rows = (
+            None if spec.rows_on_host is None else HostRows(sizes, device, spec.rows_on_host)
+        )
         if self.host_rows is None:
             held = {name: zeros(*shape, dtype=dtype) for name, (shape, dtype) in sizes.items()}
         else:
@@ -187,9 +206,13 @@ class RingTable:
         self.opened = zeros(spec.num_envs, OpenTrajectory.NUM_WORDS)
         has_owners = spec.num_envs > 0 and not items.by_row
         self.owners = zeros(num_rows, dtype=torch.int32) if has_owners else self.row_slots
-        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = self.state[RingState.INITIAL] = _ONE
+        self.state[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY] = self.state[
+            RingState.INITIAL
+        ] = _ONE
         truncated = schema.role("truncated") if self.num_envs else None
-        self._truncations = zeros(0, dtype=torch.bool) if truncated is None else self.columns[truncated.name]
+        self._truncations = (
+            zeros(0, dtype=torch.bool) if truncated is None else self.columns[truncated.name]
+        )
         #: All tensors that change, by name.
         self.content: dict[str, Tensor] = {f"column/{name}": rows for name, rows in held.items()}
         names = ["state", "slots", "begins", "sums", "minima", "priorities", "row_slots"]
@@ -203,13 +226,17 @@ class RingTable:
     @property
     def num_bytes(self) -> int:
         """Memory of the table on its device; without rows that lie in host memory."""
-        return sum(tensor.nbytes for name, tensor in self.content.items() if name not in self._on_host)
+        return sum(
+            tensor.nbytes for name, tensor in self.content.items() if name not in self._on_host
+        )
 
     def copied(self, names: Collection[str]) -> dict[str, Tensor]:
         """Return copies of some tensors of `content` in host memory, by name. Waits for the device."""
         if self.host_rows is not None:
             self.host_rows.wait()
-        return {name: self._on_host.get(name, self.content[name]).to("cpu", copy=True) for name in names}
+        return {
+            name: self._on_host.get(name, self.content[name]).to("cpu", copy=True) for name in names
+        }
 
     def overwrite(self, name: str, values: Tensor) -> None:
         """Copy values of the host into a tensor that changes; with rows on the host wait for the device."""
@@ -229,12 +256,17 @@ class RingTable:
         dataset.files.guard(self.ops.native)
         lengths, count, items = dataset.lengths, len(dataset.lengths), self.items
         records = np.zeros((count, Slot.NUM_WORDS), np.int64)
-        records[:, Slot.STATE], records[:, Slot.ID] = SlotState.COMMITTED, np.arange(count) + dataset.first_id
+        records[:, Slot.STATE], records[:, Slot.ID] = (
+            SlotState.COMMITTED,
+            np.arange(count) + dataset.first_id,
+        )
         records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS] = dataset.first_rows, lengths
         records[:, Slot.NUM_ROWS] = lengths + int(self.schema.has_final_row)
         self.slots.copy_(torch.from_numpy(records))
         for column in self.schema:
-            self.overwrite(f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype))
+            self.overwrite(
+                f"column/{column.name}", as_tensor(dataset.columns[column.name], column.dtype)
+            )
         with undo_on_error(self.close):  # rows in host memory stay registered otherwise
             dataset.files.check()  # the copy is of the files that were opened, and of no later state of them
         if len(self.returns_to_go) and self._rewards is not None:
@@ -263,8 +295,18 @@ class RingTable:
     def add_(self, columns: Mapping[str, Tensor], lengths: Tensor) -> None:
         """Add trajectories that `added_columns` has checked. Mutates fixed tensors only."""
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
-        placed = torch.empty(len(lengths), PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device)
-        known = (self.state, self.slots, self.begins, self.sums, self.minima, self.priorities, self.row_slots)
+        placed = torch.empty(
+            len(lengths), PlacedTrajectory.NUM_WORDS, dtype=torch.int64, device=self.device
+        )
+        known = (
+            self.state,
+            self.slots,
+            self.begins,
+            self.sums,
+            self.minima,
+            self.priorities,
+            self.row_slots,
+        )
         self.ops.ring_add_(*known, placed, lengths, *self._item_rule)
         self._scatter({name: columns[name] for name in self.columns}, placed)
         if len(self.returns_to_go) and self._rewards is not None:
@@ -287,7 +329,9 @@ class RingTable:
     def _scatter(self, columns: Mapping[str, Tensor], placed: Tensor) -> None:
         targets = [self.columns[name] for name in columns]
         sources = [SOURCES[self.schema[name].rows] for name in columns]
-        self.ops.scatter_(targets, [values.contiguous() for values in columns.values()], placed, sources)
+        self.ops.scatter_(
+            targets, [values.contiguous() for values in columns.values()], placed, sources
+        )
 
     def remove_(self, ids: Tensor) -> None:
         """Remove the stored ones of trajectories: they are not drawn again; their rows stay until evicted."""
@@ -297,13 +341,25 @@ class RingTable:
         self.ops.ring_remove_(*known, removed, ids.contiguous(), self.shape, unit)
 
     def add_steps_(
-        self, columns: Mapping[str, Tensor], following: Mapping[str, Tensor], mask: Tensor | None, mode: str
+        self,
+        columns: Mapping[str, Tensor],
+        following: Mapping[str, Tensor],
+        mask: Tensor | None,
+        mode: str,
     ) -> None:
         """Add a step that `added_columns` has checked to the open trajectory of every environment."""
         # Made anew: a tensor that was made in a trace or a capture cannot be used outside of it.
         sizes = (self.num_envs, PlacedStep.NUM_WORDS), (self.num_envs, 3)
         placed, begun = (torch.empty(size, dtype=torch.int64, device=self.device) for size in sizes)
-        known = (self.state, self.slots, self.opened, self.owners, self.sums, self.minima, self.priorities)
+        known = (
+            self.state,
+            self.slots,
+            self.opened,
+            self.owners,
+            self.sums,
+            self.minima,
+            self.priorities,
+        )
         given = (columns[self._ends["terminated"]], columns.get(self._ends["truncated"]), mask)
         flags = [None if each is None else each.contiguous() for each in given]
         self.ops.ring_extend_(
@@ -329,7 +385,9 @@ class RingTable:
         if len(self._truncations):
             slots, records = self._stored(self.opened[:, OpenTrajectory.ID])
             slot = torch.where(which & (steps > 0), slots, -1)
-            last = torch.stack([slot, records[:, Slot.FIRST_ROW] + steps - 1, torch.ones_like(slot)], 1)
+            last = torch.stack(
+                [slot, records[:, Slot.FIRST_ROW] + steps - 1, torch.ones_like(slot)], 1
+            )
             marks = torch.ones(len(slot), 1, dtype=torch.bool, device=self.device)
             self.ops.scatter_([self._truncations], [marks], last, [Source.STEPS])
         for word in (OpenTrajectory.NUM_STEPS, OpenTrajectory.ENDED):

@@ -30,7 +30,9 @@ T = TypeVar("T")
 MOST_DRAIN_S = 3.0  # longest wait of a rank that ends for other nodes
 LOOK_S = 0.25  # between two looks for ranks that have died, while another thing is waited for
 SETTLE_S = 0.1  # after it the last writes of a rank that has ended are visible
-GRACE_S = 2 + 2 * SPREAD_BEATS * MOST_BEAT_S  # ranks wait longer for their leader than it for other nodes
+GRACE_S = (
+    2 + 2 * SPREAD_BEATS * MOST_BEAT_S
+)  # ranks wait longer for their leader than it for other nodes
 NO_DIGEST = 0
 _AWAKE_S, _POLL_S = 500e-6, 200e-6
 
@@ -77,7 +79,9 @@ class BatchBarrier:
         self._table, self._timeout_s, self._topology = table, timeout_s, topology
         self._channel, self._detector, self._peer = channel, detector, table.memory.peer
         self.is_early = early and over_nodes
-        self._pending: Callable[[], np.ndarray] | None = None  # waits for messages of the barrier under way
+        self._pending: Callable[[], np.ndarray] | None = (
+            None  # waits for messages of the barrier under way
+        )
         self._ranks = topology.peers
         places = [topology.places[rank] for rank in self._ranks]
         self._replicas = [place.data_rank for place in places]
@@ -135,7 +139,12 @@ class BatchBarrier:
 
     def begin(self) -> None:
         """Send this node's status to the other nodes, if all its ranks have reached the barrier."""
-        if self._channel is None or not self._is_open or self._pending is not None or self._lagging():
+        if (
+            self._channel is None
+            or not self._is_open
+            or self._pending is not None
+            or self._lagging()
+        ):
             return
         if all(self._words[peer, BarrierWord.FAILED] < self._count for peer in self._members):
             self._pending = self._begin_status(self._channel, failed=False)
@@ -156,7 +165,10 @@ class BatchBarrier:
         if self._channel is None or not self.is_early:
             return
         with self._channel.parting(timeout_s or self._channel.timeout_s):
-            (self._pending or self._channel.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64)))()
+            (
+                self._pending
+                or self._channel.begin_gather(np.zeros(BarrierMessage.NUM_WORDS, np.int64))
+            )()
         self._pending = None
 
     def restart(self) -> None:
@@ -184,7 +196,11 @@ class BatchBarrier:
                 raise
             time.sleep(_POLL_S)
         if self._channel is not None:
-            failed = [peer for peer in self._members if self._words[peer, BarrierWord.FAILED] >= self._count]
+            failed = [
+                peer
+                for peer in self._members
+                if self._words[peer, BarrierWord.FAILED] >= self._count
+            ]
             try:
                 self._exchange(self._channel, self._outcome_of(failed[0]) if failed else None)
             except (PeerError, NotReadyError) as error:
@@ -195,7 +211,9 @@ class BatchBarrier:
             self._mine[BarrierWord.RELEASED] = self._count
         self._is_open = False
         self._raise_failure(self._count)
-        if self._channel is None and any(self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()):
+        if self._channel is None and any(
+            self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()
+        ):
             self._compare_digests(self._digests())  # an inner stage has none
         self._publish_passed()
 
@@ -253,7 +271,9 @@ class BatchBarrier:
         """Return rank, replica and digest of this node's ranks that verify this barrier."""
         with self._table.lock:
             digests: list[int] = self._words[:, BarrierWord.DIGESTS + self._count % 2].tolist()
-        return [(self._ranks[p], self._replicas[p], digests[p]) for p in self._members if digests[p]]
+        return [
+            (self._ranks[p], self._replicas[p], digests[p]) for p in self._members if digests[p]
+        ]
 
     def check(self) -> None:
         """Raise PeerError if another rank has failed at the next barrier. Any thread."""
@@ -263,11 +283,16 @@ class BatchBarrier:
         elif time.monotonic() > self._next_look:
             self._next_look = time.monotonic() + LOOK_S
             for peer in self._members:
-                if not self._table.memory.is_alive(peer) and not self._words[peer, BarrierWord.ENDED]:
+                if (
+                    not self._table.memory.is_alive(peer)
+                    and not self._words[peer, BarrierWord.ENDED]
+                ):
                     raise self._died(peer)
         if self._follows and self._words[0, BarrierWord.ENDED]:
             self._leader_ended = self._leader_ended or time.monotonic()
-            if time.monotonic() - self._leader_ended > SETTLE_S:  # by then its selections are visible
+            if (
+                time.monotonic() - self._leader_ended > SETTLE_S
+            ):  # by then its selections are visible
                 self._raise_ended(0)
 
     def _raise_failure(self, number: int) -> None:
@@ -282,7 +307,10 @@ class BatchBarrier:
         if self._detector is not None:
             self._detector.check()
         for peer in self._lagging():
-            lives, has_ended = self._table.memory.is_alive(peer), self._words[peer, BarrierWord.ENDED]
+            lives, has_ended = (
+                self._table.memory.is_alive(peer),
+                self._words[peer, BarrierWord.ENDED],
+            )
             if self._progress[peer] >= self._count:  # meanwhile
                 continue
             if has_ended:
@@ -290,7 +318,9 @@ class BatchBarrier:
             if not lives:
                 raise self._died(peer)
             if waited_s > self._timeout_s + (GRACE_S if self._follows else 0.0):
-                part = "publish the outcome of the other nodes" if self._follows else "have its batch"
+                part = (
+                    "publish the outcome of the other nodes" if self._follows else "have its batch"
+                )
                 rule = f"must {part} within {self._timeout_s} s"
                 remedy = "look at what it does; if it evaluates or saves for so long, raise gear.timeout_s; "
                 remedy += "with gear.pack, where it may generate, the timeout_s of the table's rate_limiter"
@@ -309,7 +339,9 @@ class BatchBarrier:
             return ""
         late = self._lagging()
         first = next(peer for peer in self._members if peer not in late)
-        return ", ".join(f"rank {self._ranks[peer]}" for peer in late) if self._peer == first else ""
+        return (
+            ", ".join(f"rank {self._ranks[peer]}" for peer in late) if self._peer == first else ""
+        )
 
     def _raise_ended(self, peer: int) -> NoReturn:
         """Raise that a rank of this node has ended while this one still samples."""

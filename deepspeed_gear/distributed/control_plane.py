@@ -44,7 +44,10 @@ class ControlPlane:
         self._note_broken: Callable[[], None] | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
-        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.rank, self.world_size = (
+            dist.get_rank(process_group),
+            dist.get_world_size(process_group),
+        )
         if self.world_size > 1:
             # torch 2.4 does not accept None in get_process_group_ranks.
             group = dist.group.WORLD if process_group is None else process_group
@@ -89,9 +92,15 @@ class ControlPlane:
         """Return the error of a collective that has failed: that of a lost rank, if it is known in time."""
         if self._note_broken is not None:
             self._note_broken()
-        if self._lost is not None and (found := wait_until(self._lost, VERDICT_S, _LISTEN_S / 2)) is not None:
+        if (
+            self._lost is not None
+            and (found := wait_until(self._lost, VERDICT_S, _LISTEN_S / 2)) is not None
+        ):
             return found
-        text, remedy = str(error).splitlines()[0], "look for the first error in the other ranks' logs"
+        text, remedy = (
+            str(error).splitlines()[0],
+            "look for the first error in the other ranks' logs",
+        )
         return PeerError("a rank", "must answer", text, remedy)
 
     def gather(self, value: Any) -> list[Any]:

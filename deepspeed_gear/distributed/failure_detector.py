@@ -30,7 +30,9 @@ MOST_BEAT_S = 1.0
 SPREAD_BEATS = 3  # heartbeats after which a problem of one node has been read by all nodes
 SOME_NODE = "another node"  # name in the error of a failure whose node is not known
 BROKEN_S = 5.0  # longest silence of a node where a connection has broken, which must have a cause
-STUCK_S = 5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
+STUCK_S = (
+    5.0  # a main thread that does not move for so long, when a rank is lost, will not move any more
+)
 EXIT_STATUS = 114
 _FIRST = 0  # the node of rank 0, which has the rendezvous store
 _MOST_ERROR_CHARS = 300  # of an error that is reported to other ranks
@@ -80,7 +82,9 @@ class FailureDetector:
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
         self._num_beats = 0
         self._answered = time.monotonic()  # when the store last answered
-        self._beats: dict[int, tuple[int, float]] = {}  # number and time of each node's latest heartbeat
+        self._beats: dict[
+            int, tuple[int, float]
+        ] = {}  # number and time of each node's latest heartbeat
         self._ended: set[int] = set()  # nodes that have published their end
         self._ended_first: dict[int, tuple[int, int]] = {}  # of each node, as in its heartbeat
         self._is_disconnected = False  # reads no more heartbeats
@@ -99,7 +103,9 @@ class FailureDetector:
         """Start the threads that watch for failures, after all ranks have a detector."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
         targets = [self._watch] if self._store is None else [self._watch, self._exchange_heartbeats]
-        self._threads = [threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets]
+        self._threads = [
+            threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -115,14 +121,19 @@ class FailureDetector:
             self._set_failure(self._problem)
         if self._failure is not None:
             if threading.current_thread() is self._main:
-                self._patience_s = max(STUCK_S, self._timeout_s)  # it gets the error, and may save its state
+                self._patience_s = max(
+                    STUCK_S, self._timeout_s
+                )  # it gets the error, and may save its state
             raise self._failure
 
     def check_ended(self) -> None:
         """Raise LostNodeError if an ended rank was lost; waits until its report must have arrived."""
         beat_s = self._beat_s
         wait_until(
-            lambda: self._ends_itself or self._stop.is_set(), SPREAD_BEATS * beat_s, beat_s / 8, self.check
+            lambda: self._ends_itself or self._stop.is_set(),
+            SPREAD_BEATS * beat_s,
+            beat_s / 8,
+            self.check,
         )
         self.check()
 
@@ -153,7 +164,9 @@ class FailureDetector:
             return
         try:  # rank 0's store ends with it: the other nodes have two intervals to read how this one ended
             others = set(self._others)
-            wait_until(lambda: others <= self._ended, 2 * self._beat_s, self._beat_s / 8, self._receive)
+            wait_until(
+                lambda: others <= self._ended, 2 * self._beat_s, self._beat_s / 8, self._receive
+            )
         except Exception as error:
             LOG.debug("gear: the rendezvous store has ended: %s", error)
 
@@ -182,7 +195,9 @@ class FailureDetector:
         wait_until(lambda: self._has_failure() or self._stop.is_set(), patience, self._beat_s / 8)
         if self._has_failure():
             return True
-        if any(is_some or failure.name == self._topology.describe(node) for node in list(self._ended)):
+        if any(
+            is_some or failure.name == self._topology.describe(node) for node in list(self._ended)
+        ):
             self._words[self._peer, RankWord.BROKEN] = 0
             return False
         self._report(f"{failure.name}, which does not answer,")
@@ -226,14 +241,18 @@ class FailureDetector:
         except Exception as error:
             self._is_disconnected = True
             if not self._stop.is_set() and _FIRST not in self._ended:
-                LOG.warning("gear: the rendezvous store does not answer: %s", str(error).splitlines()[0])
+                LOG.warning(
+                    "gear: the rendezvous store does not answer: %s", str(error).splitlines()[0]
+                )
 
     def _send(self, ended: bool = False) -> None:
         """Publish the heartbeat: count, end, problem, and which ended rank passed the fewest barriers."""
         words = self._words[:, [RankWord.ENDED, RankWord.BATCHES]].tolist()
         ranks = zip(self._ranks, words, strict=True)
         # No rank waits for one that takes no part in barriers.
-        ended_ranks = [(passed - 1, rank) for rank, (has_ended, passed) in ranks if has_ended and passed]
+        ended_ranks = [
+            (passed - 1, rank) for rank, (has_ended, passed) in ranks if has_ended and passed
+        ]
         first = min(ended_ranks)[::-1] if ended_ranks else None
         problem = self._known_problem()  # read last: a rank that fails reports it before it ends
         record = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}
@@ -292,7 +311,11 @@ class FailureDetector:
             if self._topology.node != _FIRST:
                 what = f"{first}, whose rendezvous store"
             return f"{what} {here} cannot reach for {silent:.0f} s,"
-        beats = [(since, node) for node, (_, since) in list(self._beats.items()) if node not in self._ended]
+        beats = [
+            (since, node)
+            for node, (_, since) in list(self._beats.items())
+            if node not in self._ended
+        ]
         if beats:
             since, node = min(beats)  # others may have ended because of it
             if now - since > longest:
@@ -328,7 +351,9 @@ class FailureDetector:
             self.check()
         return self._failure is not None
 
-    def _explain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _explain(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         self._hook(kind, error, trace)
         self.explain(error)
 

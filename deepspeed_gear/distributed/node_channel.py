@@ -22,7 +22,9 @@ from deepspeed_gear.outcome import Outcome
 GRACE_S = 5.0  # beyond our own wait, so that gloo's wait ends after it
 OUTCOME_WORDS = 256  # of a failure
 FIRST_WORDS = 1024  # words of a receive buffer before any message has come
-MUST_TAKE_ALL = "must take as many batches as this rank"  # the rule of ranks and nodes that end early
+MUST_TAKE_ALL = (
+    "must take as many batches as this rank"  # the rule of ranks and nodes that end early
+)
 _LEAST_WAIT_S = 1e-3
 NO_WORDS = np.empty(0, np.int64)
 _tags: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # links of a group, each with a tag
@@ -50,7 +52,9 @@ class NodeChannel:
         self.count, self.index = len(self.nodes), self.nodes.index(topology.node)
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         #: Global rank of each node that sends and receives.
-        self.ranks = members if group is None else [dist.get_global_rank(group, rank) for rank in members]
+        self.ranks = (
+            members if group is None else [dist.get_global_rank(group, rank) for rank in members]
+        )
         # Messages to nodes after their sender and to those before it have groups of their own: while a thread
         # sends, gloo's thread that is notified of a message between the same two ranks of the same group
         # spins, maybe on the core that the sender needs.
@@ -59,9 +63,15 @@ class NodeChannel:
         #: Of this channel's messages among those of the groups.
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
         self._others = [(self.index + i) % self.count for i in range(1, self.count)]
-        self._members = np.argsort(np.argsort(self.ranks)).tolist()  # of the group, whose ranks ascend
-        self._peer_words = [FIRST_WORDS] * self.count  # words of the receive buffer that each node has for us
-        self._spare = [np.empty(FIRST_WORDS, np.int64) for _ in self.nodes]  # the last message of each node
+        self._members = np.argsort(
+            np.argsort(self.ranks)
+        ).tolist()  # of the group, whose ranks ascend
+        self._peer_words = [
+            FIRST_WORDS
+        ] * self.count  # words of the receive buffer that each node has for us
+        self._spare = [
+            np.empty(FIRST_WORDS, np.int64) for _ in self.nodes
+        ]  # the last message of each node
         self._buffers: dict[int, tuple[np.ndarray, Any]] = {}  # for the next message of each node
         for node in self._others:
             buffer = np.empty(FIRST_WORDS, np.int64)
@@ -90,7 +100,9 @@ class NodeChannel:
         """Return the rows of all nodes, and the node of each. [n, words] -> [m, words], [m], int64."""
         found = self.begin([message_of(rows.reshape(-1))] * self.count)()
         every = np.concatenate(found).reshape(-1, rows.shape[1])
-        return every, np.repeat(np.arange(self.count), [len(words) // rows.shape[1] for words in found])
+        return every, np.repeat(
+            np.arange(self.count), [len(words) // rows.shape[1] for words in found]
+        )
 
     def first_failure(self, failed: np.ndarray, own: Outcome | None) -> GearError | None:
         """Return the first failed node's error, if any; then collective. `failed`, [S], is equal on all."""

@@ -65,7 +65,11 @@ class _Sum(torch.autograd.Function):
 
 
 def sequence_sum(
-    topology: Topology, device: torch.device, timeout_s: float, group: Any, control_plane: ControlPlane
+    topology: Topology,
+    device: torch.device,
+    timeout_s: float,
+    group: Any,
+    control_plane: ControlPlane,
 ) -> SequenceSum | None:
     """Return the sum over the ranks that share this rank's sequences; None: there are no others. Collective.
     `group` are the ranks that the topology counts.

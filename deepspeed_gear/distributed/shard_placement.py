@@ -34,7 +34,9 @@ class ShardPlacement:
     bounds: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
     #: Of each spread table with a capacity that a checkpoint has filled: ids, ascending, the shard of each,
     #: and an id below which there are no others.
-    loaded: dict[str, tuple[np.ndarray, np.ndarray, int]] = field(default_factory=dict, compare=False)
+    loaded: dict[str, tuple[np.ndarray, np.ndarray, int]] = field(
+        default_factory=dict, compare=False
+    )
 
     def shard_of(self, name: str, ids: np.ndarray) -> np.ndarray:
         """Return the shard of each trajectory id of a spread table, -1 for none. [n] -> [n], int64."""
@@ -57,7 +59,9 @@ def place_tables(
     own = {name: data.part for name, data in datasets.items()} if topology.leads_node else None
     parts = exchange.gather(own)
     by_node = {topology.nodes[rank]: found for rank, found in enumerate(parts) if found is not None}
-    return exchange.agree("the parts of the tables", lambda: _place(topology, config, datasets, by_node))
+    return exchange.agree(
+        "the parts of the tables", lambda: _place(topology, config, datasets, by_node)
+    )
 
 
 def _place(
@@ -65,19 +69,26 @@ def _place(
 ) -> ShardPlacement:
     holders, tables = topology.holders, config.resolved_tables
     names = [topology.describe(node) for node in holders]
-    replicated = {n for n, table in tables.items() if table.data is not None and table.data.replicate}
+    replicated = {
+        n for n, table in tables.items() if table.data is not None and table.data.replicate
+    }
     spread = frozenset(tables) - replicated if len(holders) > 1 else frozenset()
     found: dict[str, dict[int, Shard]] = {}
     for name in (name for name in tables if name in datasets):
         replicate, of_nodes = name in replicated, [parts[node][name] for node in holders]
         dataset = datasets[name]
         if not replicate and dataset.num_trajectories_of_whole < len(holders):
-            rule, remedy = f"must have a trajectory for each of {len(holders)} nodes", "use fewer nodes"
+            rule, remedy = (
+                f"must have a trajectory for each of {len(holders)} nodes",
+                "use fewer nodes",
+            )
             held = dataset.num_trajectories_of_whole
             raise ConfigError(f"table {name}", rule, held, f"{remedy}, or replicate it")
         sizes = dataset.lengths * dataset.schema.row_bytes
         bounds = shards_of(sizes, 1) if replicate else non_empty(shards_of(sizes, len(holders)))
-        shards = shard_of_node(of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate)
+        shards = shard_of_node(
+            of_nodes, bounds, name=f"table {name}", nodes=names, replicate=replicate
+        )
         found[name] = dict(zip(holders, shards, strict=True))
     parted = {name for name in found if parts[holders[0]][name] is not None}
     order = _order(holders, found, parted)
@@ -100,7 +111,9 @@ def _place(
     return ShardPlacement(order, mine, spread, firsts)
 
 
-def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]) -> tuple[int, ...]:
+def _order(
+    holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted: set[str]
+) -> tuple[int, ...]:
     """Return the nodes in the order of their shards: that of the tables that lie on them in parts."""
     known: dict[tuple[int, ...], str] = {}
     for name, shards in found.items():
@@ -108,7 +121,10 @@ def _order(holders: list[int], found: Mapping[str, Mapping[int, Shard]], parted:
             index = {node: shard.index for node, shard in shards.items()}
             known.setdefault(tuple(sorted(holders, key=index.__getitem__)), name)
     if len(known) > 1:
-        rule, remedy = "must lie on the nodes in one order", "copy part i of every data set to the same node"
+        rule, remedy = (
+            "must lie on the nodes in one order",
+            "copy part i of every data set to the same node",
+        )
         orders = {name: list(order) for order, name in known.items()}
         raise DataError("the parts of the tables", rule, orders, remedy)
     return next(iter(known), tuple(holders))

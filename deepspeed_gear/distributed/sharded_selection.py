@@ -42,7 +42,9 @@ from deepspeed_gear.store.table import Table
 
 PACKED_REPORT_WORDS = 3
 _NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
-MOST_LEAVE_S = 10.0  # longest wait of a node that ends until the others have received its last status
+MOST_LEAVE_S = (
+    10.0  # longest wait of a node that ends until the others have received its last status
+)
 
 
 class StatusMessage:
@@ -75,7 +77,9 @@ class SelectionAgreement(LocalSelector):
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self._num_nodes)
         self._due: list[tuple[int, np.ndarray]] = []  # priority updates that the selection takes
-        self._received: list[np.ndarray] = []  # priority updates from each node, packed where it is a shard
+        self._received: list[
+            np.ndarray
+        ] = []  # priority updates from each node, packed where it is a shard
 
     def _exchange_status(
         self, prepare: Callable[[], list[np.ndarray]], leaves: bool = False
@@ -114,7 +118,10 @@ class SelectionAgreement(LocalSelector):
             node = int(np.nonzero(records[:, StatusMessage.STOP])[0][0])
             self.channel.raise_ended(node, f"it ended before global batch {self._key}")
         self._raise_failure(records, error)
-        asked = {self.channel.name(i): key for i, key in enumerate(records[:, StatusMessage.KEY].tolist())}
+        asked = {
+            self.channel.name(i): key
+            for i, key in enumerate(records[:, StatusMessage.KEY].tolist())
+        }
         rule = "must ask for the same global batch"
         remedy = "all ranks must take the same batches in the same order"
         raise PeerError(f"stream {self.spec.name}: the nodes", rule, asked, remedy)
@@ -226,20 +233,34 @@ class ShardedSelector(SelectionAgreement):
                 parts = self._packed_reports(key)
             with self._table.lock:
                 # Else changes take effect after the exchange of status messages.
-                if self.state.priorities is None and not self._has_window and not self.spec.sampler.walks:
+                if (
+                    self.state.priorities is None
+                    and not self._has_window
+                    and not self.spec.sampler.walks
+                ):
                     self.masses.apply(key)
-                if joint is not None:  # after the changes were applied, so that it counts what can be drawn
-                    heads.append(joint.record(count) if ledger is None else progress_of(self._table))
+                if (
+                    joint is not None
+                ):  # after the changes were applied, so that it counts what can be drawn
+                    heads.append(
+                        joint.record(count) if ledger is None else progress_of(self._table)
+                    )
                 if self.state.numbers is not None:
                     heads.append(self._table.extents.moments.reshape(-1).view(np.int64))
-                return [np.concatenate([*heads, part.reshape(-1)]) for part in parts] if heads else parts
+                return (
+                    [np.concatenate([*heads, part.reshape(-1)]) for part in parts]
+                    if heads
+                    else parts
+                )
 
         self._received = self._exchange_status(prepare)
         if joint is not None:
             num_words = NodeRate.NUM_WORDS if ledger is None else Progress.NUM_WORDS
             rates = np.stack([words[:num_words] for words in self._received])
             self._received = [words[num_words:] for words in self._received]
-            if ledger is not None:  # what can be drawn depends on the first open number of all stores
+            if (
+                ledger is not None
+            ):  # what can be drawn depends on the first open number of all stores
                 self._received = [words.copy() for words in self._received]
                 with self._table.lock:
                     ledger.agree(rates)
@@ -258,7 +279,9 @@ class ShardedSelector(SelectionAgreement):
                 self._begin_selection(key, entry, count)
         if self.state.numbers is not None:
             shape = self.state.numbers.shape[1:]
-            of_shards = [words[: prod(shape)].view(np.float64).reshape(shape) for words in self._received]
+            of_shards = [
+                words[: prod(shape)].view(np.float64).reshape(shape) for words in self._received
+            ]
             self._moments = merge(of_shards)
             self._received = [words[prod(shape) :] for words in self._received]
         self.num_selections += 1
@@ -321,7 +344,9 @@ class ShardedSelector(SelectionAgreement):
 
         def change() -> None:
             counts = masses.counts
-            counts[UpdateCount.HIGHEST_PRIORITY] = max(highest, int(counts[UpdateCount.HIGHEST_PRIORITY]))
+            counts[UpdateCount.HIGHEST_PRIORITY] = max(
+                highest, int(counts[UpdateCount.HIGHEST_PRIORITY])
+            )
             packed = np.concatenate(self._received).reshape(-1, PACKED_REPORT_WORDS)
             reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
             masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
@@ -349,7 +374,9 @@ class ShardedSelector(SelectionAgreement):
         self._selection.own.clear()
         self._selection.records.clear()
 
-    def _found(self, coordinates: torch.Tensor, first: int) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
+    def _found(
+        self, coordinates: torch.Tensor, first: int
+    ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """Return the node of each coordinate, the indices of this node's, and their resolutions."""
         owner, mine, points = torch.empty(3, len(coordinates), dtype=torch.int64).unbind()
         found, totals = np.zeros(1, np.int64), torch.from_numpy(self._totals)
@@ -362,7 +389,9 @@ class ShardedSelector(SelectionAgreement):
                 self.masses.resolve_numbered(records, points, own + first)
         return owner.numpy(), own, records
 
-    def _keep(self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor) -> None:
+    def _keep(
+        self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
+    ) -> None:
         """Pin draws, and add them to the selection, after the `done` ones in it."""
         if len(own):
             with self._table.lock:
@@ -370,7 +399,12 @@ class ShardedSelector(SelectionAgreement):
         self._selection.draw(first, own, records, owner, done)
 
     def resolve_until(
-        self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int, counted: np.ndarray
+        self,
+        rows: torch.Tensor,
+        done: int,
+        coordinates: torch.Tensor,
+        first: int,
+        counted: np.ndarray,
     ) -> int:
         joint, num_valid = self.state.joint_limiter, len(coordinates)
         assert joint is not None
@@ -384,14 +418,18 @@ class ShardedSelector(SelectionAgreement):
         self._keep(done, first, owner[:num_valid], own[:kept], records[:kept])
         return num_valid
 
-    def _agree_on_valid(self, own: np.ndarray, slots: np.ndarray, count: int, before: int, left: int) -> int:
+    def _agree_on_valid(
+        self, own: np.ndarray, slots: np.ndarray, count: int, before: int, left: int
+    ) -> int:
         """Agree on how many draws are valid; if not all, remove the trajectory that the last one uses up.
         `before` of this node's draws (`own`) come before its first that does; its items admit `left`.
         """
         uses_up, masses = before < len(own), self.masses
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
-        received = self.channel.gather(np.array([at, mass, self._record()[StatusMessage.LEAST], left]))
+        received = self.channel.gather(
+            np.array([at, mass, self._record()[StatusMessage.LEAST], left])
+        )
         self._records[:, StatusMessage.LEAST] = received[:, 2]
         node = int(received[:, 0].argmin())
         num_valid = min(int(received[node, 0]) + 1, count)
@@ -420,9 +458,13 @@ class ShardedSelector(SelectionAgreement):
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
         ledger = self._table.ledger
-        is_joint = ledger is not None and ledger.spec.is_joint  # any complete group may have to come now
+        is_joint = (
+            ledger is not None and ledger.spec.is_joint
+        )  # any complete group may have to come now
         with self._table.lock:
-            own = np.stack(self.state.with_ages.ends(UNLIMITED if is_joint else count, newest), axis=1)
+            own = np.stack(
+                self.state.with_ages.ends(UNLIMITED if is_joint else count, newest), axis=1
+            )
             if ledger is not None and is_joint:
                 own = np.concatenate([own, ledger.marks(own[:, 0])], axis=1)
         every, shards = self.channel.gather_ragged(own)
@@ -438,7 +480,13 @@ class ShardedSelector(SelectionAgreement):
         return self._exchange.fill(self._selection)
 
     def deliver(
-        self, key: int, entry: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
+        self,
+        key: int,
+        entry: int,
+        first: int,
+        owner: np.ndarray,
+        own: np.ndarray,
+        records: torch.Tensor,
     ) -> None:
         """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one. Node `owner`
         holds each record, [count], int64; this one those of the indices `own`, ascending.
@@ -492,7 +540,9 @@ def may_select(
     records = exchange.collect("the record of its rate limiter", record)
     found = sorted((one for one in records if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
-    changes = leads and not messages[:, NodeRate.IS_FIXED].any()  # a fixed record: no node may `apply`
+    changes = (
+        leads and not messages[:, NodeRate.IS_FIXED].any()
+    )  # a fixed record: no node may `apply`
     with stream.table.lock:
         is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
     exchange.barrier()  # after it ranks may write, by the new quotas

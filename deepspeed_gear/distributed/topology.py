@@ -62,7 +62,9 @@ class RankCoordinates:
 
     def __str__(self) -> str:
         axes = zip(AXES, self.coordinates, self.worlds, strict=True)
-        return ", ".join(f"{axis} {rank} of {n}" for axis, rank, n in axes if n > 1 or axis == "data")
+        return ", ".join(
+            f"{axis} {rank} of {n}" for axis, rank, n in axes if n > 1 or axis == "data"
+        )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,9 @@ class Topology:
     @property
     def holders(self) -> list[int]:
         """Nodes that hold a shard: those on which a rank reads."""
-        return sorted({node for node, place in zip(self.nodes, self.places, strict=True) if place.reads})
+        return sorted(
+            {node for node, place in zip(self.nodes, self.places, strict=True) if place.reads}
+        )
 
     @property
     def peers(self) -> list[int]:
@@ -138,7 +142,9 @@ def check_grid(places: tuple[RankCoordinates, ...]) -> None:
     """Raise ConfigError, with all ranks' table, unless sizes agree and each place is taken exactly once."""
     worlds = places[0].worlds
     is_whole = math.prod(worlds) == len(places) and all(place.worlds == worlds for place in places)
-    if is_whole and set(itertools.product(*map(range, worlds))) == {place.coordinates for place in places}:
+    if is_whole and set(itertools.product(*map(range, worlds))) == {
+        place.coordinates for place in places
+    }:
         return
     table = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(places))
     rule = f"must give the {len(places)} ranks one place each in a grid"

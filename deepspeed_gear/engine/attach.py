@@ -41,7 +41,10 @@ _plain_initialize = deepspeed.initialize
 _LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Numbers of processes that MPI or srun has started; a batch script of Slurm is one process of a larger job.
 _COUNTS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
-_CLOUDS = ("AZUREML_EXPERIMENT_ID", "SM_TRAINING_ENV")  # DeepSpeed reads their variables without mpi4py
+_CLOUDS = (
+    "AZUREML_EXPERIMENT_ID",
+    "SM_TRAINING_ENV",
+)  # DeepSpeed reads their variables without mpi4py
 _ALONE = "GEAR_SINGLE_RANK_PORT"  # the port of variables that were set here
 _START = "start with deepspeed or torchrun (one rank: deepspeed --num_gpus 1 train.py)"
 
@@ -68,7 +71,9 @@ def initialize(
     if options.get("dist_init_required") is not False:
         be_single_rank_unless_launched()
     if options.get("training_data") is not None:
-        raise ConfigError("training_data", "must not be given beside a gear section", None, "use one of them")
+        raise ConfigError(
+            "training_data", "must not be given beside a gear section", None, "use one of them"
+        )
     config = _config_of(arguments, options)
     if config is None:  # DeepSpeed reads it in another form
         engine, optimizer, _, scheduler = _plain_initialize(*arguments, **options)
@@ -152,7 +157,9 @@ def be_single_rank_unless_launched() -> None:
     if dist.is_initialized():
         return
     if _ALONE in os.environ and os.environ[_ALONE] == os.environ.get("MASTER_PORT"):
-        for name in _LAUNCHED:  # of the parent, such as a notebook's kernel: this process is a run of its own
+        for name in (
+            _LAUNCHED
+        ):  # of the parent, such as a notebook's kernel: this process is a run of its own
             os.environ.pop(name, None)
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if not missing or any(name in os.environ for name in _CLOUDS):
@@ -166,7 +173,9 @@ def be_single_rank_unless_launched() -> None:
     some = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
     if some:
         rule = f"must be set where {', '.join(some)} {'is' if len(some) == 1 else 'are'}"
-        raise ConfigError(", ".join(missing), rule, None, f"{_START}, or unset the variables for one rank")
+        raise ConfigError(
+            ", ".join(missing), rule, None, f"{_START}, or unset the variables for one rank"
+        )
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
@@ -311,11 +320,15 @@ def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
     return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)
 
 
-def _check_shared(engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint.Checkpoint) -> None:
+def _check_shared(
+    engine: Any, replay: ReplayBase, checkpoint: engine_checkpoint.Checkpoint
+) -> None:
     """Raise if a Replay's batches are sized for another engine, or a checkpoint is given with it."""
     if checkpoint is not None:
         remedy = "the engine that the Replay was made for loads and saves its position"
-        raise ConfigError("checkpoint", "must not be given with a shared replay", str(checkpoint), remedy)
+        raise ConfigError(
+            "checkpoint", "must not be given with a shared replay", str(checkpoint), remedy
+        )
     place, info = _sizes_of(engine)
     if isinstance(replay, Replay) and replay.config.pack is not None:
         info = replay.batch_info  # packed batches have the sizes of the config
@@ -341,7 +354,9 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
     if replay.topology.rank == 0:
         counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
         packs = replay.config.pack
-        wrong = "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
+        wrong = (
+            "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
+        )
         LOG.info("gear: %s%s", replay.batch_info, wrong)
         for note in [] if packs is None else packed_steps.check_engine(engine, packs)[1]:
             LOG.info("gear: %s", note)
@@ -349,8 +364,13 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
 
 def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
     """Make an engine's checkpoints hold the replay that it `owns`, and `latest` name whole ones only."""
-    saves, loads = inspect.signature(engine.save_checkpoint), inspect.signature(engine.load_checkpoint)
-    late = list[tuple[Path, str, bool]]()  # the checkpoint that an engine still writes in the background
+    saves, loads = (
+        inspect.signature(engine.save_checkpoint),
+        inspect.signature(engine.load_checkpoint),
+    )
+    late = list[
+        tuple[Path, str, bool]
+    ]()  # the checkpoint that an engine still writes in the background
 
     def finish(save_dir: Path, tag: str, save_latest: bool) -> None:
         whole_tags.finish(replay.exchange, save_dir, tag, replay.is_node_leader, save_latest)
@@ -364,7 +384,10 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
         whole_tags.begin(replay.exchange, save_dir / tag)
         if owns:
             kept = engine_checkpoint.save(replay, save_dir / tag)
-            given["client_state"] = {**(given["client_state"] or {}), engine_checkpoint.CLIENT_STATE: kept}
+            given["client_state"] = {
+                **(given["client_state"] or {}),
+                engine_checkpoint.CLIENT_STATE: kept,
+            }
         save_latest, given["save_latest"], given["tag"] = bool(given["save_latest"]), False, tag
         result = original(*call.args, **call.kwargs)
         if deepspeed_compat.writes_in_background(engine):
@@ -382,14 +405,19 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
         call = loads.bind(*arguments, **options)
         call.apply_defaults()
         given = call.arguments
-        load_dir, only_module = folder_argument("load_dir", given["load_dir"]), given["load_module_only"]
+        load_dir, only_module = (
+            folder_argument("load_dir", given["load_dir"]),
+            given["load_module_only"],
+        )
         if not engine.load_universal_checkpoint():
             # ZeRO 3 takes the weights from the files of the optimizer, where it loads no states of it.
             only_weights = engine.zero_optimization_stage() < 3 and (
                 only_module or not given["load_optimizer_states"]
             )
             tag = None if given["tag"] is None else str(given["tag"])
-            whole_tags.check(replay.exchange, load_dir, tag, replay.is_node_leader, only_weights, engine)
+            whole_tags.check(
+                replay.exchange, load_dir, tag, replay.is_node_leader, only_weights, engine
+            )
         path, client_state = original(*arguments, **options)
         if path is None or not owns:
             return path, client_state
@@ -397,7 +425,9 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
         if only_module:
             return path, client_state
         if not engine_checkpoint.load(replay, Path(path).parent, state):
-            logger.warning("gear: %s holds no replay state; sampling starts at the first batch", path)
+            logger.warning(
+                "gear: %s holds no replay state; sampling starts at the first batch", path
+            )
         return path, client_state
 
     deepspeed_compat.wrap(engine, "save_checkpoint", save_checkpoint)
@@ -424,7 +454,10 @@ def _report_steps(engine: Any, replay: ReplayBase) -> None:
             return result
         if writes:
             taken = replay.take_metrics()
-            events = [(f"Train/Gear/{name}", value, engine.global_samples) for name, value in taken.items()]
+            events = [
+                (f"Train/Gear/{name}", value, engine.global_samples)
+                for name, value in taken.items()
+            ]
             if engine.global_rank == 0:
                 engine.monitor.write_events(events)
         if every and (before is None or engine.global_steps % every == 0):

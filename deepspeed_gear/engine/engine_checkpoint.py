@@ -49,7 +49,10 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     if saved is None:
         return False
     if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
-        rule, remedy = "must hold a position and the folder of its tables", "save it with this version"
+        rule, remedy = (
+            "must hold a position and the folder of its tables",
+            "save it with this version",
+        )
         raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
     # In the tag; beside it in the tag that it was converted from; where they were saved.
     saved_in = Path(saved[_FOLDER])
@@ -68,7 +71,9 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
 def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     """Raise if an engine is under way, and no checkpoint is given where its batch stream continues."""
     if not (checkpoint is None or checkpoint is False or isinstance(checkpoint, (str, Path))):
-        raise ConfigError("checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach")
+        raise ConfigError(
+            "checkpoint", "must be a folder or False", checkpoint, "see deepspeed_gear.attach"
+        )
     if checkpoint is not None or not deepspeed_compat.is_under_way(engine):
         return
     rule = "must be given: this engine has trained or loaded a checkpoint (global step "
@@ -79,13 +84,17 @@ def check_start(engine: Any, checkpoint: Checkpoint) -> None:
     raise ConfigError("checkpoint", rule, None, remedy)
 
 
-def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane) -> None:
+def load_late(
+    engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange: ControlPlane
+) -> None:
     """Load the replay's part of the checkpoint that an engine has loaded already. Collective. `checkpoint` is
     the folder that `load_checkpoint` got, or that of a tag; None and False load nothing.
     """
     given = exchange.gather(str(checkpoint))
     if len(set(given)) > 1:
-        raise ConfigError("checkpoint", "must be the same on all ranks", given, "give one to attach")
+        raise ConfigError(
+            "checkpoint", "must be the same on all ranks", given, "give one to attach"
+        )
     if checkpoint is None or checkpoint is False:
         return
     read = exchange.agree(
@@ -99,7 +108,9 @@ def load_late(engine: Any, replay: ReplayBase, checkpoint: Checkpoint, exchange:
 
 def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
     folder, remedy = given, "give attach the folder that load_checkpoint got, or that of the tag"
-    if not deepspeed_compat.model_states(given):  # then the tag that `load_checkpoint` takes by default
+    if not deepspeed_compat.model_states(
+        given
+    ):  # then the tag that `load_checkpoint` takes by default
         name = given / ("latest_universal" if engine.load_universal_checkpoint() else "latest")
         rule = "must name the checkpoint's tag"
         with CheckpointError.on(str(name), rule, OSError, remedy=remedy):

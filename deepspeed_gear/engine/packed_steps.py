@@ -51,7 +51,9 @@ class PackedSteps:
         if step is not None and done < len(step):
             calls = f"engine.backward() for all {len(step)} micro batches"
             remedy = "a micro batch without loss tokens has the loss micro.sum(...) of 0"
-            raise StoreError(step.name, f"must have called {calls} before engine.step()", done, remedy)
+            raise StoreError(
+                step.name, f"must have called {calls} before engine.step()", done, remedy
+            )
         return original(*arguments, **options)
 
     def update(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -85,7 +85,9 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
 def check_section(config: GearConfig) -> PipelineConfig:
     """Return the config section with the inputs and labels of a pipeline; raise ConfigError without one."""
     if config.pipeline is None:
-        raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
+        raise ConfigError(
+            "gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE
+        )
     return config.pipeline
 
 
@@ -111,7 +113,9 @@ def attach_pipeline(engine: Any, replay: Replay) -> None:
 
     wrap(engine, "train_batch", train_batch)
     wrap(engine, "eval_batch", eval_batch)
-    engine.gear_iterator = lambda stream=TRAIN: train if stream == TRAIN else PipelineIterator(replay, stream)
+    engine.gear_iterator = lambda stream=TRAIN: (
+        train if stream == TRAIN else PipelineIterator(replay, stream)
+    )
     engine.gear_batches = lambda: list(train.batches)
 
 
@@ -119,7 +123,9 @@ def keep_sizes(engine: Any) -> None:
     """Make the engine's setters of batch sizes raise: selections are made for these sizes."""
 
     def refuse(name: str, *_: Any, **__: Any) -> None:
-        raise ConfigError(f"engine.{name}", "must not be called with a gear section", None, "start again")
+        raise ConfigError(
+            f"engine.{name}", "must not be called with a gear section", None, "start again"
+        )
 
     for name in ("set_train_batch_size", "set_train_micro_batch_size"):
         setattr(engine, name, functools.partial(refuse, name))

@@ -16,7 +16,9 @@ import deepspeed_gear.arguments as arguments
 from deepspeed_gear.errors import ConfigError, GearError, LeaseExpiredError
 from deepspeed_gear.writer.rollout_worker import RolloutWorker
 
-Response = tuple[dict[str, np.ndarray], np.ndarray]  # columns of steps, and which are of the response
+Response = tuple[
+    dict[str, np.ndarray], np.ndarray
+]  # columns of steps, and which are of the response
 Rewards = Callable[[Mapping[str, Any], Sequence[np.ndarray]], Sequence[Mapping[str, Any]]]
 
 
@@ -52,7 +54,9 @@ class GearRollout(RolloutEngine):
         assert spec.group is not None
         self._size, mask, tokens = spec.group.size, schema.role("loss_mask"), schema.role("token")
         if tokens is None:
-            raise ConfigError(f"the schema of table {spec.name}", "must have a column of the role token")
+            raise ConfigError(
+                f"the schema of table {spec.name}", "must have a column of the role token"
+            )
         self._tokens, self._mask = tokens.name, None if mask is None else mask.name
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
@@ -82,13 +86,20 @@ class GearRollout(RolloutEngine):
             raise ConfigError("sampling.n_samples_per_prompt", rule, sampling.n_samples_per_prompt)
         leases, num_committed = self.worker.lease(arguments.count("count", count), timeout_s), 0
         try:
-            prompts = [torch.as_tensor(np.asarray(lease.prompt[self._prompt], np.int64)) for lease in leases]
+            prompts = [
+                torch.as_tensor(np.asarray(lease.prompt[self._prompt], np.int64))
+                for lease in leases
+            ]
             batch = self.generator.generate(self._request(prompts, count), sampling)
             groups = list(self._groups(batch, sampling))  # its forward pass is one of every rank
             for lease, group in zip(leases, groups, strict=False):
-                others = self._rewards(lease.prompt, [one[self._tokens][mask] for one, mask in group])
+                others = self._rewards(
+                    lease.prompt, [one[self._tokens][mask] for one, mask in group]
+                )
                 with contextlib.suppress(LeaseExpiredError):
-                    lease.commit([{**one, **more} for (one, _), more in zip(group, others, strict=True)])
+                    lease.commit(
+                        [{**one, **more} for (one, _), more in zip(group, others, strict=True)]
+                    )
                 num_committed += 1
         except BaseException:
             for lease in leases[num_committed:]:
@@ -98,7 +109,10 @@ class GearRollout(RolloutEngine):
         return len(leases)
 
     def _groups(self, batch: RolloutBatch, sampling: SamplingConfig) -> Iterator[list[Response]]:
-        is_token, at = batch.attention_mask.bool(), torch.arange(batch.seq_len, device=batch.input_ids.device)
+        is_token, at = (
+            batch.attention_mask.bool(),
+            torch.arange(batch.seq_len, device=batch.input_ids.device),
+        )
         is_response = at >= batch.response_start_idx[:, None]
         last = (is_token * at).amax(1, keepdim=True)
         is_token |= is_response & (at < last)  # padding ids that were generated
@@ -126,9 +140,15 @@ class GearRollout(RolloutEngine):
         return RolloutRequest(ids.to(device), mask.to(device))
 
     @torch.no_grad()
-    def _log_probabilities(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float) -> torch.Tensor:
+    def _log_probabilities(
+        self, ids: torch.Tensor, mask: torch.Tensor, temperature: float
+    ) -> torch.Tensor:
         """Return the log-probability of each token after the first. [B, T], [B, T] -> [B, T], float32."""
         places = {"position_ids": (mask.cumsum(-1) - 1).clamp(0), "attention_mask": mask.long()}
-        logits = self.generator.engine.module(input_ids=ids, use_cache=False, **places).logits[:, :-1]
+        logits = self.generator.engine.module(input_ids=ids, use_cache=False, **places).logits[
+            :, :-1
+        ]
         scaled = logits.float().transpose(1, 2) / max(temperature, 1e-8)
-        return nn.functional.pad(-nn.functional.cross_entropy(scaled, ids[:, 1:], reduction="none"), (1, 0))
+        return nn.functional.pad(
+            -nn.functional.cross_entropy(scaled, ids[:, 1:], reduction="none"), (1, 0)
+        )

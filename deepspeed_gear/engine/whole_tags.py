@@ -39,7 +39,9 @@ def begin(exchange: ControlPlane, folder: Path) -> None:
     exchange.agree("beginning the checkpoint", remove)
 
 
-def finish(exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool) -> None:
+def finish(
+    exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
+) -> None:
     """Record a tag as whole, after every rank has written its files, and let `latest` name it. Collective.
 
     One rank of each node `leads_node`: it fsyncs the files that its node has written.
@@ -56,7 +58,9 @@ def finish(exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, s
         with save_folders.writing(save_dir):
             if exchange.rank == 0:
                 save_folders.make(folder / TABLES)
-                sizes = {path: size for of_rank in of_ranks for path, size in sorted(of_rank.items())}
+                sizes = {
+                    path: size for of_rank in of_ranks for path, size in sorted(of_rank.items())
+                }
                 save_folders.write_checked(_record_of(folder), _FORMAT, "files", sizes)
                 if save_latest:
                     save_folders.write_atomically(save_dir / LATEST, tag)
@@ -65,7 +69,12 @@ def finish(exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, s
 
 
 def check(
-    exchange: ControlPlane, load_dir: Path, tag: str | None, leads_node: bool, only_weights: bool, engine: Any
+    exchange: ControlPlane,
+    load_dir: Path,
+    tag: str | None,
+    leads_node: bool,
+    only_weights: bool,
+    engine: Any,
 ) -> None:
     """Raise CheckpointError where a tag, None: that of `latest`, is not there or has lost files. Collective.
 
@@ -84,7 +93,9 @@ def check(
         if named is None:
             return None, {}
         if not (load_dir / named).is_dir():
-            rule = "must be the folder of a checkpoint" + (", which `latest` names" if tag is None else "")
+            rule = "must be the folder of a checkpoint" + (
+                ", which `latest` names" if tag is None else ""
+            )
             raise CheckpointError(str(load_dir / named), rule, None, ANOTHER)
         return named, _recorded(load_dir / named)
 

@@ -35,9 +35,13 @@ def check_engine(engine: Any) -> None:
     name = type(engine).__name__
     missing = [method for method in REQUIRED if not callable(getattr(type(engine), method, None))]
     if missing:
-        raise ConfigError("engine", "must be a DeepSpeed engine", name, f"it lacks {', '.join(missing)}")
+        raise ConfigError(
+            "engine", "must be a DeepSpeed engine", name, f"it lacks {', '.join(missing)}"
+        )
     if name != PIPELINE and any(kind.__name__ == PIPELINE for kind in type(engine).__mro__):
-        raise ConfigError("engine", f"must be a {PIPELINE} or no pipeline", name, "use a PipelineModule")
+        raise ConfigError(
+            "engine", f"must be a {PIPELINE} or no pipeline", name, "use a PipelineModule"
+        )
 
 
 def is_pipeline(engine: Any) -> bool:
@@ -100,7 +104,10 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
             if pipe_world > 1 and hasattr(mpu, name):
                 pipe_rank = getattr(mpu, name)()
         if inherited:  # a whole model beside another engine's stages
-            tensor_rank, tensor_world = pipe_rank * tensor_world + tensor_rank, pipe_world * tensor_world
+            tensor_rank, tensor_world = (
+                pipe_rank * tensor_world + tensor_rank,
+                pipe_world * tensor_world,
+            )
             pipe_rank, pipe_world = 0, 1
     return RankCoordinates(
         rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world
@@ -147,7 +154,9 @@ def is_under_way(engine: Any) -> bool:
     return engine.global_steps > 0 or engine.loaded_checkpoint_mp_world_size is not None
 
 
-COMMITTING = "_commit_decoupled_checkpoint"  # of an engine: waits for the files of its latest checkpoint
+COMMITTING = (
+    "_commit_decoupled_checkpoint"  # of an engine: waits for the files of its latest checkpoint
+)
 
 
 def writes_in_background(engine: Any) -> bool:
@@ -165,7 +174,9 @@ def own_files(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> list
         return []
     try:
         # Weights stay in the file; it is trusted, as by DeepSpeed.
-        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)["dp_world_size"]
+        saved = torch.load(files[0], map_location="cpu", mmap=True, weights_only=False)[
+            "dp_world_size"
+        ]
     except Exception:  # of a torn file, which DeepSpeed raises when it reads it
         return []
     if saved != engine.seq_dp_world_size:
@@ -199,7 +210,9 @@ class GradientSettings:
     stage: int
     losses: int  # ranks with a loss of their own: replicas times sequence ranks
     sequence: int  # sequence ranks of a replica
-    group_sizes: tuple[int, ...]  # ranks over which gradients are reduced; ZeRO-3 may have several groups
+    group_sizes: tuple[
+        int, ...
+    ]  # ranks over which gradients are reduced; ZeRO-3 may have several groups
     averages: bool = True  # whether `gradient_allreduce_op` is the mean
     postscales: bool = True  # whether `prescale_gradients` is off
     predivide: float = 1.0  # `gradient_predivide_factor`
@@ -234,7 +247,9 @@ def gradient_settings(engine: Any) -> GradientSettings:
     trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
     largest = max((getattr(one, "ds_numel", one.numel()) for one in trained), default=0)
     return GradientSettings(
-        optimizer="zenflow" if engine.zenflow_config() is not None else type(engine.optimizer).__name__,
+        optimizer="zenflow"
+        if engine.zenflow_config() is not None
+        else type(engine.optimizer).__name__,
         stage=int(engine.zero_optimization_stage()),
         losses=place.data_world * place.sequence_world,
         sequence=int(engine.sequence_parallel_size),
@@ -249,7 +264,9 @@ def gradient_settings(engine: Any) -> GradientSettings:
         is_managed=bool(engine.managed_gradient_accumulation()),
         is_pipeline=is_pipeline(engine),
         has_experts=bool(engine.has_moe_layers),
-        has_sparse=any(getattr(layer, "sparse", False) is True for layer in engine.module.modules()),
+        has_sparse=any(
+            getattr(layer, "sparse", False) is True for layer in engine.module.modules()
+        ),
         is_reduced=bool(engine.enable_backward_allreduce) or dist.get_world_size() == 1,
         is_quantized=bool(engine.zero_quantized_gradients()),
         is_compiled=bool(engine.is_deepcompile_enabled()),
@@ -270,7 +287,9 @@ def _group_sizes(engine: Any, trained: list[torch.nn.Parameter]) -> tuple[int, .
         # ZeRO 0 asks for its group at each reduction.
         return (dist.get_world_size(own or groups._get_sequence_data_parallel_group()),)
     group = engine.optimizer.dp_process_group
-    return tuple(sorted({dist.get_world_size(getattr(one, "ds_process_group", group)) for one in trained}))
+    return tuple(
+        sorted({dist.get_world_size(getattr(one, "ds_process_group", group)) for one in trained})
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
     from deepspeed_gear.frameworks.deepspeed_compat import GradientSettings
 
 ZERO_OPTIMIZERS = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
-AVERAGING_HOOKS = "allreduce_hook", "fp16_compress_hook", "bf16_compress_hook"  # of torch's default_hooks
+AVERAGING_HOOKS = (
+    "allreduce_hook",
+    "fp16_compress_hook",
+    "bf16_compress_hook",
+)  # of torch's default_hooks
 
 
 def gradient_divisor(model: Any) -> float:
@@ -50,7 +54,9 @@ def gradient_divisor(model: Any) -> float:
             return engine_divisor(deepspeed_compat.gradient_settings(model))
     if not isinstance(model, nn.Module):
         remedy = "give a DeepSpeed engine or a torch module"
-        raise ConfigError("model", "must be of a framework that is supported", type(model).__name__, remedy)
+        raise ConfigError(
+            "model", "must be of a framework that is supported", type(model).__name__, remedy
+        )
     return _module_divisor(model)
 
 
@@ -59,7 +65,9 @@ def engine_divisor(settings: GradientSettings) -> float:
     _check_exact(settings)
     found = {_divisor_in(settings, size) * settings.losses / size for size in settings.group_sizes}
     if settings.stage == 3 and not settings.fits_bucket:
-        found |= {_scattered(settings, size) * settings.losses / size for size in settings.group_sizes}
+        found |= {
+            _scattered(settings, size) * settings.losses / size for size in settings.group_sizes
+        }
     if len(found) > 1:
         rule = "must divide the gradients of all parameters by one number: parameters beyond it are averaged"
         rule += " over sequence ranks, others are not"
@@ -85,20 +93,26 @@ def _divisor_in(settings: GradientSettings, size: int) -> float:
 
 def _scattered(settings: GradientSettings, size: int) -> float:
     """ZeRO-3's reduce-scatter divides by the group, so it averages over sequence ranks too."""
-    return size * (settings.predivide if settings.postscales and settings.predivide == size else 1.0)
+    return size * (
+        settings.predivide if settings.postscales and settings.predivide == size else 1.0
+    )
 
 
 def _check_exact(settings: GradientSettings) -> None:
     """Raise where gradients have no divisor, or are not reduced over all ranks."""
     if settings.is_pipeline:
         rule = "must not be a pipeline: its schedule has a fixed number of micro batches"
-        raise ConfigError("engine", rule, "PipelineEngine", "use tensor, sequence or data parallelism")
+        raise ConfigError(
+            "engine", rule, "PipelineEngine", "use tensor, sequence or data parallelism"
+        )
     if settings.is_compiled:
         rule = "must be false: compiled graphs reduce gradients by themselves"
         raise ConfigError("compile.deepcompile", rule, True, "leave it out")
     if not settings.is_reduced:
         rule = "must leave the reduction of gradients to DeepSpeed"
-        raise ConfigError("optimizer", rule, settings.optimizer, "use one that is not a 1-bit optimizer")
+        raise ConfigError(
+            "optimizer", rule, settings.optimizer, "use one that is not a 1-bit optimizer"
+        )
     used = settings.optimizer
     if used == "zenflow" or (settings.stage > 0 and used not in ZERO_OPTIMIZERS):
         remedy = "give an optimizer, and leave zenflow, super_offload and MiCS out"
@@ -110,7 +124,12 @@ def _check_exact(settings: GradientSettings) -> None:
         rule = "must be 1 or more with fp16: without ZeRO, DeepSpeed divides gradients by the loss scale"
         rule += " and does not multiply the loss by it"
         raise ConfigError("zero_optimization.stage", rule, 0, "set it to 1")
-    if settings.has_sparse and settings.stage == 0 and settings.postscales and settings.predivide != 1.0:
+    if (
+        settings.has_sparse
+        and settings.stage == 0
+        and settings.postscales
+        and settings.predivide != 1.0
+    ):
         rule = "must be 1 with sparse embeddings, whose gradients it multiplies"
         raise ConfigError("gradient_predivide_factor", rule, settings.predivide, "leave it out")
     if settings.sequence > 1 and settings.has_experts:
@@ -118,10 +137,14 @@ def _check_exact(settings: GradientSettings) -> None:
         raise ConfigError("model", rule, "MoE layers", "use one of both")
     if settings.sequence > 1 and settings.optimizer == "BF16_Optimizer":
         rule = "must be 2 or 3 with bf16 weights, float32 sums and sequence parallelism: DeepSpeed's gradient"
-        raise ConfigError("zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2")
+        raise ConfigError(
+            "zero_optimization.stage", f"{rule} norm fails", settings.stage, "set it to 2"
+        )
     if settings.sequence > 1 and settings.stage < 3 and max(settings.group_sizes) < settings.losses:
         rule = "must be used with ZeRO-3: with others DeepSpeed does not reduce gradients over sequence ranks"
-        raise ConfigError("mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead")
+        raise ConfigError(
+            "mesh_param", rule, f"stage {settings.stage}", "give mpu=parallel_state_sp instead"
+        )
     if any(size % settings.losses for size in settings.group_sizes):
         rule = f"must be reduced over the {settings.losses} ranks that have losses of their own"
         remedy = "give initialize the mpu that the model was built for"
@@ -151,7 +174,9 @@ def check_accumulation(settings: GradientSettings, pad: str) -> list[str]:
         raise ConfigError("gear.pack.pad.to", rule, pad, 'set it to "step"')
     notes = []
     if settings.clipping > 0 and "gradient_clipping" not in settings.given:
-        notes.append(f"gradient_clipping is {settings.clipping}, DeepSpeed's default; 0 turns it off")
+        notes.append(
+            f"gradient_clipping is {settings.clipping}, DeepSpeed's default; 0 turns it off"
+        )
     if settings.sums != "float32":
         notes.append(f"gradients are summed in {settings.sums} (data_types.grad_accum_dtype)")
     if settings.messages != "float32" and "communication_data_type" not in settings.given:
@@ -175,7 +200,9 @@ def _module_divisor(module: nn.Module) -> float:
     wrapped = [name for name, part in parts if isinstance(part, (DistributedDataParallel, *known))]
     if wrapped:
         remedy = "wrap the whole module, or give the part that is trained"
-        raise ConfigError("model", "must be wrapped as a whole", f"only {', '.join(wrapped)}", remedy)
+        raise ConfigError(
+            "model", "must be wrapped as a whole", f"only {', '.join(wrapped)}", remedy
+        )
     return 1.0
 
 
@@ -211,7 +238,9 @@ def _fully_shard_divisor(module: nn.Module) -> float:
         state_of: Any = getattr(part, "_get_fsdp_state", lambda: None)
         state = state_of()
         # Older versions have one.
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            getattr(state, "_fsdp_param_group", None)
+        ]
         for group in filter(None, groups):
             if not hasattr(group, "gradient_divide_factor"):
                 rule = "must have set_gradient_divide_factor for FSDP 2"
@@ -226,7 +255,9 @@ def _fully_shard_divisor(module: nn.Module) -> float:
 
 
 def _refuse_hook(framework: str, name: str) -> None:
-    rule = f"must be without a communication hook, except torch's {', '.join(AVERAGING_HOOKS)} of DDP"
+    rule = (
+        f"must be without a communication hook, except torch's {', '.join(AVERAGING_HOOKS)} of DDP"
+    )
     raise ConfigError(framework, rule, name, "its division of gradients is not known")
 
 
@@ -235,11 +266,15 @@ def _check_reduced(module: Any, is_reduced: Callable[[str, nn.Parameter], bool])
     trained = [(name, one) for name, one in module.named_parameters() if one.requires_grad]
     if names := [name for name, one in trained if not is_reduced(name, one)]:
         rule = "must all be reduced over the ranks"
-        raise ConfigError("trained parameters", rule, f"not {', '.join(names)}", "freeze these, or wrap them")
+        raise ConfigError(
+            "trained parameters", rule, f"not {', '.join(names)}", "freeze these, or wrap them"
+        )
 
 
 def _only(found: set[float]) -> float:
     if len(found) != 1:
         rule = "must be divided by one number in all parts of the model"
-        raise ConfigError("gradients", rule, sorted(found), "wrap all parts with the same mesh and factor")
+        raise ConfigError(
+            "gradients", rule, sorted(found), "wrap all parts with the same mesh and factor"
+        )
     return float(found.pop())

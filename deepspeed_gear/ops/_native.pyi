@@ -64,7 +64,12 @@ class Store:
         """Set what pins trajectories, what is evicted when there is no room, and the rate limiter, if any."""
 
     def set_moments(
-        self, head: int, words: int, num_elements: int, columns: Sequence[tuple[int, int, int, int]], /
+        self,
+        head: int,
+        words: int,
+        num_elements: int,
+        columns: Sequence[tuple[int, int, int, int]],
+        /,
     ) -> None:
         """Set addresses of the running moments; columns: index, code of the dtype, elements, first of all."""
 
@@ -158,7 +163,9 @@ class Stream:
     Memory that it is given by address must be kept by its user.
     """
 
-    def __init__(self, *, words: Mapping[str, int], rule: Sequence[int], timeout_s: float) -> None: ...
+    def __init__(
+        self, *, words: Mapping[str, int], rule: Sequence[int], timeout_s: float
+    ) -> None: ...
     @property
     def address(self) -> int:
         """Where it lies, for direct calls; it must live as long as they use it."""

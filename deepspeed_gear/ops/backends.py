@@ -101,7 +101,9 @@ def load_backend(name: str = "auto") -> Ops:
     """
     if name in ("auto", "cpu"):
         # Where there is a GPU, "auto" loads the kernels too, once it is known that batches go there.
-        return _native_ops("cpu", load_native(with_kernels=name == "auto" and torch.cuda.is_available()))
+        return _native_ops(
+            "cpu", load_native(with_kernels=name == "auto" and torch.cuda.is_available())
+        )
     if name == "cuda":
         if native_op.CudaOp().fitting()[0] is not None:  # first: the error is then of the driver
             load_native_cuda()
@@ -114,7 +116,9 @@ def load_backend(name: str = "auto") -> Ops:
 def load_library(library: str) -> Ops:
     """Load the native module's file that another process of the node has built; it imports no DeepSpeed."""
     path = Path(library)
-    return _native_ops("cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path)))
+    return _native_ops(
+        "cpu", jit.load_once("gear", lambda: jit.import_file(path.name.split(".")[0], path))
+    )
 
 
 def _native_ops(name: str, native: ModuleType) -> Ops:
@@ -136,7 +140,9 @@ def load_native(timeout_s: float = jit.BUILD_TIMEOUT_S, with_kernels: bool = Fal
     group; DeepSpeed is imported only to compile. Thread safe. BuildError names the remedy.
     """
     beside = start_kernels if with_kernels else None
-    return native_op.CpuOp().load(timeout_s=timeout_s, beside=beside, builder=lambda: _builder("GearBuilder"))
+    return native_op.CpuOp().load(
+        timeout_s=timeout_s, beside=beside, builder=lambda: _builder("GearBuilder")
+    )
 
 
 def start_kernels() -> None:
@@ -144,7 +150,9 @@ def start_kernels() -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     null = subprocess.DEVNULL
     with suppress(OSError):
-        _building.append(subprocess.Popen(_BUILD_KERNELS, env=env, stdin=null, stdout=null, stderr=null))
+        _building.append(
+            subprocess.Popen(_BUILD_KERNELS, env=env, stdin=null, stdout=null, stderr=null)
+        )
 
 
 def build_kernels() -> None:

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 
 # From .builder: the package's own names are absent under a CPU accelerator.
-from deepspeed.ops.op_builder.builder import CUDAOpBuilder, MissingCUDAException, installed_cuda_version
+from deepspeed.ops.op_builder.builder import (
+    CUDAOpBuilder,
+    MissingCUDAException,
+    installed_cuda_version,
+)
 from deepspeed.ops.op_builder.cpu.builder import CPUOpBuilder
 
 from ..errors import BuildError
@@ -65,7 +69,10 @@ class _DeepSpeedOp(NativeOp):
         """Compile and import through DeepSpeed, under the name that holds the key; BuildError otherwise."""
         what, folder = f"the native op {self.NAME}", jit.build_folder(self.jit_name())
         self.name = folder.name
-        rule, remedy = f"was built in {folder} but cannot be loaded", "remove that folder and try again"
+        rule, remedy = (
+            f"was built in {folder} but cannot be loaded",
+            "remove that folder and try again",
+        )
         with toolchain.ninja_on_path(), BuildError.on(what, rule, ImportError, remedy=remedy):
             try:
                 module: ModuleType = super().jit_load(verbose)  # type: ignore[misc]
@@ -123,10 +130,15 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         """Return the CPU op's parts of the key, and the CUDA compiler, its flags and the devices."""
         home = toolchain.cuda_home()
         nvcc = toolchain.nvcc_version(home)
-        devices = sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())})
+        devices = sorted(
+            {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        )
         return {
             **super().key_parts(),
-            "nvcc_flags": {"added": _NVCC_FLAGS, "dropped": _DROPPED_FLAGS},  # DeepSpeed's: by its version
+            "nvcc_flags": {
+                "added": _NVCC_FLAGS,
+                "dropped": _DROPPED_FLAGS,
+            },  # DeepSpeed's: by its version
             "devices": devices,
             "toolkit": f"{home} {nvcc}",
             "environment": {name: os.environ.get(name, "") for name in _NVCC_VARIABLES},
@@ -134,7 +146,9 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
 
     def nvcc_args(self) -> list[str]:
         """Return DeepSpeed's flags without fast-math and switches of half types; no fused multiply-add."""
-        kept = [flag for flag in super().nvcc_args() if flag and not flag.startswith(_DROPPED_FLAGS)]
+        kept = [
+            flag for flag in super().nvcc_args() if flag and not flag.startswith(_DROPPED_FLAGS)
+        ]
         return [*kept, *_NVCC_FLAGS]
 
     def compute_capability_args(self, cross_compile_archs: str | None = None) -> list[str]:
@@ -148,7 +162,9 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
             plain = re.sub(r"(\d)[af](?=[;+]|$)", r"\1", given)
             if not re.fullmatch(r"(\d+\.\d+(\+PTX)?;*)+", plain):
                 remedy = 'unset it, or name capabilities as in "8.0;9.0+PTX"'
-                raise BuildError("TORCH_CUDA_ARCH_LIST", "must be capabilities of devices", given, remedy)
+                raise BuildError(
+                    "TORCH_CUDA_ARCH_LIST", "must be capabilities of devices", given, remedy
+                )
             os.environ["TORCH_CUDA_ARCH_LIST"] = self._jit_arch_list = plain
         args: list[str] = super().compute_capability_args(cross_compile_archs)
         return args
@@ -188,8 +204,12 @@ def register() -> None:
 
     accelerator = get_accelerator()
     if not hasattr(accelerator.get_op_builder, "_gear_wrapped"):
-        accelerator.get_op_builder = _known_first(accelerator.get_op_builder, lambda builder: builder)
-        accelerator.create_op_builder = _known_first(accelerator.create_op_builder, lambda builder: builder())
+        accelerator.get_op_builder = _known_first(
+            accelerator.get_op_builder, lambda builder: builder
+        )
+        accelerator.create_op_builder = _known_first(
+            accelerator.create_op_builder, lambda builder: builder()
+        )
     for name, builder in BUILDERS.items():
         setattr(op_builder, name, builder)
         if builder.NAME not in ALL_OPS:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 # draws/draws.h: messages between nodes.
 SHARD_BITS = 32  # where several nodes hold a table, the slot of a report has its shard above these
-ANY_SLOT = (1 << SHARD_BITS) - 1  # in place of the slot in a report by id: only its shard can look it up
+ANY_SLOT = (
+    1 << SHARD_BITS
+) - 1  # in place of the slot in a report by id: only its shard can look it up
 UNKNOWN = -1  # id of a sample whose resolution a node has not received
 
 # common/power.h: masses are Q24, exponents Q62.

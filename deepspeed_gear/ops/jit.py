@@ -86,7 +86,9 @@ def build_folder(name: str) -> Path:
     from torch.utils.cpp_extension import _get_build_directory
 
     remedy = "set TORCH_EXTENSIONS_DIR to a folder that this user can write"
-    with BuildError.on("the folder of torch's extensions", "cannot be made", OSError, remedy=remedy):
+    with BuildError.on(
+        "the folder of torch's extensions", "cannot be made", OSError, remedy=remedy
+    ):
         return Path(_get_build_directory("", False)) / name
 
 
@@ -161,7 +163,9 @@ def _say(text: str) -> None:
 def check_library(path: Path) -> None:
     """Check owners and modes before loading: of the package's library, or of a build and its folders."""
     if path.resolve().parent == _PACKAGE:
-        check_owner(path, {os.stat(__file__).st_uid})  # the owner of the package could have put code there
+        check_owner(
+            path, {os.stat(__file__).st_uid}
+        )  # the owner of the package could have put code there
         return
     check_owner(path)
     check_folders(path.parent)
@@ -194,7 +198,9 @@ def check_owner(path: Path, owners: Collection[int] = ()) -> None:
         writers = 0
     if writers:
         rule = "must not be writable by group or others: its code would run in this process"
-        raise BuildError(str(path), rule, oct(stat.S_IMODE(status.st_mode)), f"chmod go-w {path}, or {mine}")
+        raise BuildError(
+            str(path), rule, oct(stat.S_IMODE(status.st_mode)), f"chmod go-w {path}, or {mine}"
+        )
 
 
 def _is_private(group: int, user: int) -> bool:
@@ -202,4 +208,8 @@ def _is_private(group: int, user: int) -> bool:
         owner, found = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:
         return False
-    return owner.pw_gid == group and found.gr_name == owner.pw_name and set(found.gr_mem) <= {owner.pw_name}
+    return (
+        owner.pw_gid == group
+        and found.gr_name == owner.pw_name
+        and set(found.gr_mem) <= {owner.pw_name}
+    )

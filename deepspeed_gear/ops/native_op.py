@@ -32,7 +32,9 @@ class NativeOp(ABC):
 
     NAME: ClassVar[str]
     INSTEAD: ClassVar[str] = "install a wheel that has the op"  # of building it
-    OTHER_HEADERS: ClassVar[tuple[str, ...]] = ()  # ends of stems: a change of these makes no other build
+    OTHER_HEADERS: ClassVar[
+        tuple[str, ...]
+    ] = ()  # ends of stems: a change of these makes no other build
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)  # of a DeepSpeed op builder, where it is one
@@ -70,7 +72,10 @@ class NativeOp(ABC):
         }
 
     def jit_flags(self) -> list[str]:
-        return [*CXX_FLAGS, *(["-march=native"] if platform.machine() in ("x86_64", "aarch64") else [])]
+        return [
+            *CXX_FLAGS,
+            *(["-march=native"] if platform.machine() in ("x86_64", "aarch64") else []),
+        ]
 
     def jit_name(self) -> str:
         """Return the name of the JIT build; it differs for every version of anything it depends on."""
@@ -165,7 +170,9 @@ class CpuOp(NativeOp):
 
     def load_finished(self) -> ModuleType | None:
         """Import it, unless another copy of the package has registered its ops: torch would abort."""
-        op = next((n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None)
+        op = next(
+            (n for n in torch._C._dispatch_get_all_op_names() if n.startswith("gear::")), None
+        )
         if op is not None:
             rule = "is registered already by another copy of deepspeed_gear in this process"
             remedy = "start a new process, and import deepspeed_gear from one place only"
@@ -197,11 +204,16 @@ class CudaOp(NativeOp):
         found, why = self.prebuilt()
         if found is None:
             return None, why
-        architectures = json.loads(found.with_name(f"{self.NAME}_op.json").read_text())["architectures"]
+        architectures = json.loads(found.with_name(f"{self.NAME}_op.json").read_text())[
+            "architectures"
+        ]
         devices = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
         for major, minor in sorted(devices):
             if not covers(architectures, (major, minor)):
-                return None, f"prebuilt for the architectures {architectures}, not for {major}.{minor}"
+                return (
+                    None,
+                    f"prebuilt for the architectures {architectures}, not for {major}.{minor}",
+                )
         return found, why
 
     def load_finished(self) -> ModuleType | None:
@@ -241,16 +253,26 @@ def require_device() -> None:
     try:
         ctypes.CDLL(DRIVER)
     except OSError as error:
-        remedy = "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
+        remedy = (
+            "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)"
+        )
         missing[f"there is no driver ({error})"] = remedy
     if torch.version.cuda is None:
-        missing[f"torch {torch.__version__} is built without CUDA"] = "install a CUDA build of torch"
+        missing[f"torch {torch.__version__} is built without CUDA"] = (
+            "install a CUDA build of torch"
+        )
     if not missing and not torch.cuda.is_available():
         missing["torch sees no CUDA device"] = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
     if missing:
         module = jit.loaded(CudaOp.NAME)
-        kernels = "no kernels are loaded" if module is None else f"kernels loaded from {module.__file__}"
-        rule = f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}"
+        kernels = (
+            "no kernels are loaded" if module is None else f"kernels loaded from {module.__file__}"
+        )
+        rule = (
+            f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}"
+        )
         found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
         host = 'set gear.backend to "cpu": the store, selection and collection run in host memory'
-        raise BuildError("gear.backend", rule, found, f"{' and '.join(missing.values())}, or {host}")
+        raise BuildError(
+            "gear.backend", rule, found, f"{' and '.join(missing.values())}, or {host}"
+        )

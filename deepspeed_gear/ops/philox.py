@@ -11,7 +11,9 @@ from torch import Tensor
 _LOW = np.uint64(0xFFFFFFFF)
 _SHIFT = np.uint64(32)
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
-Words = tuple[np.ndarray, ...]  # four quarters of random words, the highest first. [..., n] each, uint64
+Words = tuple[
+    np.ndarray, ...
+]  # four quarters of random words, the highest first. [..., n] each, uint64
 
 
 def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) -> Words:
@@ -20,8 +22,16 @@ def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) ->
     `numbers` are [n], uint64, `purposes` [p, 1]; the words' quarters, the highest first, [p, n] each.
     """
     shape = np.broadcast_shapes(numbers.shape, purposes.shape)
-    even, odd = np.empty((2, *shape), np.uint64), np.empty((2, *shape), np.uint64)  # words 0 and 2, 1 and 3
-    even[0], even[1], odd[0], odd[1] = numbers & _LOW, stream & 0xFFFFFFFF, numbers >> _SHIFT, purposes
+    even, odd = (
+        np.empty((2, *shape), np.uint64),
+        np.empty((2, *shape), np.uint64),
+    )  # words 0 and 2, 1 and 3
+    even[0], even[1], odd[0], odd[1] = (
+        numbers & _LOW,
+        stream & 0xFFFFFFFF,
+        numbers >> _SHIFT,
+        purposes,
+    )
     for keys in _round_keys(seed):
         product = even * _MULTIPLIERS
         even = (product >> _SHIFT)[::-1] ^ odd
@@ -46,7 +56,10 @@ def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple
 @lru_cache(maxsize=8)
 def _round_keys(seed: int) -> list[np.ndarray]:
     low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
-    rounds = [((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF) for i in range(10)]
+    rounds = [
+        ((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF)
+        for i in range(10)
+    ]
     return [np.array(keys, np.uint64).reshape(2, 1, 1) for keys in rounds]
 
 

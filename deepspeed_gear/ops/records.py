@@ -19,7 +19,9 @@ class Slot:
     NUM_STEPS: Final = 4
     NUM_ROWS: Final = 5
     OWNER: Final = 6  # peer that has reserved it
-    TIMES_SAMPLED: Final = 6  # in a table on a device, which no peer reserves, where draws are limited
+    TIMES_SAMPLED: Final = (
+        6  # in a table on a device, which no peer reserves, where draws are limited
+    )
     BORN: Final = 7  # global batch at which it was committed
     NUM_WORDS: Final = 8
 
@@ -45,7 +47,9 @@ class Resolution:
     MASS: Final = 6
     SAMPLE_NUMBER: Final = 7
     NUM_WORDS: Final = 8
-    NO_SAMPLE: Final = -1  # id and slot of a record without a sample; else it is 0, but for the sample number
+    NO_SAMPLE: Final = (
+        -1
+    )  # id and slot of a record without a sample; else it is 0, but for the sample number
 
 
 class MassUnit:

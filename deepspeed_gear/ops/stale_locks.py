@@ -22,7 +22,16 @@ _GUARD_TIMEOUT_S = 60.0
 _SECOND_LOOK_S = 0.5  # between closing its lock and removing it, a holder needs some microseconds
 _LEAST_AGE_S = 2.0  # of a lock that is removed
 _LONG_BUILD_S = 180.0  # older locks whose holders cannot be seen are worth a warning
-_LOCAL = {"btrfs", "ext2/ext3", "f2fs", "overlayfs", "ramfs", "tmpfs", "xfs", "zfs"}  # ext4 is an "ext2/ext3"
+_LOCAL = {
+    "btrfs",
+    "ext2/ext3",
+    "f2fs",
+    "overlayfs",
+    "ramfs",
+    "tmpfs",
+    "xfs",
+    "zfs",
+}  # ext4 is an "ext2/ext3"
 
 
 def remove() -> list[BuildError]:

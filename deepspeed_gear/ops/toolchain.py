@@ -48,7 +48,9 @@ def missing_tools() -> dict[str, str]:
 
 def _ninja_folder() -> str | None:
     """Find ninja on the PATH or beside this interpreter (a venv that is used without being activated)."""
-    beside = os.pathsep.join((sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user")))
+    beside = os.pathsep.join(
+        (sysconfig.get_path("scripts"), sysconfig.get_path("scripts", "posix_user"))
+    )
     found = shutil.which("ninja") or shutil.which("ninja", path=beside)
     return os.path.dirname(found) if found else None
 
@@ -99,7 +101,9 @@ def cpu_features() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    features = next(
+        (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
+    )
     return f"{platform.machine()} {features.partition(':')[2].strip() or features}"
 
 
@@ -114,7 +118,9 @@ def cuda_home() -> Path | None:
     nvcc = shutil.which("nvcc")
     if nvcc is not None:
         command = [nvcc, "-v", "--dryrun", "-x", "cu", "-c", os.devnull]
-        lines = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+        lines = subprocess.run(
+            command, capture_output=True, text=True, check=False
+        ).stderr.splitlines()
         top = next((line.partition("TOP=")[2] for line in lines if " TOP=" in line), "")
         if top:
             return Path(top).resolve()

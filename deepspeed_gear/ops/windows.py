@@ -13,7 +13,9 @@ from deepspeed_gear.ops.records import Align, GatherSpec, Resolution, Source
 def is_no_sample(resolutions: Tensor) -> Tensor:
     """Return which records are no samples, as a draw from a table without masses gives. [B], bool."""
     is_named = (resolutions[:, [Resolution.ID, Resolution.SLOT]] == Resolution.NO_SAMPLE).all(dim=1)
-    return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(dim=1)
+    return is_named & (resolutions[:, Resolution.GENERATION : Resolution.SAMPLE_NUMBER] == 0).all(
+        dim=1
+    )
 
 
 class Span(NamedTuple):
@@ -45,7 +47,9 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
     return Span(begin, end, torch.where(empty, 0, place), before, after)
 
 
-def rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> tuple[Tensor, Tensor]:
+def rows_of(
+    field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the row at every place of the part (if it is not real, the nearest edge's), and which are."""
     is_sample = ~is_no_sample(resolutions)
     if field.source == Source.TRAJECTORY:
@@ -53,7 +57,9 @@ def rows_of(field: GatherSpec, resolutions: Tensor, n_steps: Tensor | None) -> t
     offset: Tensor | int = field.offset
     if field.follows and n_steps is not None:
         offset = offset + n_steps
-    rows = resolutions[:, Resolution.NUM_STEPS] + is_sample * (field.source == Source.STEPS_PLUS_ONE)
+    rows = resolutions[:, Resolution.NUM_STEPS] + is_sample * (
+        field.source == Source.STEPS_PLUS_ONE
+    )
     span = bounds(offset, field.length, field.align, resolutions[:, Resolution.ANCHOR], rows)
     place = torch.arange(field.length)
     in_front = place < span.place[:, None]

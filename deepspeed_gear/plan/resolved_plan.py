@@ -27,7 +27,12 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, ReadNeeds, needs_of, routes_of
+from deepspeed_gear.distributed.row_exchange.exchange_plan import (
+    ExchangePlan,
+    ReadNeeds,
+    needs_of,
+    routes_of,
+)
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
@@ -63,7 +68,9 @@ class ResolvedTable:
     dataset: Dataset | None  # this node's part of its data set; None: it has a capacity
     streams: Mapping[str, StreamSpec]  # by name; empty: it is not sampled
     store: TableSpec | None = None  # of this node; None: the table lies on devices
-    exchange: ExchangePlan | None = None  # which node needs which of its rows; None: this one exchanges none
+    exchange: ExchangePlan | None = (
+        None  # which node needs which of its rows; None: this one exchanges none
+    )
     #: Of each stream, where the rows of other nodes arrive in this node's store.
     rooms: Mapping[str, ArrivalRoom] = field(default_factory=dict)
     #: What processes that only write read of the config; empty for a data set.
@@ -190,7 +197,9 @@ def resolve_plan(
     """
     arguments.one_of("info", info, (BatchInfo, type(None)), "a BatchInfo")
     arguments.one_of("place", place, (RankCoordinates, type(None)), "a RankCoordinates")
-    exchange = process_group if isinstance(process_group, ControlPlane) else ControlPlane(process_group)
+    exchange = (
+        process_group if isinstance(process_group, ControlPlane) else ControlPlane(process_group)
+    )
     agree = exchange.agree
 
     # The config and the ranks.
@@ -217,7 +226,9 @@ def resolve_plan(
     placement = place_tables(exchange, topology, options, datasets)
     agree("the data sets", lambda: check_compressed(options, datasets, placement.spread))
     weights = _sum_weights(exchange, topology, placement, options, fields, datasets)
-    resolver = TableResolver(options, topology, sizes, datasets, known, fields, placement, weights, on_device)
+    resolver = TableResolver(
+        options, topology, sizes, datasets, known, fields, placement, weights, on_device
+    )
     streams = agree("the sampler", resolver.streams)
     mixture = mixture_of(options, sizes)
     tables = agree("the sizes of the tables", lambda: resolver.tables(streams))
@@ -258,14 +269,18 @@ def _check_placement(config: GearConfig, on_device: bool) -> None:
         at = f"gear.tables.{config.sampled_tables[0]}.placement"
         if on_device:
             raise ConfigError(at, 'must be "device" for a DeviceReplay', "host", "use Replay")
-        raise ConfigError(at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine")
+        raise ConfigError(
+            at, 'must be "host" for a Replay', "device", "use DeviceReplay, or an engine"
+        )
 
 
 def _compare_node(exchange: ControlPlane, topology: Topology, config: GearConfig) -> None:
     """Check that the ranks of a node have the same backend and `load` for their common store. Collective."""
     tables = config.resolved_tables.items()
     mine: dict[str, str] = {"gear.backend": "cpu" if config.backend == "auto" else config.backend}
-    mine |= {f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None}
+    mine |= {
+        f"gear.tables.{name}.data.load": t.data.load for name, t in tables if t.data is not None
+    }
     for rank, other in enumerate(exchange.gather(mine)):
         for option, value in mine.items():
             if topology.nodes[rank] == topology.node and other.get(option) != value:
@@ -308,7 +323,9 @@ def _sum_weights(
         lambda: {name: weight_total(config, fields, name, datasets[name]) for name in sampled},
     )
     leads_shard = topology.leads_node and topology.node in placement.order
-    of_nodes = [weights for weights in exchange.gather(own if leads_shard else None) if weights is not None]
+    of_nodes = [
+        weights for weights in exchange.gather(own if leads_shard else None) if weights is not None
+    ]
     return {
         name: total if datasets[name].part is None else sum(node[name] for node in of_nodes)
         for name, total in own.items()
@@ -346,7 +363,9 @@ def _statistics_table(config: GearConfig, data: Mapping[str, Dataset]) -> str | 
     return next((table for table in config.sampled_tables if table in data), None)
 
 
-def statistics_of(config: GearConfig, data: Mapping[str, Dataset]) -> Mapping[str, ColumnStatistics]:
+def statistics_of(
+    config: GearConfig, data: Mapping[str, Dataset]
+) -> Mapping[str, ColumnStatistics]:
     """Return the training split's statistics, none without data. Another split than the data's: one pass."""
     table = _statistics_table(config, data)
     if table is None:

@@ -55,7 +55,9 @@ def mixture_of(config: GearConfig, info: BatchInfo) -> Mixture | None:
     sampler = config.sampler
     if not isinstance(sampler, MixtureSampler):
         return None
-    shares = [schedule(share, f"gear.sampler.shares.{table}") for table, share in sampler.shares.items()]
+    shares = [
+        schedule(share, f"gear.sampler.shares.{table}") for table, share in sampler.shares.items()
+    ]
     return Mixture(config.sampled_tables, shares, info.global_batch)
 
 
@@ -84,7 +86,10 @@ def streams_of(
     group, split = table.group, admitted.split
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
-    sampler, waiting = sampler_for(options), 4 * info.micro * info.accumulation * (config.prefetch + 2)
+    sampler, waiting = (
+        sampler_for(options),
+        4 * info.micro * info.accumulation * (config.prefetch + 2),
+    )
     bits = most_mass_bits(num_items)
     scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, weight_total)
     sampling = sampler.spec(scope)
@@ -104,7 +109,8 @@ def streams_of(
         depth=config.prefetch + SPARE_SELECTIONS,
         count=None if mixture is None else partial(mixture.count, index),
         # Beside prompts, which do not wait for them, groups come from another table as soon as it has some.
-        is_optional=table.prompts is None and any(t.prompts for t in config.resolved_tables.values()),
+        is_optional=table.prompts is None
+        and any(t.prompts for t in config.resolved_tables.values()),
         count_draws=config.count_draws,
         together=is_spread or (is_replicated and sampling.priorities is not None),
         offset=None if mixture is None else partial(mixture.offset, index),
@@ -128,13 +134,19 @@ def streams_of(
 
 
 def admission(
-    config: GearConfig, table: str, schema: Schema, fields: Sequence[ResolvedField], dataset: Dataset | None
+    config: GearConfig,
+    table: str,
+    schema: Schema,
+    fields: Sequence[ResolvedField],
+    dataset: Dataset | None,
 ) -> MassRule:
     """Return which trajectories and anchors of a table the config admits, each with mass 1."""
     options = config.sampler_of(table)
     conditions = []
     for name, bounds in options.where.items():
-        low, high = (None if end is None else schema[name].nearest(end) for end in (bounds.min, bounds.max))
+        low, high = (
+            None if end is None else schema[name].nearest(end) for end in (bounds.min, bounds.max)
+        )
         among = None if bounds.in_ is None else tuple(map(schema[name].nearest, bounds.in_))
         conditions.append(Condition(name, low, high, among))
     return MassRule(
@@ -151,7 +163,9 @@ def read_columns(
     options: SamplerOptions, fields: Sequence[ResolvedField], group: GroupConfig | None
 ) -> tuple[str, ...]:
     """Return the columns that batches read, or that groups need: late columns among them must be filled."""
-    columns = (column for field in read_fields(fields) for column in (field.column, field.hindsight))
+    columns = (
+        column for field in read_fields(fields) for column in (field.column, field.hindsight)
+    )
     read = {column.name for column in columns if column is not None}
     read.update((*options.where, *options.columns.values()))
     if group is not None:
@@ -159,7 +173,9 @@ def read_columns(
     return tuple(sorted(read))
 
 
-def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset) -> float:
+def weight_total(
+    config: GearConfig, fields: Sequence[ResolvedField], table: str, dataset: Dataset
+) -> float:
     """Return the sum of item weights of a data set, or 0; DataError: one is negative or not finite."""
     column = config.sampler_of(table).columns.get("weight")
     if column is None:
@@ -172,13 +188,19 @@ def weight_total(config: GearConfig, fields: Sequence[ResolvedField], table: str
     return float(weights.astype(np.float64) @ counts)
 
 
-def check_compressed(config: GearConfig, datasets: Mapping[str, Dataset], spread: Iterable[str]) -> None:
+def check_compressed(
+    config: GearConfig, datasets: Mapping[str, Dataset], spread: Iterable[str]
+) -> None:
     """Raise ConfigError where rows of compressed columns would be read other than by windows on a host."""
     remedy = "make the data set without --compress; on several nodes replicate it, or divide it by gear split"
     for name in (name for name, dataset in datasets.items() if dataset.compressed):
         at, held = dotted("gear", "tables", name), list(datasets[name].compressed)
         wrong = [
-            (f"{at}.placement", 'must be "host"', config.resolved_tables[name].placement == "device"),
+            (
+                f"{at}.placement",
+                'must be "host"',
+                config.resolved_tables[name].placement == "device",
+            ),
             (f"{at}.data.replicate", "must be true on several nodes", name in spread),
             ("gear.pack", "must not be given", config.pack is not None),
             ("gear.hindsight", "must not be given", config.hindsight is not None),
@@ -200,7 +222,11 @@ def anchor_rule(config: GearConfig, fields: Sequence[ResolvedField]) -> AnchorRu
             windows.append((offset, field.length or 1, extra))
         return AnchorRule.fits(windows)
     if isinstance(anchors, str):
-        rules = {"all": AnchorRule(), "start": AnchorRule(most=1), "end": AnchorRule(most=1, from_end=1)}
+        rules = {
+            "all": AnchorRule(),
+            "start": AnchorRule(most=1),
+            "end": AnchorRule(most=1, from_end=1),
+        }
         return rules[anchors]
     return AnchorRule(stride=anchors.every)
 
@@ -242,18 +268,24 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
         rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
         raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
     own_slots = max(-(-slots // envs), longest + 1)
-    rows = -(-steps // envs) + own_slots * final + longest + final  # a wrap may skip a longest trajectory
+    rows = (
+        -(-steps // envs) + own_slots * final + longest + final
+    )  # a wrap may skip a longest trajectory
     # While a trajectory is open, its environment moves on by less: it is never the one that is evicted.
     least = longest + final + (1 + final) * (longest + 1)
     return max(rows, least), own_slots + 1
 
 
-def check_holds_batch(config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int) -> None:
+def check_holds_batch(
+    config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int
+) -> None:
     """Raise if a table in `count` stores can never hold the items of a global batch: none would be drawn."""
     table, sampler, samples = config.resolved_tables[name], stream.sampler, stream.num_samples(0)
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     if not (sampler.each_once or sampler.drops_tail):
-        samples = -(-samples // table.max_times_sampled) if table.max_times_sampled and not queue else 0
+        samples = (
+            -(-samples // table.max_times_sampled) if table.max_times_sampled and not queue else 0
+        )
     steps, slots = capacity_of(name, table, schema, count)
     if stream.rule.unit == "step":
         option, held, needed, what = "capacity_steps", steps * count, samples, "steps"
@@ -284,7 +316,9 @@ def num_items_of(config: GearConfig, name: str, schema: Schema, dataset: Dataset
     return steps + slots + (table.max_length or 0) if by_step else slots
 
 
-def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0) -> GroupSpec:
+def group_spec_of(
+    group: GroupConfig, schema: Schema, read: Iterable[str], num_slots: int = 0
+) -> GroupSpec:
     """Return the specification of a table's groups; `read` are the columns that batches and sampler read.
 
     `num_slots` are those of the store; 0: it is a data set, which no group leaves.
@@ -294,7 +328,9 @@ def group_spec_of(group: GroupConfig, schema: Schema, read: Iterable[str], num_s
         for statistic in STATISTICS:
             bounds = getattr(condition, statistic)
             if bounds is not None:
-                conditions.append(GroupCondition.of(schema[column], statistic, bounds.min, bounds.max))
+                conditions.append(
+                    GroupCondition.of(schema[column], statistic, bounds.min, bounds.max)
+                )
     needed, remember = set(read), group.remember
     if remember is None:
         remember = 0 if group.after_s is None else MOST_REMEMBERED
@@ -321,7 +357,11 @@ def prompt_spec_of(
         ConfigError: The column of numbers is not int64, or the table is too small.
         DataError: The data set is missing or broken, has a split, or is a part.
     """
-    prompts, size, at = config.resolved_tables[name].prompts, config.rollout_size, f"gear.tables.{name}"
+    prompts, size, at = (
+        config.resolved_tables[name].prompts,
+        config.rollout_size,
+        f"gear.tables.{name}",
+    )
     assert prompts is not None
     assert size is not None
     groups = round((config.share_of(name) or 0) * size.size)  # whole, as the config's checks demand
@@ -329,18 +369,25 @@ def prompt_spec_of(
 
     dataset = ingested(prompts.data)
     if given := dataset.split or (dataset.part and str(dataset.part)):
-        rule, remedy = "must be whole and without a split", "ingest held-out prompts into another data set"
+        rule, remedy = (
+            "must be whole and without a split",
+            "ingest held-out prompts into another data set",
+        )
         raise DataError(f"{at}.prompts.data: {dataset.path}", rule, given, remedy)
     if schema[group.column].dtype != "int64":
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
         raise ConfigError(f"{at}.schema.columns.{group.column}", rule, schema[group.column].dtype)
     store, count = (0, 1) if shard is None else (shard.index, shard.count)
     # A store alone may have the groups of a batch: where the other ones drop all of theirs.
-    least = count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
+    least = (
+        count * max(-(-(prompts.max_lag + 2) * groups // count), groups) * group.max_trajectories
+    )
     if slots * count < least:
         rule = f"must be at least {least}, the groups of max_lag + 1 batches and of the one in training"
         rule += "" if count == 1 else f", and for each of {count} nodes those of a batch"
-        raise ConfigError(f"{at}.capacity_trajectories", rule, slots * count, "raise it, or lower max_lag")
+        raise ConfigError(
+            f"{at}.capacity_trajectories", rule, slots * count, "raise it, or lower max_lag"
+        )
     return PromptSpec(
         data=str(dataset.path.resolve()),
         fingerprint=dataset.fingerprint,
@@ -371,17 +418,25 @@ def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableS
 
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
     """Return the media of a table; ConfigError: it has no column of the role media, or no media for it."""
-    media, column, at = config.resolved_tables[name].media, schema.role("media"), f"gear.tables.{name}"
+    media, column, at = (
+        config.resolved_tables[name].media,
+        schema.role("media"),
+        f"gear.tables.{name}",
+    )
     if media is None or column is None:
         if (media is None) != (column is None):
             rule = "must be given with a column of the role media, and only then"
-            remedy = "the column has the number of an item at each step, media what an item consists of"
+            remedy = (
+                "the column has the number of an item at each step, media what an item consists of"
+            )
             raise ConfigError(f"{at}.media", rule, None if column is None else column.name, remedy)
         return None
     size = -(-media.page_bytes // 8) * 8
     if media.capacity_bytes < size:
         rule = f"must be at least one page of {size} bytes"
-        raise ConfigError(f"{at}.media.capacity_bytes", rule, media.capacity_bytes, "lower media.page_bytes")
+        raise ConfigError(
+            f"{at}.media.capacity_bytes", rule, media.capacity_bytes, "lower media.page_bytes"
+        )
     columns = {one: of.model_dump() for one, of in media.columns.items()}
     known = Schema.from_json({"columns": columns}).columns
     return MediaSpec(column.name, known, media.capacity_bytes // size, size)
@@ -394,8 +449,12 @@ def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     times = table.max_times_sampled or int(queue)
     steps, trajectories = capacity if table.remove != "none" else (UNLIMITED, UNLIMITED)
-    rate = None if table.rate_limiter is None else _rate(config, table, table.rate_limiter, batch, at)
-    retention = Retention(table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age)
+    rate = (
+        None if table.rate_limiter is None else _rate(config, table, table.rate_limiter, batch, at)
+    )
+    retention = Retention(
+        table.remove, table.keep_best, steps, trajectories, times, rate, table.max_age
+    )
     if table.version is None:
         return retention
     version = table.version
@@ -424,7 +483,9 @@ def _rate(
     if buffer < least:
         remedy = f"half of a global batch ({batch}) and of what the longest addition brings, and what it "
         remedy += "brings without one item, or both sides wait"
-        raise ConfigError(f"{at}.rate_limiter.error_buffer", f"must be at least {least:g}", buffer, remedy)
+        raise ConfigError(
+            f"{at}.rate_limiter.error_buffer", f"must be at least {least:g}", buffer, remedy
+        )
     return RateLimiter.ratio(unit, rate.min_size, rate.samples_per_insert, buffer)
 
 
@@ -448,11 +509,18 @@ def store_of(
     if dataset is not None:
         assert table.data is not None
         own = dataset.first_id, dataset.first_id + len(dataset)
-        first, end = (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
+        first, end = (
+            (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
+        )
         if not (own[0] <= first <= end <= own[1]):
-            rule, given = f"must hold the trajectories {first} to {end - 1}", f"{len(dataset)} trajectories"
+            rule, given = (
+                f"must hold the trajectories {first} to {end - 1}",
+                f"{len(dataset)} trajectories",
+            )
             remedy = "give this node the whole data set, or its own part and every other node another one"
-            raise DataError(f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy)
+            raise DataError(
+                f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy
+            )
         return spec(
             num_slots=end - first,
             num_rows=dataset.row_of(end - own[0]) - dataset.row_of(first - own[0]),
@@ -464,7 +532,9 @@ def store_of(
     normalized = [f.column.name for f in fields if f.normalize is not None and f.column is not None]
     rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
     retention = retention_of(config, name, (steps, slots), batch)
-    spare = spare_rows_for(retention, rows, None if longest is None else longest + int(schema.has_final_row))
+    spare = spare_rows_for(
+        retention, rows, None if longest is None else longest + int(schema.has_final_row)
+    )
     group = None if table.group is None else group_spec_of(table.group, schema, read, slots)
     found = spec(
         num_slots=slots,
@@ -478,11 +548,17 @@ def store_of(
         prompts=prompt_spec_of(config, name, group, schema, slots, shard)
         if group and table.prompts
         else None,
-        whole_fields=tuple(field.name for field in fields if field.needs_episode) if is_sampled else (),
-        normalized=tuple(dict.fromkeys(normalized)) if is_sampled and config.normalizes_online else (),
+        whole_fields=tuple(field.name for field in fields if field.needs_episode)
+        if is_sampled
+        else (),
+        normalized=tuple(dict.fromkeys(normalized))
+        if is_sampled and config.normalizes_online
+        else (),
         media=media_spec_of(config, name, schema),
     )
-    return replace(found, shares_prompts=config.pack is not None and shares_prompts(schema, fields, found))
+    return replace(
+        found, shares_prompts=config.pack is not None and shares_prompts(schema, fields, found)
+    )
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,10 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.remote import gateway_messages
 
 _LEAST_S = 3.0  # shortest deadline of a call: a gateway answers after 1 s while its table blocks
-_ANSWER_S, _BYTES_A_S = 10.0, 100_000  # longest time of a call without its bytes; least rate of the bytes
+_ANSWER_S, _BYTES_A_S = (
+    10.0,
+    100_000,
+)  # longest time of a call without its bytes; least rate of the bytes
 # gRPC would share connections, and their pauses after failures, with earlier ones; and it would use the
 # http_proxy of the environment, which is for the web. Answers have any length: they hold every refusal.
 _OPTIONS = [
@@ -90,9 +93,14 @@ class Connection:
             self.hang_up()
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 remedy = "take the one in its --token-file"
-                raise StoreError(f"token for {self.url}", "must be the gateway's", None, remedy) from error
+                raise StoreError(
+                    f"token for {self.url}", "must be the gateway's", None, remedy
+                ) from error
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                rule, remedy = "must have this call", "install the same deepspeed_gear on both sides"
+                rule, remedy = (
+                    "must have this call",
+                    "install the same deepspeed_gear on both sides",
+                )
                 raise StoreError(f"gateway {self.url}", rule, None, remedy) from error
             raise ConnectionLost(f"{error.code().name}: {error.details()}") from error
         except ValueError as error:  # no JSON: the server is no gateway
@@ -110,11 +118,16 @@ class Connection:
 def _read_roots(path: str | Path | None) -> bytes:
     """Read root certificates; None: those of the machine."""
     if path is None:
-        found = ssl.get_default_verify_paths().cafile, *_MACHINE_ROOTS  # the first uses SSL_CERT_FILE
+        found = (
+            ssl.get_default_verify_paths().cafile,
+            *_MACHINE_ROOTS,
+        )  # the first uses SSL_CERT_FILE
         path = next((file for file in found if file and os.path.isfile(file)), None)
     if path is None:
         remedy = "give ca, or set SSL_CERT_FILE"
-        raise ConfigError("ca", "must be given on a machine without root certificates", None, remedy)
+        raise ConfigError(
+            "ca", "must be given on a machine without root certificates", None, remedy
+        )
     with ConfigError.on(f"ca {path}", "must be a readable PEM file", OSError):
         return Path(path).read_bytes()
 
@@ -132,7 +145,9 @@ def read_token(path: str | Path) -> str:
         token = file.read().strip()
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         mode = oct(stat.S_IMODE(status.st_mode))
-        raise ConfigError(name, "must be a file of this user with mode 0600", mode, f"chmod 600 {path}")
+        raise ConfigError(
+            name, "must be a file of this user with mode 0600", mode, f"chmod 600 {path}"
+        )
     return check_token(name, token)
 
 

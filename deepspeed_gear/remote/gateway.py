@@ -56,7 +56,9 @@ Numbered = Sequence[tuple[int, Mapping[str, np.ndarray]]]
 ANSWER_S = 1.0  # longest that a request waits for its trajectories to be added
 MOST_WAITING = 32  # requests that wait at the same time; further ones are answered immediately
 _POLL_S = 0.2  # interval of the checks whether the gateway is to end
-_END_S = 3.0  # longest time for which it still answers, so that writers receive the error of its end
+_END_S = (
+    3.0  # longest time for which it still answers, so that writers receive the error of its end
+)
 _NUM_WORKERS = 2 * MOST_WAITING  # calls handled at once; half of them never wait for the table
 _MOST_CLIENT = 64  # characters of a writer's name, which a session keeps
 _MOST_CALLS = 1024  # including calls that wait for a worker; gRPC refuses more, and writers retry
@@ -67,7 +69,9 @@ _DECIDE = "what was not acknowledged may be stored or not; connect again, and de
 
 def read_certificate(chain: str | Path, key: str | Path) -> grpc.ServerCredentials:
     """Read a TLS certificate, with those between it and the root, and its private key, in PEM."""
-    with ConfigError.on("TLS certificate and key", "must be readable PEM files", OSError, remedy=""):
+    with ConfigError.on(
+        "TLS certificate and key", "must be readable PEM files", OSError, remedy=""
+    ):
         return grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(chain).read_bytes())])
 
 
@@ -83,7 +87,9 @@ class Session:
         self.leases: dict[tuple[Any, ...], tuple[LeaseRecord, dict[str, Any]]] = {}
         self.number, self.answer = -1, dict[str, Any]()  # of a worker's last call
         self.upto = -1  # all trajectories up to this number are committed or refused
-        self.refused: deque[tuple[int, dict[str, Any]]] = deque()  # not acknowledged by the writer yet
+        self.refused: deque[tuple[int, dict[str, Any]]] = (
+            deque()
+        )  # not acknowledged by the writer yet
         self.task: Future[Any] | None = None  # adds the last batch, or a worker's group
         self.lock = threading.Lock()  # around what reads and replaces the task; a worker's call
         self.calls = threading.Semaphore(_MOST_OF_SESSION)
@@ -110,7 +116,9 @@ class Sessions:
     Thread safety: any thread may call anything; only one thread adds.
     """
 
-    def __init__(self, add: Callable[[Mapping[str, Any]], int], most_waiting: int = MOST_WAITING) -> None:
+    def __init__(
+        self, add: Callable[[Mapping[str, Any]], int], most_waiting: int = MOST_WAITING
+    ) -> None:
         self._add, self._waiting = add, threading.Semaphore(most_waiting)
         self._sessions: dict[str, Session] = {}  # by name of the writer
         self._adder = ThreadPoolExecutor(1, "gear-add")
@@ -122,14 +130,21 @@ class Sessions:
         """Begin a session; an existing one continues."""
         self.check()
         if len(self._sessions) >= _MOST_SESSIONS and client not in self._sessions:
-            rule, remedy = f"must have at most {_MOST_SESSIONS} sessions", "close writers that are not used"
+            rule, remedy = (
+                f"must have at most {_MOST_SESSIONS} sessions",
+                "close writers that are not used",
+            )
             raise StoreError("the gateway", rule, len(self._sessions), remedy)
         self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
         """End sessions whose writers wait for no batch and have not called for a time; return how many."""
         now, found = time.monotonic(), list(self._sessions.items())
-        late = [(client, one) for client, one in found if one.called_at < now - min(after_s, one.grace_s)]
+        late = [
+            (client, one)
+            for client, one in found
+            if one.called_at < now - min(after_s, one.grace_s)
+        ]
         ended = [client for client, one in late if not (one.is_busy(0.0) or one.lock.locked())]
         for client in ended:
             self.forget(client)
@@ -192,7 +207,9 @@ class Sessions:
         """Add or refuse each trajectory; wait while the table's rate limiter blocks."""
         try:
             for number, trajectory in trajectories:
-                while number > session.upto:  # else it has arrived already, before a connection was lost
+                while (
+                    number > session.upto
+                ):  # else it has arrived already, before a connection was lost
                     self.check()
                     try:
                         self._add(trajectory)
@@ -206,7 +223,9 @@ class Sessions:
             self.end(error)
         except Exception as error:  # whether it is stored is not known: no caller may assume either
             LOG.exception("a trajectory could not be added")
-            self.end(StoreError("the gateway", "must be able to add trajectories", None, repr(error)))
+            self.end(
+                StoreError("the gateway", "must be able to add trajectories", None, repr(error))
+            )
 
     def check(self) -> None:
         """Raise what has ended the gateway."""
@@ -240,7 +259,9 @@ class LeaseSessions(Sessions):
         group = writer.parts[0].spec.group
         most_steps, kept = self._ledger.prompts.longest + 1, self._ledger.keep_bytes
         if kept > max_message_bytes:
-            raise ConfigError("--max-message", f"must hold prompts.keep_bytes = {kept}", max_message_bytes)
+            raise ConfigError(
+                "--max-message", f"must hold prompts.keep_bytes = {kept}", max_message_bytes
+            )
         self._origin = f"{writer.run} {writer.table}"
         self._prompts = self._ledger.prompts.schema
         self.hello = {"prompts": self._prompts.to_json(), "group": group and group.column}
@@ -275,7 +296,9 @@ class LeaseSessions(Sessions):
         finally:
             session.calls.release()
 
-    def _work(self, client: str, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
+    def _work(
+        self, client: str, session: Session, call: Mapping[str, Any], content: Any
+    ) -> dict[str, Any]:
         number = int(call.get("number", -1))
         with session.lock:
             busy, wait_s = self._wait(session)  # for a commit that the worker has given up
@@ -296,8 +319,14 @@ class LeaseSessions(Sessions):
             if number < session.number or "leases" not in session.answer:
                 return session.answer
             prompts = [session.leases[tuple(key)][1] for *key, _ in session.answer["leases"]]
-        rows = [{c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts} for prompt in prompts]
-        return {**session.answer, "content": gateway_messages.encode(self._prompts, list(enumerate(rows)))}
+        rows = [
+            {c.name: as_stored(prompt[c.name], c, "prompt") for c in self._prompts}
+            for prompt in prompts
+        ]
+        return {
+            **session.answer,
+            "content": gateway_messages.encode(self._prompts, list(enumerate(rows))),
+        }
 
     def _do(self, session: Session, call: Mapping[str, Any], content: Any) -> dict[str, Any]:
         """Do a call; return its answer."""
@@ -399,13 +428,22 @@ class Gateway:
             handlers=[_Calls(token, actions, self)],
             options=[
                 *server_options(connections),
-                ("grpc.max_receive_message_length", max_message_bytes + gateway_messages.SLACK_BYTES),
-                ("grpc.per_message_decompression", 0),  # writers send none: a small message stays small
+                (
+                    "grpc.max_receive_message_length",
+                    max_message_bytes + gateway_messages.SLACK_BYTES,
+                ),
+                (
+                    "grpc.per_message_decompression",
+                    0,
+                ),  # writers send none: a small message stays small
                 ("grpc.so_reuseport", 0),  # two gateways would share a port
             ],
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
-        scheme, address = "grpc" if certificate is None else "grpc+tls", f"[{host}]" if ":" in host else host
+        scheme, address = (
+            "grpc" if certificate is None else "grpc+tls",
+            f"[{host}]" if ":" in host else host,
+        )
         at, kinds = f"{address}:{port}", (RuntimeError, ValueError)
         remedy = "look in its log whether the port is taken, or the certificate not PEM"
         with ConfigError.on("gateway", f"must be able to listen at {at}", *kinds, remedy=remedy):
@@ -429,7 +467,10 @@ class Gateway:
         if certificate is None:
             remedy = "give --tls-cert and --tls-key, or --insecure in a network that you trust"
             check_plain("host", host, insecure, remedy)
-        least, most = gateway_messages.LEAST_MAX_MESSAGE_BYTES, gateway_messages.MOST_MAX_MESSAGE_BYTES
+        least, most = (
+            gateway_messages.LEAST_MAX_MESSAGE_BYTES,
+            gateway_messages.MOST_MAX_MESSAGE_BYTES,
+        )
         if not least <= max_message_bytes <= most:
             rule = f"must be in [{least >> 20}, {most >> 20}] MiB"
             raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
@@ -445,7 +486,9 @@ class Gateway:
             except GearError as error:
                 self.sessions.end(error)
             if is_over():
-                self.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
+                self.sessions.end(
+                    StoreError("the gateway", "must run", None, "its end was requested")
+                )
         wait_until(lambda: self.sessions.all_notified, _END_S, 0.02)
         self.shutdown()
         self._writer.close()
@@ -474,17 +517,26 @@ class Gateway:
             remedy = "install the same deepspeed_gear on both sides"
             raise StoreError("remote writer", rule, header.get("version"), remedy)
         if header.get("schema") is not None:
-            found = gateway_messages.differences(Schema.from_json(header["schema"]), self._writer.schema)
+            found = gateway_messages.differences(
+                Schema.from_json(header["schema"]), self._writer.schema
+            )
             if found:
                 rule = f"must have the schema of table {self._writer.table}"
                 raise SchemaError("remote writer", rule, None, "; ".join(found))
         if ("grace_s" in header) != isinstance(self.sessions, LeaseSessions):
-            name, rule = f"gear.tables.{self._writer.table}.prompts", "must be given for rollout workers only"
-            remedy = "connect a RemoteRolloutWorker where there are prompts, and else a RemoteWriter"
+            name, rule = (
+                f"gear.tables.{self._writer.table}.prompts",
+                "must be given for rollout workers only",
+            )
+            remedy = (
+                "connect a RemoteRolloutWorker where there are prompts, and else a RemoteWriter"
+            )
             raise ConfigError(name, rule, None, remedy)
         client = str(header.get("client"))
         if len(client) > _MOST_CLIENT:
-            raise StoreError("remote writer", f"must have a name of at most {_MOST_CLIENT} characters")
+            raise StoreError(
+                "remote writer", f"must have a name of at most {_MOST_CLIENT} characters"
+            )
         self.sessions.open(client, float(header.get("grace_s", gateway_messages.SESSION_S)))
         media = self._writer.parts[0].spec.media
         return {
@@ -503,7 +555,9 @@ class Gateway:
         if header.get("do") == "keep":
             given = content.to_pybytes()
         elif len(content):
-            given = list(gateway_messages.decode(self._writer.schema, content, self._max_message_bytes))
+            given = list(
+                gateway_messages.decode(self._writer.schema, content, self._max_message_bytes)
+            )
         if isinstance(self.sessions, LeaseSessions):
             client = str(header.get("client")) if header.get("gateway") == self._id else ""
             return self.sessions.work(client, header, given)
@@ -526,7 +580,9 @@ class Gateway:
         context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is wrong")
         raise AssertionError("abort raises")
 
-    def answer(self, action: Action, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    def answer(
+        self, action: Action, messages: Iterator[bytes], context: grpc.ServicerContext
+    ) -> bytes:
         """Receive a call's message and answer it, unless its peer has its share of calls."""
         peer = Peer.of_grpc(context.peer())
         self._connections.show_token(peer)
@@ -536,7 +592,9 @@ class Gateway:
             raise AssertionError("abort raises")
         try:
             message = next(messages, None)
-            return b"" if message is None else _answer(action, message)  # None: the caller has ended the call
+            return (
+                b"" if message is None else _answer(action, message)
+            )  # None: the caller has ended the call
         finally:
             self._calls.end(call)
 
@@ -561,12 +619,16 @@ class _Calls(grpc.GenericRpcHandler):
         self._wanted = f"Bearer {token}".encode()
         # A handler of unary requests would receive the message first; these read it when they are ready.
         handler = grpc.stream_unary_rpc_method_handler
-        self._handlers = {name: handler(partial(gateway.answer, action)) for name, action in actions.items()}
+        self._handlers = {
+            name: handler(partial(gateway.answer, action)) for name, action in actions.items()
+        }
         self._refuses = handler(gateway.refuse)
 
     def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler | None:
         """Return the handler of a call: the refusing one unless its metadata have the token."""
         given = dict(details.invocation_metadata).get("authorization", "")
-        if hmac.compare_digest(given.encode(), self._wanted):  # its time does not depend on the difference
+        if hmac.compare_digest(
+            given.encode(), self._wanted
+        ):  # its time does not depend on the difference
             return self._handlers.get(details.method.removeprefix(f"/{gateway_messages.SERVICE}/"))
         return self._refuses

@@ -25,8 +25,12 @@ MOST_CONNECTIONS = 4096
 TOKEN_S = 10.0  # within which a connection must show the token, after its handshake
 MOST_WITHOUT_TOKEN = 256  # connections of an address that have not shown the token yet
 MOST_OF_CONNECTION = 2  # calls at once; a writer makes one, and may have given up another
-_STREAMS = 100  # of a connection; it refuses more without a cause, and counts some that have just ended
-_IDLE_S = 60.0  # after which a connection without calls is closed; a writer connects again by itself
+_STREAMS = (
+    100  # of a connection; it refuses more without a cause, and counts some that have just ended
+)
+_IDLE_S = (
+    60.0  # after which a connection without calls is closed; a writer connects again by itself
+)
 _FILES = 128  # descriptors for everything else
 _FORGET_S = 5.0  # after which a peer without a connection is forgotten
 _SHOWN_ADDRESSES = 3
@@ -102,7 +106,9 @@ class CountedLog:
             if not self._counts or (now < self._logged_at + _LOG_S and not at_once):
                 return
             counts, self._counts, self._logged_at = self._counts, Counter(), now
-        shown = [f"{address} ({count:,})" for address, count in counts.most_common(_SHOWN_ADDRESSES)]
+        shown = [
+            f"{address} ({count:,})" for address, count in counts.most_common(_SHOWN_ADDRESSES)
+        ]
         if len(counts) > len(shown):
             shown.append(f"{len(counts) - len(shown):,} other addresses")
         LOG.warning(self._text, counts.total(), ", ".join(shown))
@@ -129,7 +135,9 @@ class CallLimits:
     def __init__(self, num_workers: int, longest_s: float) -> None:
         self._num_workers, self._longest_s = num_workers, longest_s
         self._calls, self._lock = set[Call](), threading.Lock()
-        self.log = CountedLog("gear serve: calls refused beyond the share of an address: %d, from %s")
+        self.log = CountedLog(
+            "gear serve: calls refused beyond the share of an address: %d, from %s"
+        )
 
     def begin(self, peer: Peer, cancel: Callable[[], object]) -> Call | str:
         """Admit a call; or return why it is refused, and what helps."""
@@ -174,7 +182,9 @@ class Connections:
 
     def __init__(self, port: int, most_without_token: int) -> None:
         self._port, self._most = port, most_without_token
-        self._known = dict[str, tuple[Peer | None, float]]()  # by link of the descriptor: None: another's
+        self._known = dict[
+            str, tuple[Peer | None, float]
+        ]()  # by link of the descriptor: None: another's
         self._shown, self._lock = dict[Peer, float](), threading.Lock()
         self.log = CountedLog(
             "gear serve: connections closed that have not shown the token: %d, of %s; an address may have "
@@ -191,7 +201,11 @@ class Connections:
 
         Cost: a system call for each descriptor of the process.
         """
-        now, known, numbers = time.monotonic(), dict[str, tuple[Peer | None, float]](), dict[str, int]()
+        now, known, numbers = (
+            time.monotonic(),
+            dict[str, tuple[Peer | None, float]](),
+            dict[str, int](),
+        )
         try:
             names = os.listdir("/proc/self/fd")
         except OSError:  # no descriptor is free: the next look may have one
@@ -205,7 +219,11 @@ class Connections:
         self._known = known
         peers = {peer for peer, _ in known.values()}
         with self._lock:
-            gone = [peer for peer, at in self._shown.items() if peer not in peers and at < now - _FORGET_S]
+            gone = [
+                peer
+                for peer, at in self._shown.items()
+                if peer not in peers and at < now - _FORGET_S
+            ]
             for peer in gone:
                 del self._shown[peer]
             shown = set(self._shown)
@@ -225,7 +243,10 @@ class Connections:
     def _peer(self, number: int, link: str) -> Peer | None:
         """Return the peer of a descriptor; None: it is no connection of the port."""
         with suppress(OSError), _same_socket(number, link) as one:
-            if one.family in (socket.AF_INET, socket.AF_INET6) and one.getsockname()[1] == self._port:
+            if (
+                one.family in (socket.AF_INET, socket.AF_INET6)
+                and one.getsockname()[1] == self._port
+            ):
                 return Peer.of_socket(*one.getpeername()[:2])  # OSError: it is the listener
         return None
 

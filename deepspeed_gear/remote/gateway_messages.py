@@ -25,12 +25,19 @@ from deepspeed_gear.errors import DataError, show_bytes
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.leases import LeaseRecord
 
-VERSION = 7  # 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited for commits
+VERSION = (
+    7  # 3 had no leases; 4 had no media; leases of 5 ended with their session; 6 waited for commits
+)
 SESSION_S = 3600.0  # a session ends if its writer has not called for so long
 IDLE_S = 600.0  # interval of the calls of a writer that has nothing to send
 MAX_MESSAGE_BYTES = 64 << 20  # default for the trajectories of one call
-LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = 1 << 20, 1 << 30  # gRPC's own lengths end at 2 GiB
-SLACK_BYTES = 1 << 20  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
+LEAST_MAX_MESSAGE_BYTES, MOST_MAX_MESSAGE_BYTES = (
+    1 << 20,
+    1 << 30,
+)  # gRPC's own lengths end at 2 GiB
+SLACK_BYTES = (
+    1 << 20
+)  # header, Arrow schema and padding: less than 512 bytes for each column, and its name
 MOST_HEADER_BYTES = 512 << 10  # parsed JSON takes many times its length
 SERVICE = "deepspeed_gear.Gateway"  # of gRPC, with the methods hello, bye, and put or work
 NUM_LEASE_WORDS = 5  # first words of a LeaseRecord, entry to attempt, which tell it from all others
@@ -81,7 +88,10 @@ def decode(
         batch = pa.ipc.read_record_batch(message, own)  # its buffers are parts of `content`
         batch.validate(full=True)  # checks that offsets are inside their buffers
     if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
-        rule, remedy = f"must take at most {show_bytes(most_bytes)}", "send fewer trajectories per call"
+        rule, remedy = (
+            f"must take at most {show_bytes(most_bytes)}",
+            "send fewer trajectories per call",
+        )
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
         raise DataError("batch", "must have no nulls")
@@ -102,7 +112,9 @@ def _decoded(column: Column, array: pa.Array) -> list[np.ndarray]:
         rule = f"must have rows of {column.row_bytes} bytes"
         raise DataError(f"batch: column {column.name}", rule, int(lengths[bad][0]))
     if column.dtype == "bool" and (content[offsets[0] : offsets[-1]] > 1).any():
-        raise DataError(f"batch: column {column.name}", "must hold bytes of 0 and 1, as its dtype is bool")
+        raise DataError(
+            f"batch: column {column.name}", "must hold bytes of 0 and 1, as its dtype is bool"
+        )
     lead = () if column.rows == "1" else (-1,)
     pieces = (content[start:end] for start, end in pairwise(offsets))
     return [piece.view(column.numpy_dtype).reshape((*lead, *column.shape)) for piece in pieces]
@@ -134,12 +146,16 @@ def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None)
     return sink.getvalue()
 
 
-def unpack(message: pa.Buffer, most_bytes: int = MOST_HEADER_BYTES) -> tuple[dict[str, Any], pa.Buffer]:
+def unpack(
+    message: pa.Buffer, most_bytes: int = MOST_HEADER_BYTES
+) -> tuple[dict[str, Any], pa.Buffer]:
     """Return the header of a message and the content after it."""
     view = memoryview(message)
     end = _LENGTH + int.from_bytes(view[:_LENGTH], "little")
     if end > _LENGTH + most_bytes:
-        raise DataError("message", f"must have a header of at most {most_bytes} bytes", end - _LENGTH)
+        raise DataError(
+            "message", f"must have a header of at most {most_bytes} bytes", end - _LENGTH
+        )
     with DataError.on("message", "must begin with a JSON object", ValueError):
         header = parse_json(bytes(view[_LENGTH:end]))
     if not isinstance(header, dict) or end > len(view):

@@ -100,7 +100,9 @@ class RemoteLedger(LeaseLedger):
             raise DataError(name, rule, show_bytes(num_bytes), "raise --max-message")
         absent = [[c.name for c in self._schema.late_columns if c.name not in one] for one in flat]
         batch = encode(self._schema, list(enumerate(members)))
-        answer = self._call(do="commit", lease=lease_words(lease), more=(), absent=absent, batch=batch)
+        answer = self._call(
+            do="commit", lease=lease_words(lease), more=(), absent=absent, batch=batch
+        )
         return list(answer["ids"])
 
     def _checked(self, name: str, flat: Sequence[Mapping[str, Any]]) -> list[dict[str, np.ndarray]]:
@@ -128,13 +130,17 @@ class RemoteLedger(LeaseLedger):
             sent = batch
             while not self._stopped.is_set():
                 header = {**self._hello["who"], **call, "number": self._number}
-                answer: dict[str, Any] = call_again(self._line, "put", header, self._timeout_s, sent)
+                answer: dict[str, Any] = call_again(
+                    self._line, "put", header, self._timeout_s, sent
+                )
                 if "unknown" in answer:
                     self._begin()
                 elif "busy" not in answer:
                     return answer
                 self._stopped.wait(answer.get("wait_s", 0.0))
-                sent = None if answer.get("busy") == self._number else batch  # of a commit that was given up
+                sent = (
+                    None if answer.get("busy") == self._number else batch
+                )  # of a commit that was given up
         raise StoreError("the rollout worker", "must be open", None, "it was closed")
 
     def _keep_session(self) -> None:

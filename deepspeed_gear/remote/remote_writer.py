@@ -73,11 +73,15 @@ class RetryPolicy:
             rule = f"must answer within {self._timeout_s:g} s"
             remedy = f"does it run, is the url right, and does its log name a limit? {error}"
             raise LostNodeError(f"gateway {self._url}", rule, None, remedy)
-        stopped.wait(self._pause_s * random.uniform(0.5, 1.0))  # so that many writers do not retry at once
+        stopped.wait(
+            self._pause_s * random.uniform(0.5, 1.0)
+        )  # so that many writers do not retry at once
         self._pause_s = min(2 * self._pause_s, _LAST_PAUSE_S)
 
 
-def call_again(line: Connection, action: str, header: Any, timeout_s: float, batch: Any = None) -> Any:
+def call_again(
+    line: Connection, action: str, header: Any, timeout_s: float, batch: Any = None
+) -> Any:
     """Call until there is an answer, and return it; raises the error in it."""
     retries, answer = RetryPolicy(line.url, timeout_s), None
     while answer is None:
@@ -124,13 +128,20 @@ class Sender:
     """
 
     def __init__(
-        self, line: Connection, schema: Schema, who: Mapping[str, str], options: SendOptions, timeout_s: float
+        self,
+        line: Connection,
+        schema: Schema,
+        who: Mapping[str, str],
+        options: SendOptions,
+        timeout_s: float,
     ) -> None:
         self._line, self._schema, self._options = line, schema, options
         self._who = who  # gateway and client, in the header of every call
         self._timeout_s = timeout_s  # without any answer, and of a wait while the gateway blocks
         self._retries = RetryPolicy(line.url, timeout_s)
-        self._asks = False  # the last batch is pending, or its state unknown: ask before the next is sent
+        self._asks = (
+            False  # the last batch is pending, or its state unknown: ask before the next is sent
+        )
         self._upto = -1
         self.refused: list[tuple[int, GearError]] = []
         self.num_lost = 0  # calls
@@ -178,7 +189,10 @@ class Sender:
             if self._error is not None:
                 raise self._error
             now = time.monotonic()
-            if self._blocked_since is not None and now - max(begin, self._blocked_since) > self._timeout_s:
+            if (
+                self._blocked_since is not None
+                and now - max(begin, self._blocked_since) > self._timeout_s
+            ):
                 rule = f"must take trajectories within {self._timeout_s:g} s"
                 remedy = "the table is full or its rate limiter blocks: sample, or raise timeout_s"
                 raise NotReadyError("the gateway", rule, None, remedy)
@@ -198,7 +212,9 @@ class Sender:
             self._changed.notify_all()
         self._thread.join(_STOP_S)
         if self._items and self._error is None:
-            LOG.warning("a remote writer was not closed: %d trajectories may be lost", len(self._items))
+            LOG.warning(
+                "a remote writer was not closed: %d trajectories may be lost", len(self._items)
+            )
 
     def _run(self) -> None:
         try:
@@ -213,7 +229,9 @@ class Sender:
             self._fail(type(error)(error.name, error.rule, error.value, remedy))
         except Exception as error:
             LOG.exception("a remote writer's thread failed")
-            self._fail(PeerError(f"gateway {self._line.url}", "must be reachable", None, repr(error)))
+            self._fail(
+                PeerError(f"gateway {self._line.url}", "must be reachable", None, repr(error))
+            )
         finally:
             self._line.hang_up()
 
@@ -235,7 +253,9 @@ class Sender:
                 now = time.monotonic()
                 if not self._items and now >= until:
                     return []
-                left = self._items[0].since + self._options.linger_s - now if self._items else _LOOK_S
+                left = (
+                    self._items[0].since + self._options.linger_s - now if self._items else _LOOK_S
+                )
                 is_full = self._num_bytes >= self._options.batch_bytes
                 if self._items and (self._flushes or is_full or left <= 0):
                     totals = accumulate(item.num_bytes for item in self._items)
@@ -297,8 +317,13 @@ class RemoteWriter(WriterBase):
     Thread safety: one thread at a time; a thread of its own sends. After a fork, connect anew.
     """
 
-    def __init__(self, line: Connection, hello: Any, sending: SendOptions, timeout_s: float) -> None:
-        schema, whole_fields = Schema.from_json(hello["schema"]), tuple(hello.get("whole_fields", ()))
+    def __init__(
+        self, line: Connection, hello: Any, sending: SendOptions, timeout_s: float
+    ) -> None:
+        schema, whole_fields = (
+            Schema.from_json(hello["schema"]),
+            tuple(hello.get("whole_fields", ())),
+        )
         super().__init__(str(hello["table"]), schema, hello["max_length"], whole_fields)
         self._max_bytes = int(hello["max_message_bytes"])
         self._media = MediaSpec.of_json(self.schema, hello["media"])

@@ -49,7 +49,9 @@ class BatchAssembler:
             engine_dtype=engine_dtype,
             threads=config.threads,
         )
-        self._held = int(plan.topology.num_nodes > 1)  # batches that are kept besides those that wait
+        self._held = int(
+            plan.topology.num_nodes > 1
+        )  # batches that are kept besides those that wait
         self._transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
@@ -61,12 +63,18 @@ class BatchAssembler:
             keep = max(2, info.accumulation)
             tables = [stream.table for stream in train]
             own = config.transfer, config.backend
-            self.transfer = DeviceTransfer(*own, needs, tables, device, info.micro, keep, self._options)
-        self._stays_on_host = device.type == "cpu" and self.transfer is None and not relabelling.has_reward
+            self.transfer = DeviceTransfer(
+                *own, needs, tables, device, info.micro, keep, self._options
+            )
+        self._stays_on_host = (
+            device.type == "cpu" and self.transfer is None and not relabelling.has_reward
+        )
         self._gatherers = {stream: self._gatherer(stream) for stream in train}
         specs = [stream.table.spec for stream in train]
         self._mapped = [
-            s.dataset.files for s in specs if s.dataset is not None and (s.compressed or not s.in_memory)
+            s.dataset.files
+            for s in specs
+            if s.dataset is not None and (s.compressed or not s.in_memory)
         ]
 
     @property
@@ -99,7 +107,9 @@ class BatchAssembler:
             if numbers is not None:
                 columns = stream.table.spec.normalized_columns
                 gatherer.normalize_with(numbers[own.head[Head.KEY] % stream.spec.depth], columns)
-            parts.append((gatherer, own.records, self._relabelling.draw(stream.spec.key, own.records)))
+            parts.append(
+                (gatherer, own.records, self._relabelling.draw(stream.spec.key, own.records))
+            )
         gatherer, records, goals = parts[0]
         source = probability = None
         if shares is None:
@@ -107,13 +117,19 @@ class BatchAssembler:
         else:
             tensors, mask = gatherer.gather_from(parts)
             own = _joined([own for _, own in taken])
-            goals = None if goals is None else torch.cat([each for _, _, each in parts if each is not None])
+            goals = (
+                None
+                if goals is None
+                else torch.cat([each for _, _, each in parts if each is not None])
+            )
             source = torch.repeat_interleave(torch.tensor([len(own.records) for _, own in taken]))
             of_tables = zip(taken, shares, strict=True)
             probability = torch.cat([_probability(*one) * share for one, share in of_tables])
         samples = BatchSamples(
             records=own.records,
-            valid=self._valid if pass_size is None else own.records[:, Resolution.SAMPLE_NUMBER] < pass_size,
+            valid=self._valid
+            if pass_size is None
+            else own.records[:, Resolution.SAMPLE_NUMBER] < pass_size,
             step_items=shares is None and stream.state.has_unit_masses,
             total=own.head[Head.TOTAL] if shares is None else 0,
             epoch=self._no_epoch if own.epochs is None else own.epochs,
@@ -132,7 +148,9 @@ class BatchAssembler:
         if self._stays_on_host and self._transform is None:
             return batch
         if self.transfer is None:
-            return self._change(batch if self._device.type == "cpu" else batch.to(self._device), taken)
+            return self._change(
+                batch if self._device.type == "cpu" else batch.to(self._device), taken
+            )
         with self.transfer.lane.running():
             batch = self._change(self.transfer.bring(batch), taken)
         assert isinstance(gatherer, DeviceGatherer)
@@ -163,10 +181,14 @@ class BatchAssembler:
         seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
         made = [transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
         keys = torch.cat(made)
-        keys = keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
+        keys = (
+            keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
+        )
         changed = self._transform(batch, keys)
         if not isinstance(changed, Batch):
-            raise ConfigError("transform", "must return a Batch", type(changed).__name__, "return the batch")
+            raise ConfigError(
+                "transform", "must return a Batch", type(changed).__name__, "return the batch"
+            )
         if changed.lifetime is None and batch.lifetime is not None:
             batch.lifetime.follow(changed)  # it may have the same tensors
         return changed
@@ -191,7 +213,9 @@ class BatchAssembler:
 def _joined(every: Sequence[Selection]) -> Selection:
     """Return the samples of tables one after the other; each has epochs and weights."""
     _, *of_each, _ = zip(*every, strict=True)
-    slots = [own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every]
+    slots = [
+        own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every
+    ]
     origins = torch.cat(slots) if any(own.origins is not None for own in every) else None
     records, weights, epochs = map(torch.cat, of_each)
     return Selection(every[0].head, records, weights, epochs, origins)

@@ -16,7 +16,13 @@ from deepspeed_gear.checkpoint.position import LoaderPosition, after, batches, s
 from deepspeed_gear.config.cross_checks import SPLITS
 from deepspeed_gear.context import LOG
 from deepspeed_gear.distributed.batch_barrier import NO_DIGEST
-from deepspeed_gear.errors import CheckpointError, ConfigError, EmptyTableError, NotReadyError, StoreError
+from deepspeed_gear.errors import (
+    CheckpointError,
+    ConfigError,
+    EmptyTableError,
+    NotReadyError,
+    StoreError,
+)
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.metrics import Metrics
@@ -42,7 +48,11 @@ class BatchLoader:
 
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
         self._parts, plan, config = parts, parts.plan, parts.plan.config
-        self._tables, self._streams, self._mixture = config.sampled_tables, parts.train, plan.mixture
+        self._tables, self._streams, self._mixture = (
+            config.sampled_tables,
+            parts.train,
+            plan.mixture,
+        )
         self._prefetch, self._verify_every = config.prefetch, config.verify_every
         self._assembler, self._info, self._metrics = parts.assembler, plan.info, metrics
         self._data_rank, self._leads = plan.topology.place.data_rank, plan.topology.rank == 0
@@ -59,11 +69,17 @@ class BatchLoader:
             self._prefetcher.begin(self._make)
         self._seen = hashlib.blake2b(digest_size=8)  # ids and anchors of this rank's part
         self._digest = NO_DIGEST
-        self._held: PreparedBatch | None = None  # gathered and not returned yet: after a failure, or early
+        self._held: PreparedBatch | None = (
+            None  # gathered and not returned yet: after a failure, or early
+        )
         self._is_early = False
-        self._start = batches(position.at)  # global batch at which the numbering of micro batches begins
+        self._start = batches(
+            position.at
+        )  # global batch at which the numbering of micro batches begins
         self._used = 0  # micro batches returned since then
-        self._heads: list[list[int]] | None = None  # of the last global batch used; None: see _position
+        self._heads: list[list[int]] | None = (
+            None  # of the last global batch used; None: see _position
+        )
         self._position = position.at
 
     def next(self) -> Batch:
@@ -88,7 +104,9 @@ class BatchLoader:
             self._heads = made.heads
         if self._barrier is not None and self._barrier.is_early:
             following = self._prefetcher.ready()
-            if following is not None:  # reach the next barrier early: its messages overlap with training
+            if (
+                following is not None
+            ):  # reach the next barrier early: its messages overlap with training
                 self._hold(following)
                 self._is_early = True
                 if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
@@ -141,19 +159,25 @@ class BatchLoader:
             self._digest = _as_int64(self._seen.digest()) | 1
             self._metrics.digest = self.next_key, made.digest
             if self._leads:
-                LOG.info("gear: global batch %d: digest %016x", self.next_key, made.digest % (1 << 64))
+                LOG.info(
+                    "gear: global batch %d: digest %016x", self.next_key, made.digest % (1 << 64)
+                )
         self._seen = hashlib.blake2b(digest_size=8)
 
     @property
     def position(self) -> LoaderPosition:
         """The position after the last global batch whose micro batches were all used."""
-        return LoaderPosition(self._position if self._heads is None else after(self._tables, self._heads))
+        return LoaderPosition(
+            self._position if self._heads is None else after(self._tables, self._heads)
+        )
 
     def check(self, rollout: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError for a rollout batch whose training is under way."""
         if rollout is not None:
             rule = "must not be in the middle of a rollout batch"
-            raise CheckpointError("the gear state", rule, None, "load it with the gear.pack of its run")
+            raise CheckpointError(
+                "the gear state", rule, None, "load it with the gear.pack of its run"
+            )
 
     def _make(self, index: int) -> PreparedBatch:
         """Gather this rank's micro batch number `index` since the start or the last resume."""
@@ -165,7 +189,10 @@ class BatchLoader:
             own = stream.take(key, part, info.num_micro)
             taken, heads = [(stream, own)], [own.head]
         else:
-            shares, chosen = self._mixture.shares(key), self._mixture.part(key, part, info.num_micro)
+            shares, chosen = (
+                self._mixture.shares(key),
+                self._mixture.part(key, part, info.num_micro),
+            )
             parts = zip(self._streams, map(torch.from_numpy, chosen), strict=True)
             taken = [(s, s.part_of(s.get(key), which, of_mixture=True)) for s, which in parts]
             heads = [own.head for _, own in taken]
@@ -205,7 +232,9 @@ class Evaluation:
         found = [streams[split] for streams in by_table if split in streams]
         if not found or split == TRAIN:
             known = dict.fromkeys(name for streams in by_table for name in streams)
-            raise ConfigError("stream", f"must be one of {', '.join(known)}", split, "give gear.data.split")
+            raise ConfigError(
+                "stream", f"must be one of {', '.join(known)}", split, "give gear.data.split"
+            )
         return found
 
     def _pass(self, stream: BatchStream, number: int) -> Iterator[Batch]:
@@ -218,7 +247,9 @@ class Evaluation:
             selection = stream.get(key)
             size = int(selection.head[Head.EPOCH_SIZE])
             num_batches = -(-size // stream.spec.batch)
-            taken = [(stream, stream.part_of(selection, slice(place.data_rank, None, place.data_world)))]
+            taken = [
+                (stream, stream.part_of(selection, slice(place.data_rank, None, place.data_world)))
+            ]
             batch = assembler.assemble(taken, place.data_rank, place.data_world, pass_size=size)
             assembler.release(stream, key)
             if assembler.transfer is not None:

@@ -36,7 +36,9 @@ class ReplayParts:
     error is raised on every rank, after all resources are released. `turns`: when ranks wait, None for never.
     """
 
-    assembler: BatchAssembler  # the last part; absent where the building of one before it has failed
+    assembler: (
+        BatchAssembler  # the last part; absent where the building of one before it has failed
+    )
 
     def __init__(
         self, plan: Resolved, turns: Turns | None, engine_dtype: torch.dtype, device: torch.device
@@ -47,7 +49,9 @@ class ReplayParts:
         self._states = [state for of_table in stores.states.values() for state in of_table.values()]
         self.late_updates = AsyncPriorityUpdates(plan.config.timeout_s)
         self.releases = DeferredRelease()  # of selections that the device still reads
-        self.prefetcher = Prefetcher[Any](plan.config.prefetch * plan.info.accumulation)  # of micro batches
+        self.prefetcher = Prefetcher[Any](
+            plan.config.prefetch * plan.info.accumulation
+        )  # of micro batches
         self.exchange = NodeExchange(plan, device)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
@@ -79,7 +83,9 @@ class ReplayParts:
 
     def _relabelling(self) -> HindsightRelabelling:
         plan, config = self.plan, self.plan.config
-        return HindsightRelabelling(config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields)
+        return HindsightRelabelling(
+            config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
+        )
 
     def _count_items(self) -> dict[StreamState, int]:
         """Count the items of all nodes, by stream of the tables that several nodes hold. Collective."""
@@ -90,7 +96,9 @@ class ReplayParts:
         return {state: sum(totals[at] for totals in of_nodes) for at, state in enumerate(spread)}
 
     def _make_streams(
-        self, selectors: Mapping[StreamState, SelectionAgreement], num_items: Mapping[StreamState, int]
+        self,
+        selectors: Mapping[StreamState, SelectionAgreement],
+        num_items: Mapping[StreamState, int],
     ) -> None:
         """Make the batch streams of all tables.
 
@@ -198,13 +206,17 @@ def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -
     dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
     if not dead:
         return None
-    first = max(dead, key=lambda peer: int(peers[peer, Peer.LOST]))  # others may have ended because of it
+    first = max(
+        dead, key=lambda peer: int(peers[peer, Peer.LOST])
+    )  # others may have ended because of it
     peers[first, Peer.LOST] = 1
     process = f"process {int(peers[first, Peer.PID])} died, or closed its replay"
     return PeerError(f"rank {ranks[first]}", "must live as long as the others train", None, process)
 
 
-def _barrier(plan: Resolved, table: Table, turns: Turns, detector: FailureDetector | None) -> BatchBarrier:
+def _barrier(
+    plan: Resolved, table: Table, turns: Turns, detector: FailureDetector | None
+) -> BatchBarrier:
     """Return the batch barrier of the ranks. Collective over the leaders of nodes."""
     topology, config = plan.topology, plan.config
     # Between two barriers of rollout batches a rank may generate, or compute rewards.
@@ -218,4 +230,6 @@ def _barrier(plan: Resolved, table: Table, turns: Turns, detector: FailureDetect
     if over_nodes and topology.leads_node:
         channel = NodeChannel(topology, order, "turns", timeout_s, plan.group, detector)
     early = only_readers and config.prefetch > 0
-    return BatchBarrier(table, topology, only_readers, timeout_s, channel, over_nodes, early, detector)
+    return BatchBarrier(
+        table, topology, only_readers, timeout_s, channel, over_nodes, early, detector
+    )

@@ -24,7 +24,9 @@ class Readiness:
     def __init__(self, parts: ReplayParts) -> None:
         self._parts, self._timeout_s = parts, parts.plan.config.rollout_timeout_s
         barrier = parts.barrier
-        self._check = parts.context.check if barrier is None else barrier.check  # raises if a rank is lost
+        self._check = (
+            parts.context.check if barrier is None else barrier.check
+        )  # raises if a rank is lost
         self._streams, self._table = parts.train, parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
         self._answers: np.ndarray = self._table.views["questions/answers"]
@@ -48,7 +50,9 @@ class Readiness:
                 prepares = self._parts.prefetcher.is_alive
                 may = may_select(exchange, plan.leads_shard, stream, key, prepares)
             else:
-                answers = exchange.collect("looking at its node's items", partial(stream.can_select, key))
+                answers = exchange.collect(
+                    "looking at its node's items", partial(stream.can_select, key)
+                )
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
             found = found and may
         return found
@@ -92,7 +96,11 @@ class Readiness:
         def lagging() -> list[int]:
             late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()
             reads = [topology.places[topology.peers[peer]].reads for peer in late]
-            return [peer for peer, does in zip(late, reads, strict=True) if does and memory.is_alive(peer)]
+            return [
+                peer
+                for peer, does in zip(late, reads, strict=True)
+                if does and memory.is_alive(peer)
+            ]
 
         def named() -> str:  # by the first rank of the node that waits for them
             is_first = self._peer == min(set(range(len(topology.peers))) - set(late))
@@ -102,7 +110,9 @@ class Readiness:
             self._check()
             if log.note(named) > self._timeout_s:
                 rule = f"must call can_sample() as often as this rank, within {self._timeout_s} s"
-                remedy = "every rank must call it in turn; one that generates for longer needs a larger "
+                remedy = (
+                    "every rank must call it in turn; one that generates for longer needs a larger "
+                )
                 remedy += "timeout_s of the table's rate_limiter"
                 raise PeerError(f"rank {topology.peers[late[0]]}", rule, None, remedy)
             time.sleep(_POLL_S)

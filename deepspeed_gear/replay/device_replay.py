@@ -14,16 +14,34 @@ from torch import Tensor
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.burn_in import BurnIn
-from deepspeed_gear.batching.priority_reduction import float32_on_device, masks_of, reduce_steps, refuse_masks
+from deepspeed_gear.batching.priority_reduction import (
+    float32_on_device,
+    masks_of,
+    reduce_steps,
+    refuse_masks,
+)
 from deepspeed_gear.batching.transform import transform_keys
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
 from deepspeed_gear.device.device_loader import DeviceBatch, DeviceEvaluation, DeviceLoader
-from deepspeed_gear.device.device_table import DeviceTable, TableMixture, device_of, ops_of, table_of
+from deepspeed_gear.device.device_table import (
+    DeviceTable,
+    TableMixture,
+    device_of,
+    ops_of,
+    table_of,
+)
 from deepspeed_gear.device.ring_table import RingTable
 from deepspeed_gear.distributed.topology import RankCoordinates
-from deepspeed_gear.errors import ConfigError, DataError, SchemaError, ShapeError, StoreError, undo_on_error
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    SchemaError,
+    ShapeError,
+    StoreError,
+    undo_on_error,
+)
 from deepspeed_gear.ops.records import RingState
 from deepspeed_gear.plan.resolved_plan import Resolved, resolve_plan
 from deepspeed_gear.replay.metrics import ClampWarning, Progress
@@ -81,7 +99,9 @@ class DeviceReplay(ReplayBase):
             plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
             self._loader = DeviceLoader(plan, self._mixture, self._burn_in, owner=self)
         self._clamp_warnings = self._new_clamp_warnings()
-        self._num_before_load = 0  # global batches selected here, less the position of the latest load
+        self._num_before_load = (
+            0  # global batches selected here, less the position of the latest load
+        )
 
     def _build(self, plan: Resolved, engine_dtype: torch.dtype) -> None:
         info, sampler = plan.info, plan.config.item_sampler
@@ -91,9 +111,8 @@ class DeviceReplay(ReplayBase):
         for name in plan.config.sampled_tables:
             resolved = plan.tables[name]
             if resolved.dataset is not None and sampler.kind == "top_k" and info.data_world > 1:
-                rule = (
-                    f'must not be "top_k" for a data set on the devices of {info.data_world} replicas: each '
-                )
+                replicas = f"the devices of {info.data_world} replicas"
+                rule = f'must not be "top_k" for a data set on {replicas}: each '
                 rule += "takes the highest priorities of its own copy, so all would train on the same samples"
                 remedy = f'give gear.tables.{name} "placement": "host", where they draw together'
                 raise ConfigError("gear.sampler.kind", rule, sampler.kind, remedy)
@@ -150,7 +169,11 @@ class DeviceReplay(ReplayBase):
         return self._transform(batch.again(), torch.cat(keys))
 
     def add_(
-        self, columns: Mapping[str, Tensor], lengths: Tensor | None = None, *, table: str | None = None
+        self,
+        columns: Mapping[str, Tensor],
+        lengths: Tensor | None = None,
+        *,
+        table: str | None = None,
     ) -> None:
         """Add trajectories; the oldest are evicted if needed. Waits for nothing; can be captured.
 
@@ -171,7 +194,9 @@ class DeviceReplay(ReplayBase):
         into = self._changing(table)
         if into.table.num_envs:
             rule = "must get single steps: its rows are divided among the environments of num_envs"
-            raise StoreError("the table on the device", rule, None, "use add_steps_, or leave num_envs out")
+            raise StoreError(
+                "the table on the device", rule, None, "use add_steps_, or leave num_envs out"
+            )
         count, steps = added_columns.check_trajectories(into.table, columns, lengths)
         if lengths is None:
             lengths = torch.full((count,), steps, dtype=torch.int64, device=self.device)
@@ -197,7 +222,9 @@ class DeviceReplay(ReplayBase):
             SchemaError, ShapeError, DataError: As `add_`.
             ConfigError: N-step returns are of more than a step, which no trajectory of one step has.
         """
-        trajectories = added_columns.as_trajectories(self._changing(table).table, columns, following)
+        trajectories = added_columns.as_trajectories(
+            self._changing(table).table, columns, following
+        )
         n = 1 if self.config.n_step is None else self.config.n_step.n
         if n > 1:
             rule = "must be 1 where transitions are added one by one: a return ends with its trajectory"
@@ -259,10 +286,14 @@ class DeviceReplay(ReplayBase):
         into = self._changing(name)
         if not into.table.num_envs:
             rule = "must have num_envs, so that steps of environments can be added"
-            raise StoreError("the table on the device", rule, None, f"set gear.tables.{into.name}.num_envs")
+            raise StoreError(
+                "the table on the device", rule, None, f"set gear.tables.{into.name}.num_envs"
+            )
         return into
 
-    def fill_(self, ids: Tensor, columns: Mapping[str, Tensor], *, table: str | None = None) -> None:
+    def fill_(
+        self, ids: Tensor, columns: Mapping[str, Tensor], *, table: str | None = None
+    ) -> None:
         """Write columns of trajectories; those that are not stored any more are left out.
 
         Args:
@@ -278,7 +309,9 @@ class DeviceReplay(ReplayBase):
         self._check_ids(ids)
         added_columns.check_late(into, ids, columns)
         for name in changing.filter.columns & columns.keys():
-            raise SchemaError(f"column {name}", "must not be filled: gear.sampler.where reads it when added")
+            raise SchemaError(
+                f"column {name}", "must not be filled: gear.sampler.where reads it when added"
+            )
         into.fill_(ids, columns)
 
     def remove_(self, ids: Tensor, *, table: str | None = None) -> None:
@@ -301,11 +334,18 @@ class DeviceReplay(ReplayBase):
 
     @staticmethod
     def _check_ids(ids: object) -> None:
-        if not isinstance(ids, Tensor) or ids.is_nested or ids.dtype != torch.int64 or ids.dim() != 1:
+        if (
+            not isinstance(ids, Tensor)
+            or ids.is_nested
+            or ids.dtype != torch.int64
+            or ids.dim() != 1
+        ):
             form = str(ids.dtype) if isinstance(ids, Tensor) else type(ids).__name__
             raise ShapeError("ids", "must be a tensor [n], int64", form)
 
-    def update_priorities_(self, batch: Batch, priorities: Tensor, mask: Tensor | None = None) -> None:
+    def update_priorities_(
+        self, batch: Batch, priorities: Tensor, mask: Tensor | None = None
+    ) -> None:
         """Set the priorities of a batch's items, for the next selection. Waits for nothing.
 
         Of several values of an item the one with the highest sample number wins. Negative, infinite and NaN
@@ -334,7 +374,9 @@ class DeviceReplay(ReplayBase):
             raise ShapeError("priorities", rule, list(values.shape), "reduce them over these ranks")
         if not isinstance(batch, DeviceBatch):
             rule = "must be from this replay's sample or new_batch, and no clone or part"
-            raise DataError("batch", rule, type(batch).__name__, "report the priorities of the whole batch")
+            raise DataError(
+                "batch", rule, type(batch).__name__, "report the priorities of the whole batch"
+            )
         if batch.owner is not self:
             rule = "must be of this replay's training stream"
             raise DataError("batch", rule, None, "nothing was changed")
@@ -397,7 +439,9 @@ class DeviceReplay(ReplayBase):
             rule = "must be in range: lengths in [0, T], end flags at last steps only, priorities finite and "
             rule += "at least 0, beta in [0, 1]"
             raise DataError("input of the device", rule, f"{refused} that were not")
-        empty = next((n for table in self.tables.values() if (n := int(table.state[RingState.EMPTY]))), 0)
+        empty = next(
+            (n for table in self.tables.values() if (n := int(table.state[RingState.EMPTY]))), 0
+        )
         if empty:
             rule = "must have an item with a mass whenever a batch is drawn"
             remedy = "add trajectories that have an anchor before sample_, and report priorities above 0; "

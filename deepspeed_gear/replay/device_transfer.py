@@ -72,7 +72,9 @@ class DeviceTransfer:
         #: The columns that batches read, by table, in the order of the fields.
         self._names: dict[str, list[str]] = {}
         for table in self._tables:
-            n_step = [name for name in n_step_columns(table) if name is not None] if needs.n_step else []
+            n_step = (
+                [name for name in n_step_columns(table) if name is not None] if needs.n_step else []
+            )
             names = dict.fromkeys([*stored, *n_step])  # compressed columns are always staged
             self._names[table.spec.name] = [name for name in names if name not in table.compressed]
         self._ops: Ops | None = self._tables[0].ops
@@ -87,7 +89,9 @@ class DeviceTransfer:
 
     def gatherer(self, table: Table, depth: int, way: str | None = None) -> DeviceGatherer:
         """Return a gatherer of a table, with a ring of some depth; `way`: None: the chosen one."""
-        n_step = [name for each in self._tables for name in n_step_columns(each) if name is not None]
+        n_step = [
+            name for each in self._tables for name in n_step_columns(each) if name is not None
+        ]
         reaches_n_step = all(map(self._is_reached, n_step))
         ops, way = self._ops or table.ops, way or self.way  # ops are unused by staged fields
         transfer = FieldTransfer(self.lane, ops, way, self._is_reached, reaches_n_step, self._keep)
@@ -135,7 +139,9 @@ class DeviceTransfer:
         if any(name in table.compressed for table in self._tables):
             return False
         return all(
-            name in reach.columns for table, reach in self._reaches.items() if name in self._names[table]
+            name in reach.columns
+            for table, reach in self._reaches.items()
+            if name in self._names[table]
         )
 
     def _choose(self, table: Table, num_samples: int) -> str:
@@ -160,7 +166,9 @@ class DeviceTransfer:
         """Gather a batch of made-up samples, which loads the kernels; return whether it works."""
         single = {column.name for column in table.spec.schema if column.rows == "1"}
         held = {name: len(table.gather_source(name)) for name in self._names[table.spec.name]}
-        rows = min((n for name, n in held.items() if name not in single), default=table.spec.num_rows)
+        rows = min(
+            (n for name, n in held.items() if name not in single), default=table.spec.num_rows
+        )
         slots = min((n for name, n in held.items() if name in single), default=1)
         records = made_up_records(table, num_samples, rows, slots)
         try:

@@ -44,7 +44,17 @@ class Metrics:
         # `wait_s`: in all calls of `sample`, or for rollout batches and their packs; `made`, `sample_s`:
         # micro batches that were gathered; the others are of optimizer steps of packed batches, and `skipped`
         # those whose update was, for an overflow.
-        names = ("batches", "wait_s", "made", "sample_s", "real", "rows", "bytes", "steps", "skipped")
+        names = (
+            "batches",
+            "wait_s",
+            "made",
+            "sample_s",
+            "real",
+            "rows",
+            "bytes",
+            "steps",
+            "skipped",
+        )
         self.sums = dict.fromkeys((*names, *TRAINED), 0.0)
         self._taken = dict(self.sums)  # at the last `take`
         self._means = dict[str, float]()  # as they were last returned
@@ -90,7 +100,9 @@ class Metrics:
             "sample_ms": self._mean("sample_ms", 1e3 * new["sample_s"], new["made"]),
             "wait_ms": self._mean("wait_ms", 1e3 * new["wait_s"], new["batches"]),
             "bytes": self._mean("bytes", new["bytes"], new["made"]),
-            "padding": self._mean("padding", new["rows"] - new["real"], new["rows"]),  # fraction of rows
+            "padding": self._mean(
+                "padding", new["rows"] - new["real"], new["rows"]
+            ),  # fraction of rows
             "epoch": float(self.epoch),
         }
 
@@ -129,7 +141,10 @@ class Progress:
     def __sub__(self, before: Progress) -> Progress:
         """Return the progress from one period's end to this one's, which began together."""
         wait_s = None if self.wait_s is None else self.wait_s - (before.wait_s or 0.0)
-        samples, elapsed_s = self.num_samples - before.num_samples, self.elapsed_s - before.elapsed_s
+        samples, elapsed_s = (
+            self.num_samples - before.num_samples,
+            self.elapsed_s - before.elapsed_s,
+        )
         return Progress(samples, elapsed_s, wait_s, self.lag)
 
     def __str__(self) -> str:
@@ -148,7 +163,9 @@ Selections = list[tuple[BatchStream, Selection]]  # of one global batch: one a t
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
     groups, prompts, late = {}, {}, dict[str, dict[str, dict[str, int]]]()
-    media = {table.spec.name: table.media.statistics() for table in tables if table.media is not None}
+    media = {
+        table.spec.name: table.media.statistics() for table in tables if table.media is not None
+    }
     for table in tables:
         columns = table.schema.late_columns if table.spec.dataset is None else ()
         for index, column in enumerate(columns):
@@ -200,7 +217,9 @@ def of_streams(streams: Sequence[BatchStream]) -> dict[str, int]:
         if stream.state.priorities is not None:
             updates.update(stream.state.priorities.statistics())
     walks = [stream.state for stream in streams if stream.state.walked is not None]
-    skipped = {"epoch_items_skipped": sum(state.words[Head.SKIPPED] for state in walks)} if walks else {}
+    skipped = (
+        {"epoch_items_skipped": sum(state.words[Head.SKIPPED] for state in walks)} if walks else {}
+    )
     return {**updates, **skipped}
 
 
@@ -243,7 +262,11 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
             bins, counts = np.unique(powers, return_counts=True)
             histogram = dict(zip(bins.tolist(), counts.tolist(), strict=True))
         age = _age(stream, [batch[index][1] for batch in batches])
-        drawn[stream.table.spec.name] = {"age": age, "priorities": histogram, "draws": _draws(stream)}
+        drawn[stream.table.spec.name] = {
+            "age": age,
+            "priorities": histogram,
+            "draws": _draws(stream),
+        }
     return {
         "effective_samples": fmean(map(_effective, batches)) if batches else None,
         "duplicates": fmean(map(_duplicates, batches)) if batches else None,
@@ -286,7 +309,9 @@ def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
 
 def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any] | None:
     """Return mean and largest age, in newer trajectories and in global batches."""
-    ages = np.concatenate([_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)])
+    ages = np.concatenate(
+        [_ages(stream, selection) for selection in selections] or [np.empty(0, np.int64)]
+    )
     if not len(ages):
         return None
     found: dict[str, Any] = {"trajectories": _mean_and_max(ages), "batches": None}
@@ -381,7 +406,9 @@ class GroupWarning:
     def __init__(self, stream: BatchStream, groups: TableGroups) -> None:
         self._stream, self._groups, self._table = stream, groups, stream.table.spec.name
         limited = stream.table.spec.retention.max_times_sampled
-        self._draws_each = bool(limited) or stream.spec.sampler.each_once  # no group may leave unsampled
+        self._draws_each = (
+            bool(limited) or stream.spec.sampler.each_once
+        )  # no group may leave unsampled
         self._first, self._loads = groups.counts.copy(), stream.table.control[Control.LOADS]
         # The next global batch, and the counts when it became that.
         self._key, self._at_key = stream.position[Head.KEY], self._first
@@ -389,9 +416,17 @@ class GroupWarning:
 
     def check(self) -> None:
         """Log the warnings that are due. Cost: reads a few words."""
-        counts, spec, key = self._groups.counts.copy(), self._groups.spec, self._stream.position[Head.KEY]
+        counts, spec, key = (
+            self._groups.counts.copy(),
+            self._groups.spec,
+            self._stream.position[Head.KEY],
+        )
         if self._loads != self._stream.table.control[Control.LOADS]:
-            self._first, self._loads, self._key = counts, self._stream.table.control[Control.LOADS], -1
+            self._first, self._loads, self._key = (
+                counts,
+                self._stream.table.control[Control.LOADS],
+                -1,
+            )
         if key != self._key:
             self._key, self._at_key = key, counts
         since = counts - self._at_key  # the latest selection
@@ -457,7 +492,11 @@ class LossWarning:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + PAUSE_S
-        mask = "there is no loss mask" if self._column is None else f"the loss mask is column {self._column}"
+        mask = (
+            "there is no loss mask"
+            if self._column is None
+            else f"the loss mask is column {self._column}"
+        )
         first = ", and the first token of a trajectory is not predicted" if self._predicts else ""
         LOG.warning(
             f"gear: {step.name}: none of the {step.num_tokens} steps of its {step.num_trajectories} "

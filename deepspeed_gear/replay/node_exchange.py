@@ -65,7 +65,9 @@ class NodeExchange:
         if plan.leads_shard and any(state.spec.together for state in every):
             order, timeout_s = plan.placement.order, config.timeout_s
             for trains, purpose in ((True, "train"), (False, "passes")):
-                channel = NodeChannel(plan.topology, order, purpose, timeout_s, plan.group, detector)
+                channel = NodeChannel(
+                    plan.topology, order, purpose, timeout_s, plan.group, detector
+                )
                 self._channels[trains] = channel
                 if config.exchange != "host":
                     self._transports[trains] = DeviceTransport(channel, self._device)
@@ -74,7 +76,9 @@ class NodeExchange:
         packs = config.pack is not None
         for state, routes in routes_of.items():
             if packs and routes is not None:
-                exchange = TrajectoryExchange(self._rows(state, routes, True)) if self._channels else None
+                exchange = (
+                    TrajectoryExchange(self._rows(state, routes, True)) if self._channels else None
+                )
                 spread = SpreadTrajectories(routes, self._room(state), exchange)
                 self.trajectories[state.table.spec.name] = spread
         if not self._channels:
@@ -88,7 +92,9 @@ class NodeExchange:
                 if packs:
                     records = RecordExchange(state, channel)
                 else:
-                    records = ResolutionExchange(state, routes, self._rows(state, routes, trains), goals)
+                    records = ResolutionExchange(
+                        state, routes, self._rows(state, routes, trains), goals
+                    )
                 found[state] = ShardedSelector(state, channel, routes, records, config.verify_every)
             elif state.spec.together and state.spec.num_shards == 1:  # of a replicated table
                 found[state], trains = ReplicatedSelector(state, self._channels[True]), True

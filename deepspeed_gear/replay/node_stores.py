@@ -20,7 +20,13 @@ from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.live_stores import new_run_name
 from deepspeed_gear.store.memory_layout import Region, RunIdentity, read_header
 from deepspeed_gear.store.memory_limits import read_file, tightest
-from deepspeed_gear.store.shared_memory import clean_command, is_held, is_kept, opened, remove_garbage
+from deepspeed_gear.store.shared_memory import (
+    clean_command,
+    is_held,
+    is_kept,
+    opened,
+    remove_garbage,
+)
 from deepspeed_gear.store.table import Table
 from deepspeed_gear.store.table_spec import TableSpec, table_layout
 from deepspeed_gear.store.writer_options import digest
@@ -99,7 +105,9 @@ class NodeStores:
         config, ops, start = self._plan.config, self._plan.ops, self._start
         spec = table.store
         assert spec is not None
-        regions = [region for stream in table.streams.values() for region in stream_regions(stream, spec)]
+        regions = [
+            region for stream in table.streams.values() for region in stream_regions(stream, spec)
+        ]
         if spec.name == config.sampled_tables[0]:
             regions += self._regions_of_ranks()
         meaning = {
@@ -141,16 +149,26 @@ class NodeStores:
         if not self._plan.topology.leads_node:
             return
         if file.keeps and self._start.has_kept:
-            self.tables[file.spec.name] = self._attached(file, peer=0)  # its streams begin with the job
+            self.tables[file.spec.name] = self._attached(
+                file, peer=0
+            )  # its streams begin with the job
             return
         config = self._plan.config
         huge_pages = config.shared_memory.huge_pages
         table = Table.create(
-            file.spec, file.regions, file.meaning, file.run, self._plan.ops, config.timeout_s, huge_pages
+            file.spec,
+            file.regions,
+            file.meaning,
+            file.run,
+            self._plan.ops,
+            config.timeout_s,
+            huge_pages,
         )
         for state in self._add(file, table):
             state.initialise()
-        table.memory.link(file.name, reaped=file.spec.num_writers > 0 and not file.keeps, kept=file.keeps)
+        table.memory.link(
+            file.name, reaped=file.spec.num_writers > 0 and not file.keeps, kept=file.keeps
+        )
 
     def _begin_job(self, file: StoreFile) -> None:
         """Retire what the earlier job of a run had drawn, and begin its streams anew; on the node's leader.
@@ -177,13 +195,17 @@ class NodeStores:
     def _attached(self, file: StoreFile, peer: int) -> Table:
         layout = table_layout(file.spec, file.regions, file.meaning)
         timeout_s = self._plan.config.timeout_s
-        return Table.attach(file.spec, file.name, layout, file.run.id, peer, self._plan.ops, timeout_s)
+        return Table.attach(
+            file.spec, file.name, layout, file.run.id, peer, self._plan.ops, timeout_s
+        )
 
     def _add(self, file: StoreFile, table: Table) -> Iterable[StreamState]:
         """Keep a table until `close`, and return the new states of its streams."""
         name = file.spec.name
         self.tables[name] = table
-        self.states[name] = {stream: StreamState(spec, table) for stream, spec in file.streams.items()}
+        self.states[name] = {
+            stream: StreamState(spec, table) for stream, spec in file.streams.items()
+        }
         return self.states[name].values()
 
 
@@ -200,7 +222,9 @@ def _agree_on_start(plan: Resolved) -> RunStart:
     job_id = secrets.token_hex(16)
     run_id = known[0] if known else job_id
     run_id, job_id, name = exchange.broadcast((run_id, job_id, name))
-    return RunStart(name, run_id, job_id, continues=bool(known), has_kept=kept[exchange.rank] is not None)
+    return RunStart(
+        name, run_id, job_id, continues=bool(known), has_kept=kept[exchange.rank] is not None
+    )
 
 
 def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
@@ -212,7 +236,10 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
         run = read_header(fd, str(path))[1] if is_kept(fd) else None
         if run is not None and run.name == name:
             if is_held(fd, 0, topology.num_peers):
-                rule, remedy = "must have no living rank", "give each job a shared_memory.run of its own"
+                rule, remedy = (
+                    "must have no living rank",
+                    "give each job a shared_memory.run of its own",
+                )
                 raise StoreError(str(path), rule, None, remedy)
             return run
     return None
@@ -220,8 +247,13 @@ def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
 
 def _advise(tables: Iterable[Table]) -> None:
     """Read mapped data at random if they do not fit into the memory that is left to this process."""
-    mapped = [table for table in tables if table.spec.dataset is not None and not table.spec.in_memory]
-    num_bytes, limit = sum(a.nbytes for t in mapped for a in t.columns.values()), tightest(read_file)
+    mapped = [
+        table for table in tables if table.spec.dataset is not None and not table.spec.in_memory
+    ]
+    num_bytes, limit = (
+        sum(a.nbytes for t in mapped for a in t.columns.values()),
+        tightest(read_file),
+    )
     if limit is None or num_bytes <= limit.available:
         return
     for table in mapped:

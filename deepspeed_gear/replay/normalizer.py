@@ -46,7 +46,9 @@ class FieldConversion:
         """Return the conversion on a device; itself if it is already there."""
         if self.shift is None or self.gain is None or self.gain.device == device:
             return self
-        with torch.inference_mode(False):  # a tensor of inference mode could not be used in training
+        with torch.inference_mode(
+            False
+        ):  # a tensor of inference mode could not be used in training
             return replace(self, shift=self.shift.to(device), gain=self.gain.to(device))
 
     def apply(self, name: str, values: torch.Tensor) -> torch.Tensor:
@@ -63,14 +65,18 @@ class FieldConversion:
         elif not self.dtype.is_floating_point:
             return self._cast(name, values, self.stored)
         is_floating = self.stored.is_floating_point
-        return _rounded(values, self.stored if is_floating else arithmetic_dtype(self.stored, self.dtype))
+        return _rounded(
+            values, self.stored if is_floating else arithmetic_dtype(self.stored, self.dtype)
+        )
 
     def _cast(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if dtype.is_floating_point:  # by way of float32, or float64 where float32 would lose bits
             by_way = arithmetic_dtype(self.stored, self.dtype)
             return values if values.dtype == dtype else _rounded(widen(values, by_way), dtype)
         if values.is_floating_point():
-            raise DataError(name, f"must be integers, as the field is {_NAMES[dtype]}", str(values.dtype))
+            raise DataError(
+                name, f"must be integers, as the field is {_NAMES[dtype]}", str(values.dtype)
+            )
         cast = values.to(dtype)
         if values.dtype != dtype and not bool((cast.to(values.dtype) == values).all()):
             raise DataError(name, f"must hold values that {_NAMES[dtype]} can hold")
@@ -80,7 +86,11 @@ class FieldConversion:
         """Return the entry of a file; its numbers are exact."""
         parts = {"shift": self.shift, "gain": self.gain}
         numbers = {name: None if part is None else part.tolist() for name, part in parts.items()}
-        form = {"stored": _NAMES[self.stored], "dtype": _NAMES[self.dtype], "shape": list(self.shape)}
+        form = {
+            "stored": _NAMES[self.stored],
+            "dtype": _NAMES[self.dtype],
+            "shape": list(self.shape),
+        }
         return {**form, **numbers}
 
     @classmethod
@@ -122,7 +132,9 @@ class Normalizer:
         numeric = [field for field in fields if not field.is_opaque]
         made = {field.name: _conversion(field, statistics, engine_dtype) for field in numeric}
         if config.n_step is not None:  # computed from the stored rewards
-            made |= {n: FieldConversion(d, d) for n, d in zip(N_STEP_NAMES, N_STEP_DTYPES, strict=True)}
+            made |= {
+                n: FieldConversion(d, d) for n, d in zip(N_STEP_NAMES, N_STEP_DTYPES, strict=True)
+            }
         return cls(made)
 
     @classmethod
@@ -153,17 +165,29 @@ class Normalizer:
         arguments.one_of("dataset", dataset, (Dataset, type(None)), "a Dataset or a path")
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         checked = parse(ds_config.read(config)[0])
-        paths = {name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None}
+        paths = {
+            name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None
+        }
         if dataset is not None and len(paths) != 1:
-            rule, given = "must be given where the config names one data set", f"{len(paths)} in the config"
+            rule, given = (
+                "must be given where the config names one data set",
+                f"{len(paths)} in the config",
+            )
             raise ConfigError("dataset", rule, given, "correct the paths in the config")
-        data = {name: Dataset.open(path) if dataset is None else dataset for name, path in paths.items()}
+        data = {
+            name: Dataset.open(path) if dataset is None else dataset for name, path in paths.items()
+        }
         fields = fields_of(checked, schemas_of(checked, data, schemas), data)
         normalised = any(field.normalize for field in fields)
         if normalised and checked.normalizes_online:
-            rule, remedy = "must not be given: it is normalised with what a run adds", "use Normalizer.load"
+            rule, remedy = (
+                "must not be given: it is normalised with what a run adds",
+                "use Normalizer.load",
+            )
             name = next(field.name for field in fields if field.normalize)
-            raise ConfigError(f"gear.fields.{name}.normalize", rule, None, f"{remedy}, of a checkpoint")
+            raise ConfigError(
+                f"gear.fields.{name}.normalize", rule, None, f"{remedy}, of a checkpoint"
+            )
         statistics = statistics_of(checked, data) if normalised else {}
         return cls.of(checked, fields, statistics, engine_dtype)
 
@@ -209,7 +233,11 @@ class Normalizer:
     def _converted(self, name: str, values: Any, convert: Convert) -> Any:
         """Convert a field's values, or nested ones of the fields whose names begin with `name` and a dot."""
         if not isinstance(name, str) or name not in self.fields:
-            parts = [field for field in self.fields if isinstance(name, str) and field.startswith(f"{name}.")]
+            parts = [
+                field
+                for field in self.fields
+                if isinstance(name, str) and field.startswith(f"{name}.")
+            ]
             if parts and isinstance(values, (Mapping, tuple)):
                 root: dict[str, Any] = {}
                 for field, part in flatten("values", {name: values}, self.fields.keys()).items():
@@ -266,7 +294,9 @@ class Normalizer:
             return cls({name: FieldConversion.from_json(entry) for name, entry in fields.items()})
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             rule = "must describe the conversion of each field"
-            raise CheckpointError(str(path), rule, None, f"{error!r}; {save_folders.ANOTHER}") from error
+            raise CheckpointError(
+                str(path), rule, None, f"{error!r}; {save_folders.ANOTHER}"
+            ) from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {"fields": self.fields, "_placed": {}}
@@ -276,7 +306,9 @@ class Normalizer:
             names = list(dict.fromkeys((_NAMES[conversion.stored], _NAMES[conversion.dtype])))
             return " -> ".join(names) + ("" if conversion.gain is None else " (x - shift) * gain")
 
-        return f"Normalizer({', '.join(f'{name}: {form(one)}' for name, one in self.fields.items())})"
+        return (
+            f"Normalizer({', '.join(f'{name}: {form(one)}' for name, one in self.fields.items())})"
+        )
 
 
 def _conversion(
@@ -324,6 +356,8 @@ def _find(folder: Path) -> Path:
         places.append(folder / latest.read_text().strip() / _GEAR / FILE)
     found = [place for place in places if place.is_file()]
     if not found:
-        remedy = "give the folder of a save or of an engine's checkpoint, or use Normalizer.from_config"
+        remedy = (
+            "give the folder of a save or of an engine's checkpoint, or use Normalizer.from_config"
+        )
         raise CheckpointError(str(folder), f"must hold {FILE}", None, remedy)
     return found[0]

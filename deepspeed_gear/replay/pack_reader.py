@@ -14,7 +14,13 @@ import torch
 import deepspeed_gear.arguments as arguments
 from deepspeed_gear.batching.gather import read_opaque
 from deepspeed_gear.batching.loss_weights import StepLoss, loss_weights
-from deepspeed_gear.batching.micro_batch import ForwardPass, MicroBatch, PackLoss, PackShape, PackSources
+from deepspeed_gear.batching.micro_batch import (
+    ForwardPass,
+    MicroBatch,
+    PackLoss,
+    PackShape,
+    PackSources,
+)
 from deepspeed_gear.batching.pack_media import MediaReader
 from deepspeed_gear.batching.packing_plan import PlannedPacks
 from deepspeed_gear.config.options import PackConfig
@@ -33,7 +39,9 @@ def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> N
     multiple, longest = pack.pad.multiple, int(lengths.max(initial=1))
     if most // multiple * multiple < longest:
         rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
-        raise ConfigError("forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}")
+        raise ConfigError(
+            "forward: tokens", rule, most, f"at least {-(-longest // multiple) * multiple}"
+        )
 
 
 class PackSequence:
@@ -165,7 +173,9 @@ class PackReader:
             yield self.read(packs, number, to_fill)
         self.context.agree(to_fill.check_filled)
 
-    def read(self, packs: PackSequence, number: int, to_fill: ForwardPass | None = None) -> MicroBatch:
+    def read(
+        self, packs: PackSequence, number: int, to_fill: ForwardPass | None = None
+    ) -> MicroBatch:
         """Read one of this rank's packs.
 
         Args:

@@ -37,11 +37,15 @@ def check_packing(
             most, places = 0.0, torch.arange(len(logits), device=logits.device)
             for begin, end in zip(micro.pack_shape.starts, micro.cu_seqlens[1:], strict=False):
                 at = micro.mask_mod(0, 0, end - 1, places).nonzero()[:, 0]
-                alone = model(input_ids=inputs["input_ids"][:, at], use_cache=False).logits[0].float()
+                alone = (
+                    model(input_ids=inputs["input_ids"][:, at], use_cache=False).logits[0].float()
+                )
                 apart = (logits[at].float() - alone).square().mean().sqrt()
                 most = max(most, float(apart / alone.square().mean().sqrt()))
                 if not most <= tolerance:
-                    rule = f"must give the {len(at)} tokens from place {begin} on their logits alone"
+                    rule = (
+                        f"must give the {len(at)} tokens from place {begin} on their logits alone"
+                    )
                     name = f"check_packing: a pack of {packed_model.name}"
                     given = f"a relative difference of {most:.1e} (tolerance {tolerance:.1e})"
                     raise ConfigError(name, rule, given, ONE_EACH)

@@ -55,21 +55,34 @@ class Preview:
 
 
 def preview(
-    config: GearConfig, micro: int, accumulation: int, worlds: Mapping[str, int], num_nodes: int, batches: int
+    config: GearConfig,
+    micro: int,
+    accumulation: int,
+    worlds: Mapping[str, int],
+    num_nodes: int,
+    batches: int,
 ) -> Preview:
     """Compute the first micro batch of every rank, on nodes with equally many ranks each, in their order."""
     places = exchange_plan.grid(worlds)
     if len(places) % num_nodes:
-        raise ConfigError("nodes", f"must divide the {len(places)} ranks", num_nodes, "change nodes or ranks")
+        raise ConfigError(
+            "nodes", f"must divide the {len(places)} ranks", num_nodes, "change nodes or ranks"
+        )
     nodes = [rank * num_nodes // len(places) for rank in range(len(places))]
     for table in config.sampled_tables:
         if config.resolved_tables[table].data is None:
             remedy = "there is nothing to draw"
-            raise ConfigError(f"gear.tables.{table}", "must hold a data set for a preview", None, remedy)
+            raise ConfigError(
+                f"gear.tables.{table}", "must hold a data set for a preview", None, remedy
+            )
     first = places[0]
     sizes = first.data_world, first.tensor_world, first.pipe_world, first.sequence_world
     info = BatchInfo(micro, accumulation, *sizes)
-    alone = {"batch_size": info.global_batch, "micro_batch_size": None, "gradient_accumulation_steps": 1}
+    alone = {
+        "batch_size": info.global_batch,
+        "micro_batch_size": None,
+        "gradient_accumulation_steps": 1,
+    }
     section = {**config.to_json(), **alone, "prefetch": 0, "verify_every": 1}
     with Replay({name: value for name, value in section.items() if value is not None}) as replay:
         needs = {p: exchange_plan.needs_of(p, replay.config, replay.fields) for p in places}
@@ -125,7 +138,9 @@ def _traffic(
     places, num_nodes = list(needs), nodes[-1] + 1
     consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
     source, ids = batch.source.numpy(), batch.trajectory_id.numpy()
-    held = np.zeros(len(ids), np.int64)  # index of the reading node that holds each trajectory, then the node
+    held = np.zeros(
+        len(ids), np.int64
+    )  # index of the reading node that holds each trajectory, then the node
     for index, table in enumerate(replay.config.sampled_tables):
         dataset, mine = replay.datasets[table], source == index
         bounds = exchange_plan.shards_of(dataset.lengths * dataset.schema.row_bytes, len(consuming))
@@ -192,7 +207,9 @@ def pack_preview(
     most, longest = pack.room, int(lengths.max())
     if pack.too_long == "refuse" and longest > most:
         rule = f"must hold the longest trajectory ({longest} steps)"
-        raise ConfigError("gear.pack.tokens", rule, pack.tokens, 'raise it, or set "too_long": "truncate"')
+        raise ConfigError(
+            "gear.pack.tokens", rule, pack.tokens, 'raise it, or set "too_long": "truncate"'
+        )
     packed = np.minimum(lengths, most)
     planned = PlannedPacks(packed, pack, replicas, load_backend("auto").on_host())
     of_rank = planned.costs.sum(axis=(0, 2))
@@ -201,9 +218,12 @@ def pack_preview(
         "trajectories": len(lengths),
         "tokens": tokens,
         "longest": longest,  # steps of the longest trajectory
-        "truncated": int((lengths > most).sum()),  # trajectories of which only the first steps are trained
+        "truncated": int(
+            (lengths > most).sum()
+        ),  # trajectories of which only the first steps are trained
         "micro_batches": planned.plan.num_micro * steps,  # K of every rank
-        "bound": -(-tokens // (most * planned.plan.width)) * steps,  # the least K that any plan could have
+        "bound": -(-tokens // (most * planned.plan.width))
+        * steps,  # the least K that any plan could have
         "rows": rows,  # places of all micro batches, padding included
         # Cost of the slowest rank in each micro step, summed, or in all / the mean, minus 1.
         "step_imbalance": planned.imbalance,
@@ -213,7 +233,9 @@ def pack_preview(
     }
 
 
-def rollout_preview(config: GearConfig, replicas: int, sequence: int, stages: int) -> dict[str, Any]:
+def rollout_preview(
+    config: GearConfig, replicas: int, sequence: int, stages: int
+) -> dict[str, Any]:
     """Describe packed batches as far as no lengths are needed; the document of `gear preview --json`."""
     pack, size = config.pack, config.rollout_size
     assert pack is not None
@@ -254,10 +276,16 @@ def _table_preview(config: GearConfig, name: str, table: TableConfig) -> dict[st
 
 def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
     """Return the lines that `gear preview` prints of packed batches without lengths."""
-    size = "{items:,} {unit}" + (", {trajectories:,} trajectories" if found["unit"] == "groups" else "")
+    size = "{items:,} {unit}" + (
+        ", {trajectories:,} trajectories" if found["unit"] == "groups" else ""
+    )
     if found["tokens"] is not None:
         size = "at most " + size + " and {tokens:,} tokens"
-    each = "" if found["rank_tokens"] == found["pack_tokens"] else ", {rank_tokens:,} of each sequence rank"
+    each = (
+        ""
+        if found["rank_tokens"] == found["pack_tokens"]
+        else ", {rank_tokens:,} of each sequence rank"
+    )
     lines = [
         f"rollout batch: {size}",
         "its optimizer steps: {optimizer_steps} (epochs {epochs}, minibatches {minibatches})",
@@ -276,7 +304,10 @@ def format_rollout_preview(found: Mapping[str, Any]) -> Sequence[str]:
         if "prompts" in table:
             parts.append(f"{table['prompts']:,} prompts leased or waiting at once")
         lines.append(f"table {name}: {', '.join(parts) or 'its program gives the schema'}")
-    return [*lines, "micro batches, fill and balance depend on lengths: give --lengths FILE, a length a line"]
+    return [
+        *lines,
+        "micro batches, fill and balance depend on lengths: give --lengths FILE, a length a line",
+    ]
 
 
 def format_pack_preview(found: Mapping[str, int | float], replicas: int) -> Sequence[str]:
@@ -289,5 +320,7 @@ def format_pack_preview(found: Mapping[str, int | float], replicas: int) -> Sequ
         "imbalance: {step_imbalance:.2%} over micro steps, {rank_imbalance:.2%} over ranks",
     ]
     if not found["knows_prompts"]:
-        lines.append('planned without shared prompts ("prefix": "share"), with which there are fewer places')
+        lines.append(
+            'planned without shared prompts ("prefix": "share"), with which there are fewer places'
+        )
     return [line.format(**found) for line in lines]

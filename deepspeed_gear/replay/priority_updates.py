@@ -17,7 +17,11 @@ from deepspeed_gear.batching import priority_reduction
 from deepspeed_gear.batching.batch import Batch
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.batching.priority_reduction import float32_on_device
-from deepspeed_gear.batching.transfer.cuda_streams import Event, allow_captures_elsewhere, refuse_capture
+from deepspeed_gear.batching.transfer.cuda_streams import (
+    Event,
+    allow_captures_elsewhere,
+    refuse_capture,
+)
 from deepspeed_gear.config.sampler_options import PriorityOptions, SamplerOptions
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.distributed.topology import RankCoordinates
@@ -50,7 +54,9 @@ def report(
         _check_packed(sampler.unit, batch, given, counts)
     if given.dim() == 2 and place.sequence_world > 1:
         rule = "must have shape [B] where ranks share the time axis"
-        raise ShapeError("priorities", rule, list(given.shape), "reduce them over the sequence ranks")
+        raise ShapeError(
+            "priorities", rule, list(given.shape), "reduce them over the sequence ranks"
+        )
     is_late = given.is_cuda
     if is_late:  # a GPU has yet to compute them: nothing here reads its memory
         faults = given.new_zeros(2, dtype=torch.float32)
@@ -93,10 +99,11 @@ def report(
 def _check_packed(unit: str, micro: MicroBatch, priorities: Tensor, mask: Tensor | None) -> None:
     """Raise unless priorities are those of a micro batch's trajectories, and trajectories are items."""
     if unit == "group":
-        rule = 'must be "trajectory" for priorities of a micro batch, which may hold a part of a group'
-        remedy = (
-            "report those of whole groups, each by one of its trajectories: set_priorities(ids, priorities)"
+        rule = (
+            'must be "trajectory" for priorities of a micro batch, which may hold a part of a group'
         )
+        remedy = "report those of whole groups, each by one of its trajectories: "
+        remedy += "set_priorities(ids, priorities)"
         raise ConfigError("gear.sampler.unit", rule, unit, remedy)
     if priorities.shape != (micro.num_trajectories,):
         rule = f"must have shape [{micro.num_trajectories}], one for each trajectory"
@@ -114,14 +121,18 @@ def _parts(tables: Sequence[PriorityMasses], batch: Batch | MicroBatch) -> list[
     if len(tables) > 1:
         assert batch.host_source is not None
         which = [torch.nonzero(batch.host_source == index)[:, 0] for index in range(len(tables))]
-        parts = [UpdatePart(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)]
+        parts = [
+            UpdatePart(t.reports, records[own], own) for t, own in zip(tables, which, strict=True)
+        ]
     for masses, part in zip(tables, parts, strict=True):
         rule = masses.spec.rule
         if not rule.split:
             continue
         ids = part.records[:, Resolution.ID].numpy()
         if (split_of(ids, rule.split) != rule.split_index).any():
-            raise DataError("batch", "must be from the training stream", None, "nothing was changed")
+            raise DataError(
+                "batch", "must be from the training stream", None, "nothing was changed"
+            )
     return parts
 
 
@@ -169,7 +180,9 @@ def report_by_id(
 
 
 def priorities_of(
-    masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
+    masses: PriorityMasses,
+    ids: Sequence[int] | torch.Tensor,
+    steps: Sequence[int] | torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the priorities at the latest selection. [n], float32."""
     numbers, anchors = _items(masses, ids, steps)
@@ -177,13 +190,19 @@ def priorities_of(
         updates, known = masses.handles_of(numbers, anchors)
         found = np.zeros(len(numbers), np.float32)
         slots = updates[known, 0]
-        items = masses.table.slots[slots, Slot.FIRST_ROW] + updates[known, 2] if masses.by_step else slots
+        items = (
+            masses.table.slots[slots, Slot.FIRST_ROW] + updates[known, 2]
+            if masses.by_step
+            else slots
+        )
         found[known] = masses.values[items]
     return torch.from_numpy(found)
 
 
 def _items(
-    masses: PriorityMasses, ids: Sequence[int] | torch.Tensor, steps: Sequence[int] | torch.Tensor | None
+    masses: PriorityMasses,
+    ids: Sequence[int] | torch.Tensor,
+    steps: Sequence[int] | torch.Tensor | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     numbers = arguments.integers("ids", ids)
     if masses.by_step != (steps is not None):

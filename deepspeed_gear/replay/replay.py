@@ -95,10 +95,14 @@ class Replay(ReplayBase):
         self.schemas, self.fields = plan.schemas, plan.fields
         parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
         self.tables, self._place = parts.tables, plan.topology.place
-        self._inserters: dict[str | None, Inserter] = {}  # by the names that calls give; None: as `store`
+        self._inserters: dict[
+            str | None, Inserter
+        ] = {}  # by the names that calls give; None: as `store`
         #: Moments of the newest selection, and what fields are normalised with by them.
         self._numbers: tuple[np.ndarray, Mapping[str, ColumnStatistics]] | None = None
-        self._around = id(sys.exc_info()[1])  # an error that is handled around this replay does not end it
+        self._around = id(
+            sys.exc_info()[1]
+        )  # an error that is handled around this replay does not end it
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
         self.metrics, self._late_updates = Metrics(), parts.late_updates
@@ -146,7 +150,10 @@ class Replay(ReplayBase):
         with stream.table.lock:
             numbers = stream.state.newest_numbers.copy()
         if self._numbers is None or not np.array_equal(self._numbers[0], numbers):
-            self._numbers = numbers, running_statistics(numbers, stream.table.spec.normalized_columns)
+            self._numbers = (
+                numbers,
+                running_statistics(numbers, stream.table.spec.normalized_columns),
+            )
         return self._numbers[1]
 
     def _set_transform(self, transform: Transform | None) -> None:
@@ -325,7 +332,9 @@ class Replay(ReplayBase):
             ConfigError: The table has no prompts.
         """
         with_prompts = [name for name, one in self.tables.items() if one.ledger is not None]
-        return RolloutWorker(self.writer(with_prompts[0] if table is None and with_prompts else table))
+        return RolloutWorker(
+            self.writer(with_prompts[0] if table is None and with_prompts else table)
+        )
 
     def vector_writer(
         self, num_envs: Any, autoreset: Autoreset | None = None, table: str | None = None
@@ -356,7 +365,9 @@ class Replay(ReplayBase):
         """Call `close` of an object that uses this replay's stores when this replay is closed."""
         self._dependents.add(part)
 
-    def read(self, ids: Sequence[int] | torch.Tensor, table: str | None = None) -> list[dict[str, Any]]:
+    def read(
+        self, ids: Sequence[int] | torch.Tensor, table: str | None = None
+    ) -> list[dict[str, Any]]:
         """Return copies of whole trajectories: column -> [T, *shape], [T+1, *shape] or [*shape].
 
         An opaque column is its value: bytes, or the JSON value (None where a late one is not filled).
@@ -542,7 +553,11 @@ class Replay(ReplayBase):
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
         refuse_read_only(target)
         stream = self._parts.streams[target.spec.name][TRAIN]
-        missing = 0 if self._loader.holds_batch else self._questions.missing(stream, self._loader.next_key)
+        missing = (
+            0
+            if self._loader.holds_batch
+            else self._questions.missing(stream, self._loader.next_key)
+        )
         self._warn()
         return missing
 
@@ -587,8 +602,12 @@ class Replay(ReplayBase):
         self._check_open()
         masses = self._all_priorities
         if self._place.reports:
-            sampler = self.config.sampler_of(self.config.sampled_tables[0])  # they reduce in one way
-            priority_updates.report(masses, sampler, self._place, batch, priorities, mask, self._late_updates)
+            sampler = self.config.sampler_of(
+                self.config.sampled_tables[0]
+            )  # they reduce in one way
+            priority_updates.report(
+                masses, sampler, self._place, batch, priorities, mask, self._late_updates
+            )
 
     def set_priorities(
         self,
@@ -612,7 +631,12 @@ class Replay(ReplayBase):
         return self._report_by_id(ids, priorities, steps, table, self._place.reports)
 
     def _report_by_id(
-        self, ids: Any, priorities: Any, steps: Any = None, table: str | None = None, reports: bool = True
+        self,
+        ids: Any,
+        priorities: Any,
+        steps: Any = None,
+        table: str | None = None,
+        reports: bool = True,
     ) -> int:
         self._late_updates.drain()
         masses, placement = self._priorities(table), self._parts.plan.placement
@@ -620,7 +644,9 @@ class Replay(ReplayBase):
         shard_of = partial(placement.shard_of, name) if name in placement.spread else None
         return priority_updates.report_by_id(masses, ids, priorities, steps, reports, shard_of)
 
-    def priorities(self, ids: Ids, steps: Ids | None = None, table: str | None = None) -> torch.Tensor:
+    def priorities(
+        self, ids: Ids, steps: Ids | None = None, table: str | None = None
+    ) -> torch.Tensor:
         """Return the priorities at the latest selection, 0 for evicted items. [n], float32."""
         self._check_open()
         return priority_updates.priorities_of(self._priorities(table), ids, steps)
@@ -671,7 +697,9 @@ class Replay(ReplayBase):
         else:
             taken = self.metrics.take_trained()
         if any(stream.state.may_wait for stream in self._parts.train):
-            taken["rate_wait_s"] = sum(stream.state.limiter_wait.total_s for stream in self._parts.train)
+            taken["rate_wait_s"] = sum(
+                stream.state.limiter_wait.total_s for stream in self._parts.train
+            )
         return {
             **taken,
             **metrics.of_groups(self._sampled),
@@ -681,7 +709,11 @@ class Replay(ReplayBase):
 
     def total_progress(self) -> Progress:
         if self.config.pack is None:
-            samples = int(self.metrics.sums["batches"]) * self.batch_info.micro * self.batch_info.data_world
+            samples = (
+                int(self.metrics.sums["batches"])
+                * self.batch_info.micro
+                * self.batch_info.data_world
+            )
         else:
             samples = int(self.metrics.sums["trajectories"])
         elapsed_s, lag = time.perf_counter() - self._begin_s, metrics.policy_lag(self._parts.train)

@@ -68,7 +68,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     def __repr__(self) -> str:
         kind, info = self.config.sampler.kind, self.batch_info
-        sizes = f"batches of {info.micro}" + (f" of {info.global_batch}" if info.num_micro > 1 else "")
+        sizes = f"batches of {info.micro}" + (
+            f" of {info.global_batch}" if info.num_micro > 1 else ""
+        )
         if self._closed:
             end = ", closed"
         elif self.config.on_device and self.device.type == "cuda":
@@ -125,7 +127,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         if transform is not None and self.config.pack is not None:
             remedy = "convert micro batches in the loop over them"
             raise ConfigError("transform", "must not be set with gear.pack", None, remedy)
-        self._set_transform(None if transform is None else arguments.function("transform", transform))
+        self._set_transform(
+            None if transform is None else arguments.function("transform", transform)
+        )
 
     def _set_transform(self, transform: Transform | None) -> None:
         self._transform = transform
@@ -175,7 +179,10 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         """
         known, plan = self._statistics_of_fields(), self._plan
         if self._normalizer is None or self._normalizer[0] is not known:
-            self._normalizer = known, Normalizer.of(plan.config, plan.fields, known, self._engine_dtype)
+            self._normalizer = (
+                known,
+                Normalizer.of(plan.config, plan.fields, known, self._engine_dtype),
+            )
         return self._normalizer[1]
 
     def _statistics_of_fields(self) -> Mapping[str, ColumnStatistics]:

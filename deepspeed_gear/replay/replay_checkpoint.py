@@ -27,12 +27,16 @@ from deepspeed_gear.store.table import Table
 class ReplayCheckpoint:
     """Saves and loads the position of a Replay, and its tables. Methods are collective."""
 
-    def __init__(self, parts: ReplayParts, loader: BatchLoader | RolloutLoader, passes: Evaluation) -> None:
+    def __init__(
+        self, parts: ReplayParts, loader: BatchLoader | RolloutLoader, passes: Evaluation
+    ) -> None:
         self._parts, self._loader, self._passes = parts, loader, passes
         self._latest: tuple[Path, State] | None = None  # the save made last, in any folder
         self._written: dict[str, Written] = {}  # that save's segments of this process's tables
 
-    def state(self, save: State | None = None, columns: dict[str, str] | None = None) -> dict[str, Any]:
+    def state(
+        self, save: State | None = None, columns: dict[str, str] | None = None
+    ) -> dict[str, Any]:
         """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and manifests,
         and the file of the `columns` of the rollout batch whose training is under way.
         """
@@ -81,12 +85,16 @@ class ReplayCheckpoint:
                     links = SegmentLinks(before, self._written.get(name, {}))
                     links.check()
                     with table.lock:
-                        written[name] = table_files.save_table(table, streams, part, used, save_id, links)
+                        written[name] = table_files.save_table(
+                            table, streams, part, used, save_id, links
+                        )
                     recorded[name] = links.written
             return written
 
         def state(save: State) -> dict[str, Any]:
-            return self.state(save, next((one for one in exchange.gather(columns) if one is not None), None))
+            return self.state(
+                save, next((one for one in exchange.gather(columns) if one is not None), None)
+            )
 
         names, is_first = list(tables), plan.leads_first_shard
         made = save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
@@ -111,9 +119,8 @@ class ReplayCheckpoint:
             if not rollout or not rollout.get("names"):
                 return {}
             if folder is None:
-                rule = (
-                    "must be loaded from the folder of its save, which has the columns of its rollout batch"
-                )
+                rule = "must be loaded from the folder of its save, "
+                rule += "which has the columns of its rollout batch"
                 remedy = "use save and load, or take states between two rollout batches"
                 raise CheckpointError("the gear state", rule, ", ".join(rollout["names"]), remedy)
             return table_files.read_rollout(folder, state)
@@ -158,9 +165,13 @@ class ReplayCheckpoint:
     def _changing(self) -> dict[str, Table]:
         """Return the tables whose content or priorities are not in the data set."""
         parts = self._parts
-        kept = {stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None}
+        kept = {
+            stream.table.spec.name for stream in parts.train if stream.spec.priorities is not None
+        }
         return {
-            name: table for name, table in parts.tables.items() if table.spec.dataset is None or name in kept
+            name: table
+            for name, table in parts.tables.items()
+            if table.spec.dataset is None or name in kept
         }
 
     def _pause(self) -> None:

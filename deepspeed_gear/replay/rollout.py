@@ -210,7 +210,9 @@ class Rollout(PublicNames):
             return self._estimated(kind, reward, name, options)
         if options:
             option, value = next(iter(options.items()))
-            raise ConfigError(f"rollout.advantages.{option}", f"is not an option of {kind!r}", value)
+            raise ConfigError(
+                f"rollout.advantages.{option}", f"is not an option of {kind!r}", value
+            )
         columns, settings = self._columns, self._context.settings
         member = settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
@@ -230,7 +232,9 @@ class Rollout(PublicNames):
         self._context.agree_on(READ, (*named, count_masked), partial(columns.check_values, *named))
         return torch.from_numpy(self._context.agree(compute))
 
-    def _estimated(self, kind: str, reward: str, name: str, options: dict[str, Any]) -> torch.Tensor:
+    def _estimated(
+        self, kind: str, reward: str, name: str, options: dict[str, Any]
+    ) -> torch.Tensor:
         """Set and return the advantages of places, and set value targets. [num_tokens], float32."""
         try:
             chosen = AdvantageConfig(**{"kind": kind, "gamma": 1.0, **options})
@@ -290,7 +294,9 @@ class Rollout(PublicNames):
             while self.steps_done < len(self):
                 step = self.step(self.steps_done)
                 yield step
-                if self.steps_done == step.number:  # skipped, or not all of its micro batches were used
+                if (
+                    self.steps_done == step.number
+                ):  # skipped, or not all of its micro batches were used
                     self.steps_done += 1
         finally:  # also of a loop that is left
             self.close()
@@ -447,7 +453,9 @@ class TrainStep(PublicNames):
         if fault is not None:
             raise fault
         if faults:
-            raise PeerError(f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks")
+            raise PeerError(
+                f"{self.name}: {', '.join(values)}", rule, f"other numbers on {faults:.0f} ranks"
+            )
         divisor = self._context.divisor.value
         return {name: value / divisor for name, value in zip(values, total, strict=True)}
 

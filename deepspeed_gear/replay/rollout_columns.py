@@ -82,7 +82,9 @@ class TableRows:
             holders = np.flatnonzero(shared == 0)
             first = np.zeros(int(item[-1]) + 1, np.int64)
             first[item[holders]] = holders
-            self._holders = first[item]  # the trajectory of each one's group that holds all of its steps
+            self._holders = first[
+                item
+            ]  # the trajectory of each one's group that holds all of its steps
             self.shared = SharedRows(shared, np.zeros_like(shared))
             self._locate()
         if spread is not None:
@@ -147,7 +149,9 @@ class TableRows:
     def _join(self, values: np.ndarray) -> np.ndarray:
         """Return the sum of the bytes of arrays over all ranks, of which one has each byte. Collective."""
         flat = torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        return self._context.control_plane.sum(flat).numpy().view(values.dtype).reshape(values.shape)
+        return (
+            self._context.control_plane.sum(flat).numpy().view(values.dtype).reshape(values.shape)
+        )
 
     def _joined(self, values: np.ndarray) -> np.ndarray:
         """Return values of all trajectories from those that each rank contributes. [m, ...] -> [n, ...]."""
@@ -197,12 +201,16 @@ class TableRows:
         records = self.records.resolutions[torch.from_numpy(own)]
         records[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
         shared = SharedRows.none(len(own)) if self.shared is None else self.shared.of(own)
-        known = [self.table.tensor(c.name) for c in self.table.schema if c.role in ("token", "media")]
+        known = [
+            self.table.tensor(c.name) for c in self.table.schema if c.role in ("token", "media")
+        ]
         tokens = np.array([steps_of(ops, column, records, *given, shared) for column in known])
         factors = 2 * (np.arange(tokens.shape[1]) - begins.repeat(rows)) + 1
         sums = np.add.reduceat(tokens.sum(0) * factors * factors, begins)  # of equal tokens equal
         keys = items[own], rows, sums
-        _, first, number = np.unique(np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True)
+        _, first, number = np.unique(
+            np.stack(keys, axis=1), axis=0, return_index=True, return_inverse=True
+        )
         leader = first[number.reshape(-1)]
         records[:, Resolution.FIRST_ROW] = records[torch.from_numpy(leader), Resolution.FIRST_ROW]
         shared = shared.of(leader)
@@ -329,7 +337,9 @@ class RolloutColumns:
             column = self.context.settings.schema[name]
         if column is None or column.rows == "1" or column.shape:
             rule = "must be filled or set before, or be a column with one number per step"
-            raise ConfigError(f"column {name!r}", rule, None, f"filled: {', '.join(self.filled) or 'none'}")
+            raise ConfigError(
+                f"column {name!r}", rule, None, f"filled: {', '.join(self.filled) or 'none'}"
+            )
         follows = int(self.context.settings.predicts and column.rows == "T")
         return column, int(fields[name].offset) if name in fields else follows
 
@@ -400,7 +410,9 @@ class RolloutColumns:
                 ends = np.concatenate(flags)[last] == (role == "terminated")
         return np.asarray(ends & ~self.records.is_cut)
 
-    def _values_after(self, options: AdvantageConfig, value: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    def _values_after(
+        self, options: AdvantageConfig, value: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray:
         """Return the value of the state after each place, of which those of last places are used.
 
         Args:
@@ -415,13 +427,17 @@ class RolloutColumns:
             return self.places(options.next_value)
         if column is not None and column.rows == "T+1":
             return self.places(options.value, 1)
-        if self.context.settings.predicts and offset == 0:  # the last place is that of the last token
+        if (
+            self.context.settings.predicts and offset == 0
+        ):  # the last place is that of the last token
             return value
         if ends.all():
             return np.zeros(len(value))
         rule = "must have the value of the state after trajectories that were not terminated"
         remedy = "name the column of the values after each step as next_value"
-        raise DataError(f"column {options.value!r}", rule, f"{(~ends).sum()} of {len(ends)}", remedy)
+        raise DataError(
+            f"column {options.value!r}", rule, f"{(~ends).sum()} of {len(ends)}", remedy
+        )
 
     def set_column(self, name: str, values: np.ndarray) -> None:
         """Set a column of this rollout batch: a value of each trajectory, [n], or place, [num_tokens]."""
@@ -434,17 +450,23 @@ class RolloutColumns:
         """Raise if a field of the config has one of the names."""
         for name in {field.name for field in self.context.settings.fields}.intersection(names):
             rule = "must not be named like a field of gear.fields"
-            raise FieldError(f"column {name!r}", rule, None, "choose another name, or leave the field out")
+            raise FieldError(
+                f"column {name!r}", rule, None, "choose another name, or leave the field out"
+            )
 
     def write(self, column: torch.Tensor, micro: MicroBatch, values: torch.Tensor) -> None:
         """Write values of this rank's places of a pack, [rows of this rank], to a column, [num_tokens]."""
         shape = micro.pack_shape
         given = values.detach().to("cpu", torch.float32)
-        begins = np.maximum(shape.first - shape.starts, 0)  # this rank's first place of each trajectory
+        begins = np.maximum(
+            shape.first - shape.starts, 0
+        )  # this rank's first place of each trajectory
         whole = self.records.starts[micro.index.numpy()]
         to = whole + begins if shape.prefixes is None else whole + shape.prefixes.steps
         at = 0
-        for start, size in zip(to.tolist(), shape.sizes.tolist(), strict=False):  # padding is the last size
+        for start, size in zip(
+            to.tolist(), shape.sizes.tolist(), strict=False
+        ):  # padding is the last size
             column[start : start + size] = given[at : at + size]
             at += size
         if shape.prefixes is not None:

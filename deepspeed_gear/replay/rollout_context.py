@@ -45,12 +45,16 @@ class PackSettings:
     @cached_property
     def token(self) -> str | None:
         """The name of the field with the tokens; None: there is none."""
-        return next((f.name for f in self.fields if f.column is not None and f.column.role == "token"), None)
+        return next(
+            (f.name for f in self.fields if f.column is not None and f.column.role == "token"), None
+        )
 
     @cached_property
     def media(self) -> str | None:
         """The name of the field with the numbers of media; None: there is none."""
-        return next((f.name for f in self.fields if f.column is not None and f.column.role == "media"), None)
+        return next(
+            (f.name for f in self.fields if f.column is not None and f.column.role == "media"), None
+        )
 
     @property
     def predicts(self) -> bool:

@@ -43,7 +43,9 @@ class SelectedItems:
 
     def __init__(self, key: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
         self.key, self.heads, self.parts = key, heads, parts
-        items = [item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts]
+        items = [
+            item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts
+        ]
         counts = [int(item[-1]) + 1 if len(item) else 0 for item in items]
         # For counts [2, 3] turns is [1/4, 3/4, 1/6, 3/6, 5/6], and place [1, 3, 0, 2, 4].
         turns = np.concatenate([(np.arange(count) + 0.5) / max(count, 1) for count in counts])
@@ -196,7 +198,9 @@ class RolloutLoader:
         """Return the one step of the next batch, whose size is `gear.batch`."""
         if self._is_rollout:
             remedy = 'give "batch" instead of "rollout", or iterate over rollout()'
-            raise ConfigError("gear.batch", "must be given for steps without a rollout batch", None, remedy)
+            raise ConfigError(
+                "gear.batch", "must be given for steps without a rollout batch", None, remedy
+            )
         return self.next().step(0)
 
     def _take(self) -> list[TableRecords]:
@@ -243,7 +247,9 @@ class RolloutLoader:
         count = int(np.searchsorted(ends, self._size.tokens, side="right"))
         if count == 0 and len(ends):
             return 1, True
-        is_full = count == most or count < len(ends) or (count and int(ends[-1]) == self._size.tokens)
+        is_full = (
+            count == most or count < len(ends) or (count and int(ends[-1]) == self._size.tokens)
+        )
         return count, bool(is_full)
 
     def _select(self) -> SelectedItems:
@@ -269,7 +275,9 @@ class RolloutLoader:
         parts = []
         for stream, selection, head in zip(self._streams, selections, heads, strict=True):
             records = selection.records[: head[Head.COUNT]].clone()
-            origins = records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+            origins = (
+                records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+            )
             is_cut = records[:, Resolution.NUM_STEPS] > longest
             records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
             weights = stream.weights(head, records)
@@ -308,7 +316,9 @@ class RolloutLoader:
         if rollout is not None and rollout["size"] != self._size.model_dump():
             rule = f"must have the size of this config ({self._size.model_dump()})"
             remedy = "load with the size that it was saved with, or take a checkpoint between rollout batches"
-            raise CheckpointError("the rollout batch of the gear state", rule, rollout["size"], remedy)
+            raise CheckpointError(
+                "the rollout batch of the gear state", rule, rollout["size"], remedy
+            )
 
     def abandon(self) -> None:
         """End the rollout batch that is being trained without consuming it."""

@@ -39,11 +39,15 @@ def inserter_of(
     """Return the inserter of a table; its streams may sample new trajectories at their next selection."""
     refuse_read_only(table)
     name, rules = f"table {table.spec.name}", [stream.spec.rule for stream in streams]
-    checks = [partial(check_weight, name, rule.weight[0]) for rule in rules if rule.weight is not None]
+    checks = [
+        partial(check_weight, name, rule.weight[0]) for rule in rules if rule.weight is not None
+    ]
     custom = [stream.masses for stream in streams if stream.spec.rule.custom is not None]
 
     def committed(slot: int) -> None:
-        for masses in custom:  # errors of a program's own masses are raised here, not in a selection
+        for (
+            masses
+        ) in custom:  # errors of a program's own masses are raised here, not in a selection
             masses.of(np.array([slot]))
 
     return Inserter(table, context, max_length, tuple(checks), committed if custom else None, True)
@@ -59,7 +63,9 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
             evicted = table.extents.retired()
             times = table.views["retention"][evicted, SlotRetention.TIMES_SAMPLED]
             evicted = evicted[times >= table.spec.retention.max_times_sampled]
-            if table.groups is not None and table.shared_prompts is not None:  # the prompts may be freed
+            if (
+                table.groups is not None and table.shared_prompts is not None
+            ):  # the prompts may be freed
                 shared, holders = table.shared_prompts[evicted].T
                 is_same = table.groups.numbers(holders) == table.groups.numbers(evicted)
                 evicted = evicted[(shared == 0) | (is_same & np.isin(holders, evicted))]
@@ -72,7 +78,9 @@ def read(table: Table, ids: Sequence[int] | torch.Tensor) -> list[dict[str, Any]
                 remedy = "read samples before adding more: rows of evicted trajectories are reused"
             absent = int(numbers[slots < 0][0])
             raise StoreError(f"table {table.spec.name}: id", "must be stored", absent, remedy)
-        found = [{name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots]
+        found = [
+            {name: np.array(rows) for name, rows in table.rows(int(slot)).items()} for slot in slots
+        ]
         media = [_media(table, rows, nullcontext()) for rows in found]
     return [values(table, *both) for both in zip(found, media, strict=True)]
 
@@ -82,7 +90,9 @@ def _media(table: Table, rows: Mapping[str, np.ndarray], lock: Any) -> Mapping[i
     return {} if table.media is None else table.media.named(rows[table.media.spec.column], lock)
 
 
-def values(table: Table, rows: Mapping[str, np.ndarray], media: Mapping[int, Media]) -> dict[str, Any]:
+def values(
+    table: Table, rows: Mapping[str, np.ndarray], media: Mapping[int, Media]
+) -> dict[str, Any]:
     """Return the columns of a trajectory's rows as a program gives them; tensors share memory with rows."""
 
     def value(column: Column, rows: np.ndarray) -> Any:
@@ -137,7 +147,9 @@ def set_policy_version(table: Table, version: int, context: Context) -> None:
 
     if not wait_until(try_set, context.timeout_s, _POLL_S, context.check):
         processes = [int(table.peers[peer, Peer.PID]) for peer in lagging]
-        raise NotReadyError(name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors")
+        raise NotReadyError(
+            name, f"{rule}, within {context.timeout_s:g} s", processes, "check these actors"
+        )
 
 
 def copy_items(
@@ -163,7 +175,9 @@ def copy_items(
     name = target.spec.name
     if (wanted & of_target).any():
         at = int(np.nonzero(wanted & of_target)[0][0])
-        raise DataError("chosen", f"must be items of other tables than {name}", at, "it is stored there")
+        raise DataError(
+            "chosen", f"must be items of other tables than {name}", at, "it is stored there"
+        )
     given = None if priorities is None else arguments.array("priorities", priorities)
     if given is not None and given.shape != of_target.shape:
         raise ShapeError("priorities", f"must have shape [{records.num_items}]", list(given.shape))
@@ -188,7 +202,9 @@ def copy_items(
         first += len(rows.rows)
         for record in rows.records.resolutions[own].tolist():
             slot = record[Resolution.SLOT]  # the rollout batch keeps its rows
-            trajectory = values(table, stored := table.rows(slot), _media(table, stored, table.lock))
+            trajectory = values(
+                table, stored := table.rows(slot), _media(table, stored, table.lock)
+            )
             absent = ~int(table.views["retention"][slot, SlotRetention.PRESENT])
             ids.append(add({one: trajectory[one] for one in names if not late([one]) & absent}))
     if report is not None and given is not None and ids:

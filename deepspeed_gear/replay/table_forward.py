@@ -65,12 +65,16 @@ class LateColumns:
 
     def __init__(self, table: Table, settings: PackSettings, stored: np.ndarray) -> None:
         self._table, self._settings, self._stored = table, settings, stored
-        self._offsets = {f.column.name: int(f.offset) for f in settings.fields if f.column is not None}
+        self._offsets = {
+            f.column.name: int(f.offset) for f in settings.fields if f.column is not None
+        }
 
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
         column, shape, settings = self._table.schema[name], micro.pack_shape, self._settings
         by_step = column.rows == "T"
-        micro.check_shape(name, values, shape.end - shape.first if by_step else micro.num_trajectories)
+        micro.check_shape(
+            name, values, shape.end - shape.first if by_step else micro.num_trajectories
+        )
         given = values.detach()
         if by_step and settings.ranks is not None:  # other ranks have other places
             whole = given.new_zeros(shape.rows)
@@ -84,7 +88,9 @@ class LateColumns:
         if by_step:  # place i has the value of step i + offset
             own = own[: shape.num_tokens]
             offset = self._offsets.get(name, int(settings.predicts))
-        fill_each(self._table, column, self._stored[micro.sources.at], own, self._table.lineage, offset)
+        fill_each(
+            self._table, column, self._stored[micro.sources.at], own, self._table.lineage, offset
+        )
 
 
 def check_late(table: Table, names: Sequence[str]) -> None:
@@ -138,13 +144,17 @@ def forward(
 
     lists = context.control_plane.collect("a rollout batch", listed)  # of the leader of each node
     context.agree_on("forward: table, columns and tokens", (table.spec.name, names, tokens))
-    of_all_nodes = np.concatenate([one for one in lists if one is not None])[:, Resolution.NUM_STEPS]
+    of_all_nodes = np.concatenate([one for one in lists if one is not None])[
+        :, Resolution.NUM_STEPS
+    ]
     records = np.asarray(lists[topology.peers[0]])
     place = fill_place(table, settings.place, topology)
     # For a plan of 8 ranks and 4 replicas, 3 of them here, the plan is of 6.
     replicas = settings.place.data_world
     width = (settings.pack.plan_width or replicas) // replicas * place.data_world
-    pack = settings.pack.model_copy(update={"plan_width": width, "tokens": tokens or settings.pack.tokens})
+    pack = settings.pack.model_copy(
+        update={"plan_width": width, "tokens": tokens or settings.pack.tokens}
+    )
 
     @cache
     def planned() -> PlannedPacks:
@@ -152,7 +162,9 @@ def forward(
         return PlannedPacks(records[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
 
     # Every node makes as many forward passes as the one with the most packs.
-    longest = context.control_plane.collect("a rollout batch", lambda: planned().rows.max(axis=1).tolist())
+    longest = context.control_plane.collect(
+        "a rollout batch", lambda: planned().rows.max(axis=1).tolist()
+    )
 
     fields, opaque = (
         tuple(field for field in every if not (field.column and field.column.late))
@@ -164,7 +176,9 @@ def forward(
         planned().extend(longest, settings.pack)
         sorted_records = records[planned().sort()]
         columns = _stored_columns(table, sorted_records, replace(context, settings=early), loader)
-        return PackSequence(columns, np.arange(len(records)), tokens, planned()), PackReader(columns)
+        return PackSequence(columns, np.arange(len(records)), tokens, planned()), PackReader(
+            columns
+        )
 
     packs, reader = context.agree(made)
     stored = reader.columns.tables[0].rows.numpy()

@@ -19,7 +19,9 @@ from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.process_bound import ProcessBound
 from deepspeed_gear.writer.autoreset import Autoreset, resolve
 
-LONGEST = 128  # steps of a trajectory, where no field reads others: rows for it are reserved and freed
+LONGEST = (
+    128  # steps of a trajectory, where no field reads others: rows for it are reserved and freed
+)
 MARGIN = 32  # one of so many transitions is held besides: free rows may be scattered
 FIRST_CHECK = 256  # gaps before the log may have a warning
 MOST_GAPS = 1 / 8  # of the transitions, without a warning
@@ -72,7 +74,9 @@ class _Rows(NamedTuple):
         flags = value if isinstance(value, list) else [value]
         if self.argument == "truncated" and any(isinstance(flag, Mapping) for flag in flags):
             remedy = "give the environment's truncations, in the place of infos"
-            raise DataError(self.argument, "must be a flag of each environment", type(value).__name__, remedy)
+            raise DataError(
+                self.argument, "must be a flag of each environment", type(value).__name__, remedy
+            )
         rows = value if isinstance(value, np.ndarray) else arguments.array(self.argument, value)
         if rows.shape != self.shape:
             if rows.shape not in self.others:
@@ -144,12 +148,16 @@ class TransitionBuffer(ProcessBound, PublicNames):
             _column("action", action_space, "T"),
             Column("reward", "float32", (), "reward"),
             Column("terminated", "bool", (), "terminated"),
-            Column("truncated", "bool"),  # the environment's own: the store would mark other ends too
+            Column(
+                "truncated", "bool"
+            ),  # the environment's own: the store would mark other ends too
         ]
         self._forms = [_Rows.of(column.name, column, self.num_envs) for column in columns]
         self._next_form = self._forms[0]._replace(argument="next_obs")
         fields = arguments.mapping("fields", options.get("fields", {}))
-        derived = {of.get("derived", name) for name, of in fields.items() if isinstance(of, Mapping)}
+        derived = {
+            of.get("derived", name) for name, of in fields.items() if isinstance(of, Mapping)
+        }
         columns += [column for column in _OF_EPISODES if column.name in derived]
         most = getattr(getattr(n_envs, "spec", None), "max_episode_steps", None)
         section = _section(buffer_size, self.num_envs, table or {}, options, most)
@@ -158,12 +166,16 @@ class TransitionBuffer(ProcessBound, PublicNames):
         self._resets_itself = mode == "next_step"
         own: Autoreset = "next_step" if self._resets_itself else "disabled"
         self._writer = self.replay.vector_writer(self.num_envs, own)
-        self._begins_anew = False  # after an error, which may have come before or after the step was taken
+        self._begins_anew = (
+            False  # after an error, which may have come before or after the step was taken
+        )
         self._num_gaps = self._num_equal = self._num_resets = 0
         #: Environments whose transition before this one may have an overwritten `obs`; None: none. [N], bool.
         self._suspects: np.ndarray | None = None
 
-    def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> None:
+    def add(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any
+    ) -> None:
         """Add a transition of every environment.
 
         Args:
@@ -178,7 +190,12 @@ class TransitionBuffer(ProcessBound, PublicNames):
                 `next_obs`, which the environment has overwritten. Nothing was added.
             StoreFullError, NotReadyError: As `VectorWriter.step`; the next transitions begin trajectories.
         """
-        done_by = {"action": action, "reward": reward, "terminated": terminated, "truncated": truncated}
+        done_by = {
+            "action": action,
+            "reward": reward,
+            "terminated": terminated,
+            "truncated": truncated,
+        }
         if self._suspects is not None and not self._suspects.any():
             self._suspects = None
         begins = None if self._suspects is None else self._writer.waits
@@ -216,7 +233,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             num_resets = int((differs & ended & ~fresh).sum()) if self._resets_itself else 0
             gaps = differs & ~ended
             self._check_overwritten(gaps & is_one_memory, ended)
-            num_equal = int((gaps & ~self._differ(observations, following)).sum()) if gaps.any() else 0
+            num_equal = (
+                int((gaps & ~self._differ(observations, following)).sum()) if gaps.any() else 0
+            )
             self._note(int(gaps.sum()), num_equal, num_resets)
         if begins.any():
             writer.reset(begins, observation=observations)
@@ -289,7 +308,9 @@ class TransitionBuffer(ProcessBound, PublicNames):
             reward, discount = batch["return_n"], batch["discount"]
             done, discounts = (discount == 0).float(), discount.unsqueeze(1)
         names = ("observation", "action", "next_observation")
-        before, action, after = (batch[n] if batch[n].dim() > 1 else batch[n].unsqueeze(1) for n in names)
+        before, action, after = (
+            batch[n] if batch[n].dim() > 1 else batch[n].unsqueeze(1) for n in names
+        )
         done, reward = done.unsqueeze(1), reward.unsqueeze(1)
         return TransitionSamples(before, action, after, done, reward, discounts, batch)
 
@@ -361,7 +382,9 @@ def _section(
     return {
         "batch_size": 256,
         **options,
-        "tables": {"main": {"capacity_steps": capacity, "remove": "fifo", **table, "max_length": longest}},
+        "tables": {
+            "main": {"capacity_steps": capacity, "remove": "fifo", **table, "max_length": longest}
+        },
         "sampler": {"kind": "uniform", "unit": "step", **sampler},
         "fields": {
             "observation": {},

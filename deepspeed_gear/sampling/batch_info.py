@@ -7,7 +7,9 @@ from functools import cached_property
 from typing import Literal
 
 TRAIN = "train"  # the stream of training batches
-Turns = Literal["micro", "global", "schedule"]  # when the ranks of a training run wait for each other
+Turns = Literal[
+    "micro", "global", "schedule"
+]  # when the ranks of a training run wait for each other
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,15 @@ class BatchInfo:
         return self.micro * self.num_micro if self.items is None else self.items
 
     def __str__(self) -> str:
-        others = {"tensor": self.tensor_world, "pipeline": self.pipe_world, "sequence": self.sequence_world}
+        others = {
+            "tensor": self.tensor_world,
+            "pipeline": self.pipe_world,
+            "sequence": self.sequence_world,
+        }
         rest = "".join(f", {name} {world}" for name, world in others.items() if world > 1)
         if self.items is not None:
             return f"packed batches of at most {self.items} items, data {self.data_world}{rest}"
-        product = f"micro batch {self.micro} x accumulation {self.accumulation} x data {self.data_world}"
+        product = (
+            f"micro batch {self.micro} x accumulation {self.accumulation} x data {self.data_world}"
+        )
         return f"global batch {self.global_batch} = {product}{rest}"

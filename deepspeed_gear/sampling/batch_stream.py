@@ -65,7 +65,12 @@ class BatchStream:
         follows: bool = False,
         num_items: int | None = None,
     ) -> None:
-        self.state, self.spec, self.table, self.masses = state, state.spec, state.table, state.masses
+        self.state, self.spec, self.table, self.masses = (
+            state,
+            state.spec,
+            state.table,
+            state.masses,
+        )
         self.selector = LocalSelector(state) if selector is None else selector
         self.follows = follows
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
@@ -77,7 +82,9 @@ class BatchStream:
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed)
         self._writes_here = False  # then it must not wait for itself
-        self._requested: int | None = None  # global batch that the program waits for; None: any that it gets
+        self._requested: int | None = (
+            None  # global batch that the program waits for; None: any that it gets
+        )
         self._is_online = self.table.spec.dataset is None
         self._events = self.table.bells if self._is_online and self.spec.name == TRAIN else None
         self._pause_s, self._next_cleaning = _IDLE_S, 0.0
@@ -92,7 +99,9 @@ class BatchStream:
         """Return every num_parts-th sample of a batch from `part` on, so that no rank gets only one end of
         it. One native call makes and reads a plain selection; `get`, whose errors it has, makes the others.
         """
-        if self._native is not None and not (self._is_online and time.monotonic() > self._next_cleaning):
+        if self._native is not None and not (
+            self._is_online and time.monotonic() > self._next_cleaning
+        ):
             found = self._native.take(key, part, num_parts)
             if found is not None:
                 return found
@@ -105,7 +114,10 @@ class BatchStream:
         table of it may have.
         """
         records = selection.records[which].clone(memory_format=torch.contiguous_format)
-        weighs, walks = self.spec.priorities is not None or of_mixture, self.spec.sampler.walks or of_mixture
+        weighs, walks = (
+            self.spec.priorities is not None or of_mixture,
+            self.spec.sampler.walks or of_mixture,
+        )
         weights = self.weights(selection.head, records) if weighs else None
         epochs = selection.epochs[which].clone() if walks and selection.epochs is not None else None
         origins = None if selection.origins is None else selection.origins[which].clone()
@@ -136,13 +148,19 @@ class BatchStream:
 
     def _get(self, key: int) -> Selection:
         state, entry, deadline = self.state, key % self.spec.depth, None
-        while state.reports is not None and state.reports.too_early(key):  # as long as a training step takes
+        while state.reports is not None and state.reports.too_early(
+            key
+        ):  # as long as a training step takes
             self._check_going_on()
             time.sleep(_IDLE_S)
         while True:
             with self.table.lock:
                 obstacle = self._obstacle(key, entry)
-                if obstacle is None and not self.spec.together and self._heads[entry][Head.KEY] != key:
+                if (
+                    obstacle is None
+                    and not self.spec.together
+                    and self._heads[entry][Head.KEY] != key
+                ):
                     try:
                         self.selector.select(key, entry)
                     except NothingToSampleError as empty:
@@ -170,7 +188,10 @@ class BatchStream:
         at = self._words[Head.KEY]
         skips = key > at and not self.spec.sampler.is_pass
         if held > key or key < at or skips:
-            name, rule = f"stream {self.spec.name}: global batch {key}", "must be the next one or in the ring"
+            name, rule = (
+                f"stream {self.spec.name}: global batch {key}",
+                "must be the next one or in the ring",
+            )
             remedy = "ranks of a node must request the same batches in the same order"
             raise StoreError(name, f"{rule} of selections", f"the stream is at {at}", remedy)
         late = self.readers.lagging(held + 1)  # none for an empty entry, whose key is -1
@@ -189,7 +210,9 @@ class BatchStream:
         """Wait for local ranks that still read the selection `held` in the ring entry (`late`), or whose
         priorities are not complete (`slow`); for none: the leader of this node has yet to select.
         """
-        if self.follows and self._words[Position.LIMITED]:  # the leader of this node waits for items
+        if (
+            self.follows and self._words[Position.LIMITED]
+        ):  # the leader of this node waits for items
             if not self._is_ahead(key):
                 self._waits[0] += 1
                 self.state.limiter_wait.wait()
@@ -200,7 +223,9 @@ class BatchStream:
                 self.state.reports.wait_awake(key)
             # A leader that waits for another node as long names that node first.
             return time.monotonic() + self._timeout_s * (_LEADER_FIRST if self.follows else 1)
-        elif time.monotonic() > deadline and {*late, *slow} != {self._peer}:  # else its own device is late
+        elif time.monotonic() > deadline and {*late, *slow} != {
+            self._peer
+        }:  # else its own device is late
             if late:
                 rule = f"find room in the ring of {self.spec.depth} selections"
                 raise self.readers.error(key, late, rule, "still needs an older one")
@@ -222,7 +247,9 @@ class BatchStream:
         reports, key = self.state.reports, self._requested
         if reports is not None and key is not None:
             # It may be made by now, or another process makes it with other nodes.
-            reports.withdraw(lambda: self._words[Head.KEY] > key or bool(self._control[Control.SELECTING]))
+            reports.withdraw(
+                lambda: self._words[Head.KEY] > key or bool(self._control[Control.SELECTING])
+            )
 
     def give_up(self) -> None:
         """Withdraw this process's request; its priority updates are then due at the next selection."""
@@ -331,14 +358,21 @@ class BatchStream:
         if is_made:
             self._end_wait()
             return
-        self._words[Position.LIMITED] = 1  # for the node's other processes; then all nodes try again
+        self._words[Position.LIMITED] = (
+            1  # for the node's other processes; then all nodes try again
+        )
         if not self.state.limiter_wait.is_ahead:
             self.state.limiter_wait.wait()
         time.sleep(self._pause_s)
         self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
     def _wait_for_items(
-        self, key: int, awaited: int, alone: bool, empty: NothingToSampleError | None, deadline: float | None
+        self,
+        key: int,
+        awaited: int,
+        alone: bool,
+        empty: NothingToSampleError | None,
+        deadline: float | None,
     ) -> float | None:
         """Wait for items that a selection may sample: until a slot changes, at most `_LISTEN_S`. `awaited`:
         count of the table's changes before the limiter was evaluated; `alone`: no other process may add them;
@@ -358,7 +392,9 @@ class BatchStream:
                 with self.table.lock:
                     count = self.spec.num_samples(key)
                     raise limiter.too_late(key, count, waited, is_empty=empty is not None)
-            self._waits[0] += 1  # a rank that is about to raise does not wait: the others get its error
+            self._waits[0] += (
+                1  # a rank that is about to raise does not wait: the others get its error
+            )
         if self._events is None:
             time.sleep(_IDLE_S)
         else:
@@ -417,7 +453,9 @@ class NativeStream:
             "moments_size": 0 if state.numbers is None else state.numbers[0].size,
             **masses.native_words(),
         }
-        self._stream = native.Stream(words=words, rule=spec.rule.anchors.as_list(), timeout_s=TURN_S)
+        self._stream = native.Stream(
+            words=words, rule=spec.rule.anchors.as_list(), timeout_s=TURN_S
+        )
         self._take, self._address = native.stream_take, self._stream.address
         self._priorities = state.priorities
 
@@ -432,8 +470,12 @@ class NativeStream:
 def is_plain(state: StreamState) -> bool:
     """Return whether a stream draws at random from one store, without limits and counts."""
     spec, masses = state.spec, state.masses
-    draws = spec.sampling.native is NativeDraw.RANDOM and not spec.sampler.walks and spec.count is None
-    weighs = spec.rule.has_weights or spec.by_group or type(masses) not in (ItemMasses, PriorityMasses)
+    draws = (
+        spec.sampling.native is NativeDraw.RANDOM and not spec.sampler.walks and spec.count is None
+    )
+    weighs = (
+        spec.rule.has_weights or spec.by_group or type(masses) not in (ItemMasses, PriorityMasses)
+    )
     weighs |= spec.priorities is not None and spec.priorities.decay is not None
     limits = state.is_limited or state.staleness is not None or state.counts is not None
     return draws and not weighs and not limits and not spec.together

@@ -35,7 +35,11 @@ class Exclusion:
 
 
 def count_exclusions(
-    rule: MassRule, schema: Schema, stream: str, views: Mapping[str, np.ndarray], values: Values | None
+    rule: MassRule,
+    schema: Schema,
+    stream: str,
+    views: Mapping[str, np.ndarray],
+    values: Values | None,
 ) -> tuple[list[Exclusion], int]:
     """Count the items that a stream cannot draw, each trajectory under the first reason that holds.
 
@@ -47,11 +51,19 @@ def count_exclusions(
     found, left = _admitted(rule, schema, views, values)
     slots, sums = views["slots"], views[stream + "sums"]
     if stream + "priorities" not in views:
-        waits = sums[left] == 0  # without mass as of the latest selection, although the rule admits it
+        waits = (
+            sums[left] == 0
+        )  # without mass as of the latest selection, although the rule admits it
         if rule.window is not None:
             is_inside = views[stream + "queued"][left] > 0
             reason = "too old for the window of the sampler, or newer than the latest selection"
-            _add(found, slots, left[waits & ~is_inside], reason, "check sampler.newest and sampler.within")
+            _add(
+                found,
+                slots,
+                left[waits & ~is_inside],
+                reason,
+                "check sampler.newest and sampler.within",
+            )
             waits &= is_inside
         return found, int(waits.sum())
     is_current = views[stream + "generations"][left] == slots[left, Slot.GENERATION]
@@ -79,7 +91,13 @@ def _admitted(
     slots = views["slots"]
     found: list[Exclusion] = []
     reserved = slots[:, Slot.STATE] == SlotState.RESERVED
-    _add(found, slots, np.nonzero(reserved)[0], "being written and not published", "commit or publish them")
+    _add(
+        found,
+        slots,
+        np.nonzero(reserved)[0],
+        "being written and not published",
+        "commit or publish them",
+    )
     left = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
 
     def exclude(excluded: np.ndarray, reason: str, remedy: str) -> None:
@@ -96,9 +114,13 @@ def _admitted(
                 exclude(absent, f"without the late column {column.name}", remedy)
     if "groups" in views and rule.unit == "group":
         leaders = views["groups"][left, SlotGroup.LEADER]
-        exclude(leaders == 0, "of incomplete groups", "add the missing members, or set group.after_s")
+        exclude(
+            leaders == 0, "of incomplete groups", "add the missing members, or set group.after_s"
+        )
         leaders = leaders[leaders != 0]
-        exclude(leaders == SlotGroup.REJECTED, "of groups outside of group.where", "check group.where")
+        exclude(
+            leaders == SlotGroup.REJECTED, "of groups outside of group.where", "check group.where"
+        )
         left = left[views["groups"][left, SlotGroup.LEADER] == left + 1]
     if rule.split:
         other = split_of(slots[left, Slot.ID], rule.split) != rule.split_index
@@ -108,7 +130,9 @@ def _admitted(
             fails = ~condition.holds(values(condition.column, left))
             exclude(fails, f"outside of sampler.where.{condition.column}", "check sampler.where")
     short = rule.anchors.num_anchors(slots[left, Slot.NUM_STEPS]) == 0
-    exclude(short, 'without an anchor (too short for the windows of "fields")', "check sampler.anchors")
+    exclude(
+        short, 'without an anchor (too short for the windows of "fields")', "check sampler.anchors"
+    )
     if values is not None and rule.has_weights:
         ids, steps = slots[left][:, [Slot.ID, Slot.NUM_STEPS]].T
         masses = rule.masses(ids, steps, lambda name: values(name, left))
@@ -116,7 +140,9 @@ def _admitted(
     return found, left
 
 
-def _add(found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str) -> None:
+def _add(
+    found: list[Exclusion], slots: np.ndarray, which: np.ndarray, reason: str, remedy: str
+) -> None:
     if len(which):
         found.append(Exclusion(reason, remedy, len(which), int(slots[which, Slot.NUM_STEPS].sum())))
 

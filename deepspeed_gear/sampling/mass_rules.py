@@ -18,7 +18,11 @@ from deepspeed_gear.ops.records import MassUnit, Normalize
 
 Unit = Literal["trajectory", "step", "group"]
 # A group's mass is that of its leader.
-UNIT_CODES = {"trajectory": MassUnit.TRAJECTORY, "step": MassUnit.STEP, "group": MassUnit.TRAJECTORY}
+UNIT_CODES = {
+    "trajectory": MassUnit.TRAJECTORY,
+    "step": MassUnit.STEP,
+    "group": MassUnit.TRAJECTORY,
+}
 NORMALIZE_CODES = {None: Normalize.NONE, "batch": Normalize.BATCH, "table": Normalize.TABLE}
 UNBOUNDED = 2**62
 
@@ -49,7 +53,9 @@ class AnchorRule:
     def num_anchors(self, num_steps: np.ndarray) -> np.ndarray:
         """Return how many anchors trajectories of these lengths admit. [n], int64."""
         room = num_steps - self.first - self.trim
-        return np.where(room <= 0, 0, np.minimum((room + self.stride - 1) // self.stride, self.most))
+        return np.where(
+            room <= 0, 0, np.minimum((room + self.stride - 1) // self.stride, self.most)
+        )
 
     def anchor_at(self, index: np.ndarray, num_steps: np.ndarray) -> np.ndarray:
         """Return the index-th anchor of trajectories of these lengths. [n], [n] -> [n], int64."""
@@ -87,7 +93,9 @@ class Condition:
             if values.dtype.kind in "iu":
                 # As integers: through float64, large ones would be rounded. No value equals the others.
                 limits = np.iinfo(values.dtype)
-                fitting = [int(n) for n in self.among if limits.min <= n <= limits.max and n == int(n)]
+                fitting = [
+                    int(n) for n in self.among if limits.min <= n <= limits.max and n == int(n)
+                ]
                 among = np.asarray(fitting, values.dtype)
             result &= np.isin(values, among.astype(values.dtype))
         return result
@@ -129,7 +137,10 @@ class AgeWindow:
         """
         there, newest = num_items > 0, None
         if values is not None:
-            number, own = np.int64 if values.dtype.kind in "biu" else np.float64, np.zeros(2, np.int64)
+            number, own = (
+                np.int64 if values.dtype.kind in "biu" else np.float64,
+                np.zeros(2, np.int64),
+            )
             if there.any():
                 own[:] = 1, np.array(np.fmax.reduce(values[there]), number).view(np.int64)
             found = gather(own)
@@ -141,7 +152,9 @@ class AgeWindow:
         ordered = ids[order]
         newer = np.concatenate([[0], np.cumsum(num_items[order])])  # of those before each place
         low, high = NO_ID, int(gather(np.array([ids.max(initial=NO_ID)])).max())
-        while low < high:  # the smallest id after which there are fewer items than wanted is in [low, high]
+        while (
+            low < high
+        ):  # the smallest id after which there are fewer items than wanted is in [low, high]
             step = -(-(high - low) // _PARTS)
             points = np.minimum(low + step * np.arange(_PARTS), high)
             after = newer[-1] - newer[np.searchsorted(ordered, points, side="right")]
@@ -159,7 +172,9 @@ class AgeWindow:
         """Return which trajectories are in a window that begins at an edge. [n], bool."""
         inside = (np.asarray(num_items) > 0) & (ids >= edge.oldest)
         if values is not None and edge.newest is not None:
-            inside &= values >= edge.newest - self.distance  # a Python number: small integers would overflow
+            inside &= (
+                values >= edge.newest - self.distance
+            )  # a Python number: small integers would overflow
         return inside
 
 
@@ -178,7 +193,9 @@ class MassRule:
     # Per-trajectory column of weights, and log2 of the mass of weight 1.
     weight: tuple[str, int] | None = None
     custom: CustomMasses | None = None  # a program's own masses
-    window: AgeWindow | None = None  # which of the admitted ones are new enough; applied by the selection
+    window: AgeWindow | None = (
+        None  # which of the admitted ones are new enough; applied by the selection
+    )
     late: tuple[str, ...] = ()  # late columns that must be filled
 
     @property
@@ -193,13 +210,25 @@ class MassRule:
     @property
     def plain_unit(self) -> int | None:
         """Return the unit of `slot_masses_`; None unless masses follow from lengths and late columns."""
-        if self.has_weights or self.where or self.split or self.window is not None or self.unit == "group":
+        if (
+            self.has_weights
+            or self.where
+            or self.split
+            or self.window is not None
+            or self.unit == "group"
+        ):
             return None
-        return MassUnit.LENGTH if self.unit == "trajectory" and self.by_length else UNIT_CODES[self.unit]
+        return (
+            MassUnit.LENGTH
+            if self.unit == "trajectory" and self.by_length
+            else UNIT_CODES[self.unit]
+        )
 
     def describe(self) -> dict[str, Any]:
         """Return the rule for readers of a store, without a program's own masses; JSON-able."""
-        found: dict[str, Any] = TypeAdapter(MassRule).dump_python(self, mode="json", exclude={"custom"})
+        found: dict[str, Any] = TypeAdapter(MassRule).dump_python(
+            self, mode="json", exclude={"custom"}
+        )
         return found
 
     def masses(
@@ -231,7 +260,9 @@ class MassRule:
         assert self.custom is not None
         masses = np.asarray(self.custom(ids, num_steps, column))
         good = masses.dtype.kind in "iu" and masses.shape == ids.shape
-        if not good or (len(masses) and not 0 <= masses.min() <= masses.max() <= 1 << MOST_MASS_BITS):
+        if not good or (
+            len(masses) and not 0 <= masses.min() <= masses.max() <= 1 << MOST_MASS_BITS
+        ):
             raise ConfigError(
                 "gear.sampler.masses",
                 f"must return {len(ids)} integers in [0, 2^{MOST_MASS_BITS}]",
@@ -260,7 +291,9 @@ class Decay:
 
         Cost: one multiplication for each bit of the largest age. The bits do not depend on the machine.
         """
-        left = np.maximum((era + 1) * self.era_batches - 1 - born, 0)  # batches until the end of the era
+        left = np.maximum(
+            (era + 1) * self.era_batches - 1 - born, 0
+        )  # batches until the end of the era
         growth = np.full(len(born), 256.0)
         factor = float((-1 / Decimal(self.batches)).exp())
         while left.any():

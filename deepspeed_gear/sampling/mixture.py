@@ -26,7 +26,9 @@ class Mixture:
     "The chairman assignment problem", Discrete Mathematics 32, 1980.
     """
 
-    def __init__(self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int) -> None:
+    def __init__(
+        self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int
+    ) -> None:
         self.names, self.batch = names, batch  # samples of a global batch
         self._by_batch = shares  # of each table by global batch; they sum to 1
         self._mutex, self._kept = threading.Lock(), dict[int, np.ndarray]()
@@ -35,7 +37,9 @@ class Mixture:
 
     def _restart(self) -> None:
         self._next = 0  # global batch that is counted next
-        self._lacking = [0] * len(self.names)  # each table's parts so far less its samples, in 1 / _ONE
+        self._lacking = [0] * len(
+            self.names
+        )  # each table's parts so far less its samples, in 1 / _ONE
 
     def counts(self, number: int) -> np.ndarray:
         """Return the samples of each table in a global batch; raises as `shares`. [tables], int64."""
@@ -61,7 +65,9 @@ class Mixture:
         shares = [share(number) for share in self._by_batch]
         if abs(sum(shares) - 1) > SHARES_TOLERANCE:
             given = dict(zip(self.names, shares, strict=True))
-            raise ConfigError(f"gear.sampler.shares at global batch {number}", "must sum to 1", given)
+            raise ConfigError(
+                f"gear.sampler.shares at global batch {number}", "must sum to 1", given
+            )
         return shares
 
     def part(self, number: int, part: int, num_parts: int) -> list[np.ndarray]:
@@ -70,7 +76,9 @@ class Mixture:
         """
         counts = self.counts(number)
         first = (part - (np.cumsum(counts) - counts)) % num_parts
-        return [np.arange(f, n, num_parts) for f, n in zip(first.tolist(), counts.tolist(), strict=True)]
+        return [
+            np.arange(f, n, num_parts) for f, n in zip(first.tolist(), counts.tolist(), strict=True)
+        ]
 
     def _count(self, number: int) -> list[int]:
         """Return the samples of each table in the next global batch, and carry the remainders."""

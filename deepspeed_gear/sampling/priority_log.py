@@ -72,7 +72,9 @@ class PriorityLog:
         """Return the regions of a stream's priority logs in the store."""
         assert spec.priorities is not None
         return [
-            Region(spec.at + "log", "int64", (num_peers, spec.priorities.log_size, LogEntry.NUM_WORDS)),
+            Region(
+                spec.at + "log", "int64", (num_peers, spec.priorities.log_size, LogEntry.NUM_WORDS)
+            ),
             Region(spec.at + "ends", "int64", (num_peers, LogEnds.NUM_WORDS)),
             Region(spec.at + "asked", "int64", (num_peers,)),
         ]
@@ -96,7 +98,9 @@ class PriorityLog:
         self.asked[:] = NEVER
         for peer in range(self._num_peers):
             waiting = self._waiting(peer)
-            if (self._log[peer, waiting, LogEntry.BATCH] >= key).any():  # batches selected again: due now
+            if (
+                self._log[peer, waiting, LogEntry.BATCH] >= key
+            ).any():  # batches selected again: due now
                 self._log[peer, waiting, LogEntry.BATCH] = NEVER
 
     def withdraw(self, is_made: Callable[[], bool]) -> None:
@@ -106,7 +110,9 @@ class PriorityLog:
         with self._mutex, self.table.lock:
             if not is_made():
                 self._current = self._before
-                self._asked_words[self._peer] = self._promises[0].batch if self._promises else self._current
+                self._asked_words[self._peer] = (
+                    self._promises[0].batch if self._promises else self._current
+                )
 
     def give_up(self) -> None:
         """Withdraw this process's request; its updates are then due at the next selection."""
@@ -133,7 +139,9 @@ class PriorityLog:
         """Spin briefly until the updates for a global batch are complete."""
         self._peers.wait_awake(key - self.rule.lag)
 
-    def add_items(self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int) -> None:
+    def add_items(
+        self, updates: np.ndarray, priorities: np.ndarray, order: np.ndarray | int
+    ) -> None:
         """As `add`, of any items: slot, generation, anchor [n, 3]; sample numbers or BY_ID [n]. int64."""
         samples = np.zeros((len(updates), Resolution.NUM_WORDS), np.int64)
         samples[:, (Resolution.SLOT, Resolution.GENERATION, Resolution.ANCHOR)] = updates
@@ -170,19 +178,25 @@ class PriorityLog:
                 if priorities is not None:
                     self._write(samples, priorities, promise.batch)
             finally:
-                self._asked_words[self._peer] = self._promises[0].batch if self._promises else self._current
+                self._asked_words[self._peer] = (
+                    self._promises[0].batch if self._promises else self._current
+                )
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
         ends, count = self.ends[self._peer], priorities.numel()
         tail = ends[LogEnds.TAIL]
         if tail > ends[LogEnds.HEAD]:  # after a load no batch was requested; the log stays in order
-            batch = max(batch, self._log_words[self._peer, (tail - 1) % self.rule.log_size, LogEntry.BATCH])
+            batch = max(
+                batch, self._log_words[self._peer, (tail - 1) % self.rule.log_size, LogEntry.BATCH]
+            )
         try:
             self.ops.append_reports_(self._my_log, samples, priorities, tail, batch)
         except (RuntimeError, ShapeError):
             check_priorities(priorities.numpy())
             raise
-        with self.table.lock:  # orders the entries before the tail, for the process that selects next
+        with (
+            self.table.lock
+        ):  # orders the entries before the tail, for the process that selects next
             ends[LogEnds.TAIL] = tail + count
 
     def check_room(self, count: int) -> None:
@@ -194,7 +208,9 @@ class PriorityLog:
         if count > self.rule.log_size - waiting:
             rule = f"must be at most {self.rule.log_size} between two global batches on a rank"
             given, name = f"{waiting} wait, {count} more", f"stream {self.spec.name}: priorities"
-            raise StoreError(name, rule, given, "report them in parts, with a sample() between the parts")
+            raise StoreError(
+                name, rule, given, "report them in parts, with a sample() between the parts"
+            )
 
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the updates of each process that a selection of a global batch applies."""
@@ -204,7 +220,9 @@ class PriorityLog:
             if head == tail:
                 continue
             log, first, end = self._log[peer], head % size, head % size + tail - head
-            entries = log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
+            entries = (
+                log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
+            )
             if self._log_words[peer, (tail - 1) % size, LogEntry.BATCH] >= batch:
                 entries = entries[: np.searchsorted(entries[:, LogEntry.BATCH], batch)]
             if len(entries):
@@ -234,7 +252,9 @@ class PriorityLog:
 
     def waiting(self) -> np.ndarray:
         """Return all waiting updates, in their order. [n, 6], int64."""
-        entries = np.concatenate([self._log[peer, self._waiting(peer)] for peer in range(self._num_peers)])
+        entries = np.concatenate(
+            [self._log[peer, self._waiting(peer)] for peer in range(self._num_peers)]
+        )
         return entries[np.lexsort((entries[:, LogEntry.SAMPLE_NUMBER], entries[:, LogEntry.BATCH]))]
 
     def restore(self, log: np.ndarray) -> None:
@@ -244,7 +264,9 @@ class PriorityLog:
             name = f"stream {self.spec.name}: the checkpoint's reports"
             remedy = "raise the batch size or gear.prefetch to what they were"
             raise StoreError(name, f"must be at most {most}", len(log), remedy)
-        for peer, part in enumerate(np.array_split(log, self._num_peers)):  # in the order of a selection
+        for peer, part in enumerate(
+            np.array_split(log, self._num_peers)
+        ):  # in the order of a selection
             self._log[peer, : len(part)], ends = part, self.ends[peer]
             ends[LogEnds.HEAD], ends[LogEnds.NEXT], ends[LogEnds.TAIL] = 0, 0, len(part)
         self.asked[:] = NEVER

@@ -49,10 +49,14 @@ class PriorityMasses(ItemMasses):
         self._born: np.ndarray | None = views.get(at + "born")
         if self._born is not None:
             self._plain_unit = None  # the native op does not know of ages
-        self._steps: np.ndarray | None = views.get(at + "steps")  # each slot's steps with a priority
+        self._steps: np.ndarray | None = views.get(
+            at + "steps"
+        )  # each slot's steps with a priority
         self.reports = PriorityLog(spec, table)
         keeps_minima = self.rule.normalize == "table" and minima_size(self.num_items) > 0
-        self._minima = torch.from_numpy(views[at + "minima"] if keeps_minima else np.empty(0, np.int64))
+        self._minima = torch.from_numpy(
+            views[at + "minima"] if keeps_minima else np.empty(0, np.int64)
+        )
         self._values = torch.from_numpy(self.values)
         self._trees = self.sums, self._minima, self._values, torch.from_numpy(self.counts)
         self._count_words: memoryview = self.counts.data
@@ -62,7 +66,9 @@ class PriorityMasses(ItemMasses):
         known = (torch.from_numpy(words) for words in (self._bases, self._generations, steps))
         self._slot_words = *known, self._row_slots_tensor
         initial = self.rule.initial
-        self._fixed_initial = None if initial is None else int(np.float32(initial).view(np.int32))  # its bits
+        self._fixed_initial = (
+            None if initial is None else int(np.float32(initial).view(np.int32))
+        )  # its bits
         self._window: np.ndarray = views[at + "window"]
         self._window_words: memoryview = self._window.data
 
@@ -134,12 +140,20 @@ class PriorityMasses(ItemMasses):
             return
         applied, clamped = counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
         known = self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))
-        given = self._slots, torch.from_numpy(known), self._how[0], self.words[TreeChanges.ALPHA], self._unit
+        given = (
+            self._slots,
+            torch.from_numpy(known),
+            self._how[0],
+            self.words[TreeChanges.ALPHA],
+            self._unit,
+        )
         self.ops.prioritize_(*self._trees, *given, self.rule.most_bits)
         if self._born is not None:  # the items that are stored, each once
             slots, anchors = known[:, PriorityUpdate.SLOT], known[:, PriorityUpdate.ANCHOR]
             records = self.table.slots[slots]
-            is_stored = (slots >= 0) & (records[:, Slot.GENERATION] == known[:, PriorityUpdate.GENERATION])
+            is_stored = (slots >= 0) & (
+                records[:, Slot.GENERATION] == known[:, PriorityUpdate.GENERATION]
+            )
             items = records[:, Slot.FIRST_ROW] + anchors if self.by_step else slots
             self._set_masses(distinct(items[is_stored & (anchors < records[:, Slot.NUM_STEPS])]))
         window[at, 0] = counts[UpdateCount.APPLIED] - applied
@@ -200,7 +214,9 @@ class PriorityMasses(ItemMasses):
         records = self.table.slots[slots]
         known[known] &= self.of(slots[known]) > 0
         if self.by_step:
-            known &= self.spec.rule.anchors.admits(anchors, records[:, Slot.NUM_STEPS]) & (anchors >= 0)
+            known &= self.spec.rule.anchors.admits(anchors, records[:, Slot.NUM_STEPS]) & (
+                anchors >= 0
+            )
         return np.stack([slots, records[:, Slot.GENERATION], anchors], axis=1), known
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
@@ -208,7 +224,9 @@ class PriorityMasses(ItemMasses):
         rows may be another trajectory's, the process that freed them has cleared it.
         """
         if self.by_step and self.table.spec.dataset is None:
-            there = is_among(self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
+            there = is_among(
+                self.table.slots[slots, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)
+            )
             self._bases[slots[~there]] = 0
             slots, masses = slots[there], masses[there]
         known = self._generations[slots] == self.table.slots[slots, Slot.GENERATION]
@@ -218,7 +236,11 @@ class PriorityMasses(ItemMasses):
         items, admitted = self._items_of(slots[differ], masses[differ])
         self._set_items(items, np.where(admitted, self._initial, np.float32(0)))
         if self._steps is not None:
-            longer = ~differ & (masses > 0) & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
+            longer = (
+                ~differ
+                & (masses > 0)
+                & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
+            )
             if longer.any():  # open trajectories have grown: other steps keep their priorities
                 records, admits = self.table.slots[slots[longer]], self.spec.rule.anchors.admits
                 items, steps, owner = rows_of(records)
@@ -259,7 +281,9 @@ class PriorityMasses(ItemMasses):
         if self._born is None or self.rule.decay is None:
             return values
         slots = self._row_slots if self.by_step else np.arange(self.num_items)
-        return self.rule.decay.decayed(values, self._born[slots[items]], self.words[TreeChanges.ERA])
+        return self.rule.decay.decayed(
+            values, self._born[slots[items]], self.words[TreeChanges.ERA]
+        )
 
     def _differing(self) -> np.ndarray:
         differing = super()._differing()
@@ -303,7 +327,9 @@ class PriorityMasses(ItemMasses):
         if not self.by_step:
             super().resolve(rows, coordinates, first)
             return
-        self.ops.resolve_rows_(rows, self.sums, self._slots, self._row_slots_tensor, coordinates, first)
+        self.ops.resolve_rows_(
+            rows, self.sums, self._slots, self._row_slots_tensor, coordinates, first
+        )
 
     def highest_items(self, count: int) -> torch.Tensor:
         """Return the items of highest priority, equal ones by their trajectories; or fewer. [n]."""

@@ -108,7 +108,12 @@ class SelectionLimiter:
     """
 
     def __init__(
-        self, spec: StreamSpec, table: Table, masses: ItemMasses, position: np.ndarray, wait: LimiterWait
+        self,
+        spec: StreamSpec,
+        table: Table,
+        masses: ItemMasses,
+        position: np.ndarray,
+        wait: LimiterWait,
     ) -> None:
         self._spec, self._table, self._masses, self._position = spec, table, masses, position
         self._wait = wait
@@ -118,7 +123,9 @@ class SelectionLimiter:
         self.is_plain = self._rate is None and not self.most
         self.index = 0 if table.spec.shard is None else table.spec.shard.index
         self._was_open = True  # by the records received last
-        self.was_empty = False  # whether too few items had a mass in the last selection of all nodes
+        self.was_empty = (
+            False  # whether too few items had a mass in the last selection of all nodes
+        )
         self._turn, self._admitted = 0, 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
         self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
@@ -133,7 +140,9 @@ class SelectionLimiter:
 
     def is_open(self, count: int, exact: bool = True) -> bool:
         """Return whether this store admits `count` samples; arguments as `left`."""
-        rate_admits = self._rate is None or self._rate.may_sample(*self._counted(), self._sampled, count)
+        rate_admits = self._rate is None or self._rate.may_sample(
+            *self._counted(), self._sampled, count
+        )
         return rate_admits and self.left(count, exact) >= count
 
     def _counted(self) -> tuple[int, int]:
@@ -238,7 +247,9 @@ class SelectionLimiter:
             now = "; prompts: {waiting} complete, {leased} leased, {returned} returned, "
             now += "{incomplete} incomplete"
             found += now.format(**books_of(self._table.ledger))
-            remedy = "check the rollout workers, of every node: batches wait for what was leased first"
+            remedy = (
+                "check the rollout workers, of every node: batches wait for what was leased first"
+            )
         if not remedy and not waited_s:
             remedy = "call can_sample() first, and add trajectories"
         elif not remedy:
@@ -260,7 +271,9 @@ class SelectionLimiter:
         words[NodeRate.SAMPLED] = self._sampled
         words[NodeRate.LEFT] = self.left(count, exact)
         if self.most:
-            words[NodeRate.FEWEST] = (self.most - self._times[self._drawable()]).min(initial=UNLIMITED)
+            words[NodeRate.FEWEST] = (self.most - self._times[self._drawable()]).min(
+                initial=UNLIMITED
+            )
         if self._wait.waited_s > self._wait.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
         elif self._position[Position.WRITES] and not self._wait.is_ahead:
@@ -273,7 +286,9 @@ class SelectionLimiter:
             words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         if self._rate is None:
             return words
-        if control[Control.PENDING] and not self._was_open:  # slots of dead processes must not block writers
+        if (
+            control[Control.PENDING] and not self._was_open
+        ):  # slots of dead processes must not block writers
             self._table.extents.end_abandoned()
         words[NodeRate.SIZE], words[NodeRate.INSERTED], pending = self._rate.counted(control)
         admitted = int(words[NodeRate.INSERTED]) + pending
@@ -281,7 +296,9 @@ class SelectionLimiter:
         if self._rate.holds_back:
             quota = max(admitted, int(control[Control.QUOTA]))
             words[NodeRate.QUOTA] = quota if fixed else kept(admitted, quota, not self._was_open)
-            words[NodeRate.WANTED] = max(int(control[Control.WANTED]), int(admitted > self._admitted))
+            words[NodeRate.WANTED] = max(
+                int(control[Control.WANTED]), int(admitted > self._admitted)
+            )
             if not fixed:
                 control[Control.QUOTA], control[Control.WANTED] = words[NodeRate.QUOTA], 0
                 self._admitted = admitted
@@ -289,7 +306,9 @@ class SelectionLimiter:
 
     def are_open(self, records: np.ndarray, count: int) -> bool:
         """Return whether all nodes together admit `count` samples; equal on all nodes."""
-        size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+        size, inserted, left = (
+            records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+        )
         sampled = int(records[0, NodeRate.SAMPLED])
         rate_admits = self._rate is None or self._rate.may_sample(size, inserted, sampled, count)
         ledger = self._table.ledger
@@ -302,7 +321,9 @@ class SelectionLimiter:
             words = [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.ADMITTED, NodeRate.QUOTA]
             size, inserted, admitted, quota = records[:, words].sum(0).tolist()
             sampled, turn = records[0, [NodeRate.SAMPLED, NodeRate.TURN]].tolist()
-            pool = max(0, admitted + self._rate.room(size + admitted - inserted, admitted, sampled) - quota)
+            pool = max(
+                0, admitted + self._rate.room(size + admitted - inserted, admitted, sampled) - quota
+            )
             share = divide(pool, records[:, NodeRate.WANTED].tolist(), turn)[self.index]
             self._table.control[Control.QUOTA] = records[self.index, NodeRate.QUOTA] + share
         self._was_open = self.are_open(records, count)
@@ -328,7 +349,9 @@ class SelectionLimiter:
         if not why:
             return None
         waited_s = self._wait.timeout_s if why == GaveUp.LATE else 0.0
-        size, inserted, left = records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+        size, inserted, left = (
+            records[:, [NodeRate.SIZE, NodeRate.INSERTED, NodeRate.LEFT]].sum(0).tolist()
+        )
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
         return self.too_late(key, count, waited_s, held, is_empty=self.is_plain or was_empty)

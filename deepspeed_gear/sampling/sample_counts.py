@@ -36,7 +36,11 @@ class SampleCounts:
         if not spec.count_draws:
             return []
         counts = Region(spec.at + "draws", "int32", (items,))
-        of = [Region(spec.at + "draws_of", "int64", (table.num_slots,))] if table.dataset is None else []
+        of = (
+            [Region(spec.at + "draws_of", "int64", (table.num_slots,))]
+            if table.dataset is None
+            else []
+        )
         return [counts, *of]
 
     def count(self, records: np.ndarray) -> None:
@@ -85,7 +89,9 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Se
     heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
     with table.lock:
         keys = heads[:, Head.KEY].tolist()
-        entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[-most:]
+        entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[
+            -most:
+        ]
         copies = [(heads[entry, : Head.NUM_SET].tolist(), ring[entry].copy()) for entry in entries]
     found = {}
     for head, records in copies:

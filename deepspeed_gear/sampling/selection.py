@@ -15,7 +15,9 @@ from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
 
-PASS_SHIFT: Final = 32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
+PASS_SHIFT: Final = (
+    32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
+)
 
 
 class Selection(NamedTuple):
@@ -25,8 +27,12 @@ class Selection(NamedTuple):
 
     head: list[int]  # position after the selection, and totals: the words of `Head`
     records: torch.Tensor  # the resolution of each sample. [B, 8], int64.
-    weights: torch.Tensor | None = None  # PER weights, of a micro batch with priorities. [B], float32.
-    epochs: torch.Tensor | None = None  # epoch (or pass) of each sample; None: there are none. [B], int64.
+    weights: torch.Tensor | None = (
+        None  # PER weights, of a micro batch with priorities. [B], float32.
+    )
+    epochs: torch.Tensor | None = (
+        None  # epoch (or pass) of each sample; None: there are none. [B], int64.
+    )
     # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record holds the
     # place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
@@ -62,13 +68,21 @@ class SelectionReaders:
 
     def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
         """Return the error of a wait for peers that was too long."""
-        peers = ", ".join(f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late)
+        peers = ", ".join(
+            f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late
+        )
         rule = f"must {rule} in gear.timeout_s = {self._table.lock.timeout_s} s"
         remedy = "check why that rank stopped sampling; every rank must take every batch"
-        return PeerError(f"stream {self._spec.name}: global batch {key}", rule, f"{peers} {missing}", remedy)
+        return PeerError(
+            f"stream {self._spec.name}: global batch {key}", rule, f"{peers} {missing}", remedy
+        )
 
 
-_NUMBER, _KEY, _OUTCOME = 0, 1, 2  # words of a failure: its number, its global batch, and its outcome
+_NUMBER, _KEY, _OUTCOME = (
+    0,
+    1,
+    2,
+)  # words of a failure: its number, its global batch, and its outcome
 
 
 class SelectionFailure:

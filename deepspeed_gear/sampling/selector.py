@@ -40,7 +40,9 @@ class LocalSelector:
 
     def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
         self.state, self.spec, self.masses = state, state.spec, state.masses
-        self.lock: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if lock is None else lock
+        self.lock: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if lock is None else lock
+        )
         self._sampler, self._native = state.spec.sampler, state.spec.sampling.native
         self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
         self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
@@ -79,14 +81,21 @@ class LocalSelector:
         left = torch.from_numpy(~self.state.evicted(slots))
         if not left.all():
             coordinates = coordinates[left]
-            self.resolve(rows, done, coordinates, first)  # with the sample numbers of those that are left
+            self.resolve(
+                rows, done, coordinates, first
+            )  # with the sample numbers of those that are left
         return coordinates.size(0)
 
     def drop(self) -> None:
         """Drop the samples of the selection so far: they do not fill a batch at the end of an epoch."""
 
     def resolve_until(
-        self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int, counted: np.ndarray
+        self,
+        rows: torch.Tensor,
+        done: int,
+        coordinates: torch.Tensor,
+        first: int,
+        counted: np.ndarray,
     ) -> int:
         """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0; return
         their number. The rest must be drawn again. Adds to `counted`, the samples of each slot so far,
@@ -97,7 +106,9 @@ class LocalSelector:
         assert self._counting is not None
         standing = min(self._counting.num_admitted(slots, counted) + 1, len(slots))
         if standing < len(slots):
-            self._checked(self._counting.draws_left(counted) >= len(slots))  # before a mass is set to 0
+            self._checked(
+                self._counting.draws_left(counted) >= len(slots)
+            )  # before a mass is set to 0
         np.add.at(counted, slots[:standing], 1)
         if standing < len(slots):
             self.masses.take_out(int(slots[standing - 1]))
@@ -209,7 +220,9 @@ class LocalSelector:
     def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
         """Return coordinates from the native op, or from the sampler, which are checked. [count], int64."""
         if self._native is not None:
-            coordinates = self._coordinates if count == self.spec.batch else self._coordinates[:count]
+            coordinates = (
+                self._coordinates if count == self.spec.batch else self._coordinates[:count]
+            )
             self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
             if self._native is NativeDraw.STRATIFIED:
                 stratify_(coordinates, total)
@@ -218,7 +231,9 @@ class LocalSelector:
         good = isinstance(found, torch.Tensor) and found.dtype == torch.int64 and found.dim() == 1
         if not good or len(found) > count or bool(((found < 0) | (found >= total)).any()):
             rule = f"must sample at most {count} coordinates in [0, {total}), as int64"
-            shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
+            shown = (
+                f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else found
+            )
             raise ConfigError(f"sampler {self._sampler.kind}", rule, shown)
         if len(found) < count:
             name = f"stream {self.spec.name}: table {self.state.table.spec.name}"
@@ -231,7 +246,9 @@ class LocalSelector:
         """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
         done, counted = 0, np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
-            coordinates = self._coordinates_of(len(rows) - done, first + done, self._checked(self.total))
+            coordinates = self._coordinates_of(
+                len(rows) - done, first + done, self._checked(self.total)
+            )
             done += self.resolve_until(rows, done, coordinates, first + done, counted)
 
     def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
@@ -251,7 +268,9 @@ class LocalSelector:
             at = after[Head.SAMPLES] + done - after[Head.EPOCH_FIRST]
             if at >= after[Head.EPOCH_SIZE] or has_ended:
                 has_ended = False
-                if sampler.drops_tail and done:  # items were skipped, so that the rest fills no batch
+                if (
+                    sampler.drops_tail and done
+                ):  # items were skipped, so that the rest fills no batch
                     self.drop()
                     after[Head.SAMPLES], done = after[Head.SAMPLES] + done, 0
                 if sampler.is_pass and after[Head.EPOCH_SIZE] > 0:
@@ -300,5 +319,7 @@ class LocalSelector:
             )
         if not 0 < total < 1 << MOST_TOTAL_BITS:
             rule = f"must be below 2^{MOST_TOTAL_BITS}"
-            raise StoreError(f"{name}: the total mass", rule, total, "give smaller masses or priorities")
+            raise StoreError(
+                f"{name}: the total mass", rule, total, "give smaller masses or priorities"
+            )
         return total

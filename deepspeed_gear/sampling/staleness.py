@@ -56,7 +56,9 @@ class Staleness:
     def open_lagging(self, version: int) -> list[int]:
         """Return the living processes whose open trajectories would exceed the lag at a version."""
         oldest = self._table.peers[:, Peer.OLDEST_OPEN] - 1
-        lagging = np.nonzero((oldest >= 0) & (oldest < version - self.retention.max_lag))[0].tolist()
+        lagging = np.nonzero((oldest >= 0) & (oldest < version - self.retention.max_lag))[
+            0
+        ].tolist()
         attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
@@ -64,5 +66,7 @@ class Staleness:
 def dropped(table: Table) -> dict[str, Any]:
     """Return the counts of stale trajectories: trajectories, steps, and trajectories by length."""
     numbers, steps = table.views.get("stale", np.zeros((2, 1), np.int64))  # none of a data set
-    by_length = {f"{1 << n}-{(2 << n) - 1}": int(numbers[n]) for n in np.nonzero(numbers)[0].tolist()}
+    by_length = {
+        f"{1 << n}-{(2 << n) - 1}": int(numbers[n]) for n in np.nonzero(numbers)[0].tolist()
+    }
     return {"trajectories": int(numbers.sum()), "steps": int(steps.sum()), "by_length": by_length}

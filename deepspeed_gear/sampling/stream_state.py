@@ -58,10 +58,18 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
         Region(at + "heads", "int64", (depth, Head.NUM_WORDS)),
         Region(at + "ring", "int64", (depth, most, Resolution.NUM_WORDS)),
         Region(at + "epochs", "int64", (depth, most)),
-        *([Region(at + "numbers", "float64", (depth + 1, *numbers))] if numbers[1] and trains else []),
+        *(
+            [Region(at + "numbers", "float64", (depth + 1, *numbers))]
+            if numbers[1] and trains
+            else []
+        ),
         *masses_type(spec).regions(spec, table),
         *SampleCounts.regions(spec, table),
-        *([] if table.dataset is not None else [Region(at + "last_drawn", "int64", (table.num_slots,))]),
+        *(
+            []
+            if table.dataset is not None
+            else [Region(at + "last_drawn", "int64", (table.num_slots,))]
+        ),
         *([Region(at + "walked", "int64", (table.num_slots,))] if skips else []),
     ]
 
@@ -82,7 +90,9 @@ class StreamState:
         #: Running moments that each selection is normalised with, by ring entry, and last those of the newest
         #: one before the ring was emptied; None: no field is. [depth + 1, 6, elements], float64.
         self.numbers: np.ndarray | None = views.get(at + "numbers")
-        self.last_drawn: np.ndarray | None = views.get(at + "last_drawn")  # newest selection of each slot
+        self.last_drawn: np.ndarray | None = views.get(
+            at + "last_drawn"
+        )  # newest selection of each slot
         #: Generation of each slot when the epoch began; None: its items stay until the end. [slots], int64.
         self.walked: np.ndarray | None = views.get(at + "walked")
         # Words one by one: with cold caches, as after a batch, a NumPy call takes 10 us and more.
@@ -101,7 +111,9 @@ class StreamState:
 
         trains_online = spec.name == TRAIN and table.spec.dataset is None
         self.counts = SampleCounts(spec, table) if spec.count_draws else None
-        limits_age = table.spec.retention.max_age > 0 or table.spec.retention.version_column is not None
+        limits_age = (
+            table.spec.retention.max_age > 0 or table.spec.retention.version_column is not None
+        )
         limits_age |= table.spec.prompts is not None and table.spec.prompts.late == "drop"
         self.staleness = Staleness(table) if trains_online and limits_age else None
         noting = [] if self.counts is None else [self.counts.forget]
@@ -115,7 +127,9 @@ class StreamState:
         self.has_unit_masses = spec.rule.unit == "step" and not has_item_masses
 
         self.limiter_wait = wait = LimiterWait(spec.rate_timeout_s)
-        self.limiter = SelectionLimiter(spec, table, made, self.position, wait) if trains_online else None
+        self.limiter = (
+            SelectionLimiter(spec, table, made, self.position, wait) if trains_online else None
+        )
         self.is_limited = self.limiter is not None and not self.limiter.is_plain
         #: Whether a selection may have to wait for items.
         self.may_wait = self.is_limited or table.spec.num_writers > 0
@@ -176,7 +190,9 @@ class StreamState:
         assert self.numbers is not None
         key = self.words[Head.KEY] - 1
         entry = key % self.spec.depth
-        return np.asarray(self.numbers[entry if self.head_words[entry][Head.KEY] == key >= 0 else -1])
+        return np.asarray(
+            self.numbers[entry if self.head_words[entry][Head.KEY] == key >= 0 else -1]
+        )
 
     def pin(self, key: int, records: torch.Tensor) -> None:
         """Keep the rows of sampled items (of leaders: their groups, [n, 8]) until all have released them."""
@@ -203,8 +219,12 @@ class StreamState:
         found[:, _RESOLVED] = self.table.slots[slots][:, _OF_SLOT]
         for word in (Resolution.MASS, Resolution.SAMPLE_NUMBER):
             found[:, word] = drawn[item, word]
-        if self.table.shared_prompts is not None:  # steps of the whole trajectory, and the shared ones
-            found[:, Resolution.ANCHOR] = shared = self.table.shared_prompts[slots, SharedPrompt.STEPS]
+        if (
+            self.table.shared_prompts is not None
+        ):  # steps of the whole trajectory, and the shared ones
+            found[:, Resolution.ANCHOR] = shared = self.table.shared_prompts[
+                slots, SharedPrompt.STEPS
+            ]
             found[:, Resolution.NUM_STEPS] += shared
         return found, item
 
@@ -236,7 +256,9 @@ class StreamState:
             position[Position.DONE] = 0
             position[Head.EPOCH_FIRST], position[Head.EPOCH_SIZE] = position[Head.SAMPLES], 0
 
-    def seek(self, key: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False) -> None:
+    def seek(
+        self, key: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False
+    ) -> None:
         """Set the position to a global batch; its epoch ends if masses stay (not `fresh`) of another."""
         ends = not fresh and self.walked is not None and epoch != self.position[Head.EPOCH]
         if self.numbers is not None:
@@ -268,7 +290,9 @@ class StreamState:
         ring = self.ring_words[unused].copy()
         own = drawn = np.arange(self.spec.most_records) < self.heads[unused, Head.COUNT, None]
         ring[~drawn] = 0
-        if self.origins is not None:  # this store's samples keep their words, those of others the id UNKNOWN
+        if (
+            self.origins is not None
+        ):  # this store's samples keep their words, those of others the id UNKNOWN
             origins, index = self.origins.numpy()[unused], self.table.spec.own_shard.index
             own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == index)
             ring[own, Resolution.SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
@@ -277,7 +301,10 @@ class StreamState:
         sampled = ring[own][:, Resolution.SLOT]
         is_held = self.table.slots[sampled, Slot.GENERATION] == ring[own][:, Resolution.GENERATION]
         if not (is_held & np.isin(sampled, slots)).all():
-            unused, ring = unused[:0], ring[:0]  # their rows were freed: these batches cannot be gathered
+            unused, ring = (
+                unused[:0],
+                ring[:0],
+            )  # their rows were freed: these batches cannot be gathered
         ring[..., Resolution.SLOT] = np.searchsorted(slots, ring[..., Resolution.SLOT])
         return {
             **self.masses.export(slots),
@@ -314,7 +341,9 @@ class StreamState:
             return
         ring = content["ring"]
         ring[..., Resolution.SLOT] = slots[ring[..., Resolution.SLOT]]
-        ring[..., Resolution.FIRST_ROW] = self.table.slots[ring[..., Resolution.SLOT], Slot.FIRST_ROW]
+        ring[..., Resolution.FIRST_ROW] = self.table.slots[
+            ring[..., Resolution.SLOT], Slot.FIRST_ROW
+        ]
         self.ring_words[content["heads"][:, Head.KEY] % self.spec.depth] = ring
         self.keep_selections(content)
 

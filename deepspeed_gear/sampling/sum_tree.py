@@ -28,7 +28,9 @@ class TreeChanges:
     """Words of the mass changes that wait for a selection."""
 
     NUM_QUEUED: Final = 0
-    APPLYING: Final = 1  # 1: the queue is being written to the tree; -1 - n: log entries up to n are
+    APPLYING: Final = (
+        1  # 1: the queue is being written to the tree; -1 - n: log entries up to n are
+    )
     ALPHA: Final = 2  # exponent of the priorities, Q62
     SEEN: Final = 3  # the table's Control.CHANGED up to which changes are queued
     BATCH: Final = 4  # global batch of the latest selection, from which the age of new items counts
@@ -49,7 +51,9 @@ class ItemMasses:
         self.num_items = self.count_items(spec, table.spec)
         self.words = views[spec.at + "changes"].data
         self._control: memoryview = table.control.data
-        self._late = table.spec.schema.late_bits(spec.rule.late) if table.spec.dataset is None else 0
+        self._late = (
+            table.spec.schema.late_bits(spec.rule.late) if table.spec.dataset is None else 0
+        )
         self._groups = table.groups if spec.by_group else None
         self._on_change = on_change
         self.queued: np.ndarray = views[spec.at + "queued"]
@@ -60,13 +64,17 @@ class ItemMasses:
         self.applied = self.leaves
         #: Whether a second draw, keyed by the sample number, selects the anchor.
         self.draws_anchor = spec.rule.draws_anchor
-        self._top: memoryview = views[spec.at + "sums"][-FAN_OUT:].data  # the last level: one node's children
+        self._top: memoryview = views[spec.at + "sums"][
+            -FAN_OUT:
+        ].data  # the last level: one node's children
         self._slots = torch.from_numpy(table.slots)
         self._log = torch.from_numpy(views["log"]) if "log" in views else None
         unit = UNIT_CODES["trajectory" if spec.rule.draws_anchor else "step"]
         self._how = (spec.rule.anchors.as_list(), unit, spec.seed, spec.key)
         self._plain_unit = None if self._late else spec.rule.plain_unit
-        self._may_wrap = spec.rule.has_weights and table.spec.dataset is None  # the sums are modulo 2^64
+        self._may_wrap = (
+            spec.rule.has_weights and table.spec.dataset is None
+        )  # the sums are modulo 2^64
 
     def native_words(self) -> dict[str, int]:
         """Return the numbers that the native `Stream` takes, beside the addresses of regions."""
@@ -109,7 +117,11 @@ class ItemMasses:
     def of(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses of committed slots by the rule; of leaders those of their groups. [n], int64."""
         if self._groups is None:
-            at, chosen, steps = np.arange(len(slots)), slots, self.table.slots[slots, Slot.NUM_STEPS]
+            at, chosen, steps = (
+                np.arange(len(slots)),
+                slots,
+                self.table.slots[slots, Slot.NUM_STEPS],
+            )
         else:
             at = np.nonzero(self._groups.is_leader(slots))[0]
             chosen = slots[at]
@@ -184,7 +196,9 @@ class ItemMasses:
         if self._on_change or self.words[TreeChanges.NUM_QUEUED]:
             log = None
         # Where the slot table alone determines the masses, one op writes those that have changed.
-        if unit is not None and log is not None and changed - seen <= log.size(0):  # faster than `len`
+        if (
+            unit is not None and log is not None and changed - seen <= log.size(0)
+        ):  # faster than `len`
             if changed != seen:
                 self._take(log, seen, changed, unit)
                 self.words[TreeChanges.SEEN] = changed
@@ -225,7 +239,9 @@ class ItemMasses:
         self._set(np.array([slot]), np.zeros(1, np.int64))
 
     def _set(self, slots: np.ndarray, masses: np.ndarray) -> None:
-        self.ops.tree_update_(self.sums, self.num_items, torch.from_numpy(slots), torch.from_numpy(masses))
+        self.ops.tree_update_(
+            self.sums, self.num_items, torch.from_numpy(slots), torch.from_numpy(masses)
+        )
 
     def _build(self) -> None:
         self.ops.tree_build_(self.sums, self.num_items)
@@ -236,23 +252,32 @@ class ItemMasses:
         may_wrap = self._may_wrap and int(self.leaves.max()) * len(self.leaves) >= most
         if may_wrap and (total := int(self.leaves.sum(dtype=np.float64))) >= most:
             return min(total, (1 << 63) - 1)
-        return sum(self._top.tolist())  # plain integers: with cold caches a NumPy reduction costs 30 us
+        return sum(
+            self._top.tolist()
+        )  # plain integers: with cold caches a NumPy reduction costs 30 us
 
     def resolve(self, rows: torch.Tensor, coordinates: torch.Tensor, first: int) -> None:
         """Write the resolutions of coordinates to rows, numbered from `first` on. [n, 8]; [n]; int64."""
         self.ops.resolve_(rows, self.sums, self._slots, coordinates, *self._how, first)
         if self.spec.rule.has_weights and self.spec.rule.unit == "step":
             words = rows.numpy()  # the mass of one step
-            words[:, Resolution.MASS] //= self.spec.rule.anchors.num_anchors(words[:, Resolution.NUM_STEPS])
+            words[:, Resolution.MASS] //= self.spec.rule.anchors.num_anchors(
+                words[:, Resolution.NUM_STEPS]
+            )
 
-    def resolve_numbered(self, rows: torch.Tensor, coordinates: torch.Tensor, numbers: np.ndarray) -> None:
+    def resolve_numbered(
+        self, rows: torch.Tensor, coordinates: torch.Tensor, numbers: np.ndarray
+    ) -> None:
         """Resolve coordinates as `resolve`, where sample numbers have gaps. [n], int64."""
         self.resolve(rows, coordinates, 0)
         words = rows.numpy()
         words[:, Resolution.SAMPLE_NUMBER] = numbers
         if self.draws_anchor:
             rule, steps = self.spec.rule.anchors, words[:, Resolution.NUM_STEPS]
-            unsigned, purpose = numbers.astype(np.uint64), np.array([[RandomPurpose.ANCHOR]], np.uint64)
+            unsigned, purpose = (
+                numbers.astype(np.uint64),
+                np.array([[RandomPurpose.ANCHOR]], np.uint64),
+            )
             drawn = philox(self.spec.seed, unsigned, self.spec.key, purpose)
             index = below(tuple(quarter[0] for quarter in drawn), rule.num_anchors(steps))
             words[:, Resolution.ANCHOR] = rule.anchor_at(index, steps)
@@ -328,7 +353,11 @@ class AgeMasses(ItemMasses):
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return age, mass and first coordinate of the oldest or newest trajectories, in order. [n] each."""
-        slots, ledger, ages = np.nonzero(self.leaves)[0], self.table.ledger, self.table.slots[:, Slot.ID]
+        slots, ledger, ages = (
+            np.nonzero(self.leaves)[0],
+            self.table.ledger,
+            self.table.slots[:, Slot.ID],
+        )
         if ledger is None:
             slots = slots[np.argsort(ages[slots], kind="stable")]
         else:  # those of groups before the first number that is open

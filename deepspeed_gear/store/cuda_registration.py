@@ -20,7 +20,9 @@ from deepspeed_gear.errors import show_bytes
 from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import MADV_POPULATE_WRITE, SharedMemory
 
-MOST_CALL_BYTES = 1 << 30  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
+MOST_CALL_BYTES = (
+    1 << 30
+)  # one call of 512 GiB fails on some drivers, and each holds the driver's lock
 PORTABLE_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 SUCCESS = 0
 NO_HOST_ADDRESSES = "the device does not read registered memory at the host's address"
@@ -112,7 +114,9 @@ class CudaRuntime:
         driver = ctypes.CDLL("libcuda.so.1")  # torch's runtime has no call for attributes
         device, found = ctypes.c_int(), ctypes.c_int()
         failed = driver.cuDeviceGet(ctypes.byref(device), self._device.index)
-        failed = failed or driver.cuDeviceGetAttribute(ctypes.byref(found), _CAN_USE_HOST_POINTER, device)
+        failed = failed or driver.cuDeviceGetAttribute(
+            ctypes.byref(found), _CAN_USE_HOST_POINTER, device
+        )
         return failed == SUCCESS and found.value != 0
 
     def register(self, begin: int, num_bytes: int) -> int:
@@ -151,11 +155,15 @@ class Registration:
         spans = {name: span_of(column) for name, column in columns.items()}
         return cls(memory, plan(spans, memory_span(memory), budget), runtime)
 
-    def __init__(self, memory: SharedMemory, wanted: RegistrationPlan, runtime: CudaRuntime) -> None:
+    def __init__(
+        self, memory: SharedMemory, wanted: RegistrationPlan, runtime: CudaRuntime
+    ) -> None:
         self._runtime, self.calls = runtime, list[Span]()
         self.left_out = dict(wanted.left_out)
         failed = "" if runtime.reads_host_addresses() else NO_HOST_ADDRESSES
-        fcntl.flock(memory.fd, fcntl.LOCK_EX)  # the driver has one lock: ranks that wait for it stall others
+        fcntl.flock(
+            memory.fd, fcntl.LOCK_EX
+        )  # the driver has one lock: ranks that wait for it stall others
         try:
             for call in wanted.calls if not failed else ():
                 failed = self._register(memory, call)
@@ -175,8 +183,12 @@ class Registration:
         """Register one span; return the failure, or ""."""
         base = memory_span(memory).begin
         first = max(call.begin - base, 0) // mmap.PAGESIZE * mmap.PAGESIZE
-        with contextlib.suppress(OSError):  # older kernels: CUDA touches the pages itself, more slowly
-            memory.advise(MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first)
+        with contextlib.suppress(
+            OSError
+        ):  # older kernels: CUDA touches the pages itself, more slowly
+            memory.advise(
+                MADV_POPULATE_WRITE, first, min(call.end - base, memory.num_bytes) - first
+            )
         error = self._runtime.register(call.begin, call.num_bytes)
         if error == SUCCESS:
             self.calls.append(call)

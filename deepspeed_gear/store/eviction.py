@@ -17,7 +17,14 @@ from deepspeed_gear.ops.philox import below, philox
 from deepspeed_gear.ops.records import RandomPurpose, Slot, SlotState
 from deepspeed_gear.store.compaction import make_run
 from deepspeed_gear.store.pins import SelectionPins
-from deepspeed_gear.store.records import Control, EvictionCode, Head, Refusal, SlotLink, SlotRetention
+from deepspeed_gear.store.records import (
+    Control,
+    EvictionCode,
+    Head,
+    Refusal,
+    SlotLink,
+    SlotRetention,
+)
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 
@@ -63,7 +70,9 @@ class Evictor:
             return Refusal.RATE_LIMITED
         extents, num_rows, is_clear = self.table.extents, self.table.rows_for(num_steps), False
         while True:
-            found = Refusal.NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
+            found = (
+                Refusal.NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
+            )
             if found >= 0:
                 return found
             if not is_clear:
@@ -91,7 +100,9 @@ class Evictor:
         control, retention = self.table.control, self.retention
         held = control[Control.NUM_COMMITTED] + control[Control.PENDING]
         steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
-        return bool(held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps)
+        return bool(
+            held + 1 > retention.max_trajectories or steps + num_steps > retention.max_steps
+        )
 
     def being_read(self) -> np.ndarray:
         """Return the retired slots that are free as soon as no selection pins them, by age. [n], int64."""
@@ -142,12 +153,23 @@ class Evictor:
             raise self.table.full(refusal, num_steps)
         self._check()
         now = time.monotonic()
-        waits_for_itself = self._samples and (refusal == Refusal.RATE_LIMITED or self.readers.are_frozen)
-        if refusal == Refusal.RATE_LIMITED and self._is_shared:  # nodes may agree on quotas just now
+        waits_for_itself = self._samples and (
+            refusal == Refusal.RATE_LIMITED or self.readers.are_frozen
+        )
+        if (
+            refusal == Refusal.RATE_LIMITED and self._is_shared
+        ):  # nodes may agree on quotas just now
             waits_for_itself &= now > until - self.timeout_s + _AGREE_S
         if waits_for_itself or now > until:
-            waited = "first" if waits_for_itself or self.timeout_s == 0 else f"within {self.timeout_s:g} s"
-            rule, remedy = f"must have {what} that no selection reads {waited}", "raise the capacity"
+            waited = (
+                "first"
+                if waits_for_itself or self.timeout_s == 0
+                else f"within {self.timeout_s:g} s"
+            )
+            rule, remedy = (
+                f"must have {what} that no selection reads {waited}",
+                "raise the capacity",
+            )
             if refusal == Refusal.RATE_LIMITED:
                 rule = f"must be sampled from {waited}, as its rate limiter requires"
                 remedy = "raise rate_limiter.error_buffer"
@@ -173,7 +195,9 @@ def quiet(table: Table, timeout_s: float, word: int = Control.SELECTING) -> Iter
                 return
         if time.monotonic() > until:
             what = "selection under way" if word == Control.SELECTING else "open write"
-            raise StoreError(f"table {table.spec.name}", f"must have no {what} within {timeout_s} s", None)
+            raise StoreError(
+                f"table {table.spec.name}", f"must have no {what} within {timeout_s} s", None
+            )
         time.sleep(_POLL_S)
 
 
@@ -181,7 +205,9 @@ class EvictionPolicy(ABC):
     """Chooses the trajectory (its group, in a table of groups) to evict when rows or slots are too few."""
 
     evicts: ClassVar[bool] = True
-    code: ClassVar[int] = EvictionCode.BY_CALLER  # what the native module does without calling `victim`
+    code: ClassVar[int] = (
+        EvictionCode.BY_CALLER
+    )  # what the native module does without calling `victim`
 
     def __init__(self, retention: Retention) -> None:
         self.retention = retention

@@ -110,7 +110,9 @@ class TableGroups:
         order = np.argsort(numbers, kind="stable")
         begins = _begins(numbers[order])
         found = np.empty_like(values)
-        found[order] = np.repeat(np.maximum.reduceat(values[order], begins), _sizes(begins, len(order)))
+        found[order] = np.repeat(
+            np.maximum.reduceat(values[order], begins), _sizes(begins, len(order))
+        )
         return found
 
     @property
@@ -150,7 +152,9 @@ class TableGroups:
         if count >= most:
             rule = f"must have at most group.max_trajectories = {most} trajectories"
             name = f"table {self._name}: group {int(number[0])} of column {self.spec.column}"
-            raise DataError(name, rule, count + 1, "raise it; remove() of one trajectory evicts the group")
+            raise DataError(
+                name, rule, count + 1, "raise it; remove() of one trajectory evicts the group"
+            )
 
     def begin(self, slot: int) -> None:
         """Reset the words of a reserved slot, before its commit."""
@@ -234,12 +238,17 @@ class TableGroups:
             is_complete |= enough & (due <= now)
 
         group = np.repeat(np.arange(len(first)), _sizes(first, len(of_member)))  # of each member
-        order = np.lexsort((ids[of_member], ~is_ready, group))  # those that are ready, as they came, first
+        order = np.lexsort(
+            (ids[of_member], ~is_ready, group)
+        )  # those that are ready, as they came, first
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order)) - first[group[order]]
         of_each = _sizes(of_member, len(slots))
         is_in = np.repeat(is_complete[group] & is_ready & (rank < self.spec.size), of_each)
-        is_out, is_filled = np.repeat(is_complete[group], of_each) & ~is_in, np.repeat(is_ready, of_each)
+        is_out, is_filled = (
+            np.repeat(is_complete[group], of_each) & ~is_in,
+            np.repeat(is_ready, of_each),
+        )
         self._drop(slots[is_out & ~is_filled], GroupCount.UNFILLED)
         self._drop(slots[is_out & is_filled], GroupCount.SURPLUS)
         if is_in.any():
@@ -292,7 +301,9 @@ class TableGroups:
     @property
     def recent(self) -> tuple[int, int]:
         """How many of the latest groups are complete, and how many failed a condition or were too large."""
-        return self._count_words[GroupCount.RECENT_PASSED], self._count_words[GroupCount.RECENT_FAILED]
+        return self._count_words[GroupCount.RECENT_PASSED], self._count_words[
+            GroupCount.RECENT_FAILED
+        ]
 
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Write the words of groups, of slots group by group, [n]; return their leaders. [groups], int64."""
@@ -309,7 +320,9 @@ class TableGroups:
         if self._shared is not None:
             steps = steps + self._shared[slots, SharedPrompt.STEPS]
         words[leaders, SlotGroup.STEPS] = np.add.reduceat(steps, begins)
-        words[leaders, SlotGroup.NUMBER] = self.counts[GroupCount.INSERTED] + 1 + np.arange(len(leaders))
+        words[leaders, SlotGroup.NUMBER] = (
+            self.counts[GroupCount.INSERTED] + 1 + np.arange(len(leaders))
+        )
         others = slots != leaders[index]
         words[slots[others], SlotGroup.LEADER] = leaders[index[others]] + 1
         words[leaders, SlotGroup.LEADER] = leaders + 1  # the commit points
@@ -325,7 +338,9 @@ class TableGroups:
         if not removed:
             self._remember(self.numbers(leaders))
         if self._ledger is not None:
-            self._ledger.leave(self.numbers(leaders[self.words[leaders, SlotGroup.DRAWN] > 0]), Left.DRAWN)
+            self._ledger.leave(
+                self.numbers(leaders[self.words[leaders, SlotGroup.DRAWN] > 0]), Left.DRAWN
+            )
             self._ledger.leave(self.numbers(members), Left.REMOVED if removed else Left.EVICTED)
         self._evict(members)
         if not removed:

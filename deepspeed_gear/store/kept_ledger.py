@@ -44,7 +44,12 @@ class KeptLedger(PromptLedger):
     """The ledger of a table whose store outlives its job. Every method requires the table's lock."""
 
     def __init__(
-        self, of: PromptSpec, views: Views, numbers: np.ndarray, memory: SharedMemory, extents: RowAllocator
+        self,
+        of: PromptSpec,
+        views: Views,
+        numbers: np.ndarray,
+        memory: SharedMemory,
+        extents: RowAllocator,
     ) -> None:
         super().__init__(of, views, numbers, memory)
         self._extents, self._life = extents, views["life_words"]
@@ -116,7 +121,9 @@ class KeptLedger(PromptLedger):
             return version >= newest or bool(may and (self._shares(version) > 0).all())
         versions = np.where(self._has_version(), self.entries[:, Entry.VERSION], newest)[others]
         due = np.arange(version, newest + 1)
-        num_due = (versions <= due[:, None]).sum(1) + 1  # with this one, by each batch max_lag after `due`
+        num_due = (versions <= due[:, None]).sum(
+            1
+        ) + 1  # with this one, by each batch max_lag after `due`
         return bool((num_due <= (due + spec.max_lag - selected + 1) * spec.groups).all())
 
     def _shares(self, version: int) -> np.ndarray:
@@ -137,7 +144,9 @@ class KeptLedger(PromptLedger):
         if spec.is_joint:
             free = np.arange(1, spec.max_lag + 1) * spec.groups - self._num_due[: spec.max_lag]
             turn = (spec.store + selected) % spec.num_stores  # the shares add up to what is free
-            self._life[_SHARES:] = 0 if is_drawn else np.maximum((free + turn) // spec.num_stores, 0)
+            self._life[_SHARES:] = (
+                0 if is_drawn else np.maximum((free + turn) // spec.num_stores, 0)
+            )
             self._life[_AGREED] = self._trained
 
     def _of_others(self, number: int) -> int:
@@ -187,7 +196,10 @@ class KeptLedger(PromptLedger):
         ids = control[Control.NEXT_ID] + np.arange(len(slots))
         self._slots[slots, Slot.ID] = ids * self.spec.num_stores + self.spec.store
         control[Control.NEXT_ID] += len(slots)
-        self.views["groups"][slots], self.views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0, 0
+        self.views["groups"][slots], self.views["retention"][slots, SlotRetention.TIMES_SAMPLED] = (
+            0,
+            0,
+        )
         self._slots[slots, Slot.STATE] = SlotState.COMMITTED
 
     def _retire_others(self) -> None:
@@ -213,7 +225,9 @@ class KeptLedger(PromptLedger):
         states[(states == SlotState.RESERVED) & is_rank] = SlotState.FREE
         retired = self.retired()
         self.views["retention"][retired, SlotRetention.TIMES_SAMPLED] = 0  # in this job
-        numbers, index, sizes = np.unique(self.numbers[retired], return_inverse=True, return_counts=True)
+        numbers, index, sizes = np.unique(
+            self.numbers[retired], return_inverse=True, return_counts=True
+        )
         states[retired[sizes[index] != self.spec.members]] = SlotState.FREE
         life[_END] = numbers.max(initial=-1) + 1
         self._states[:], self._left[:], self._reasons[:], counts[:] = EntryState.FREE, 0, b"", 0

@@ -20,7 +20,11 @@ from deepspeed_gear.store.table import Table
 
 
 def fill(
-    table: Table, trajectory_id: int, columns: Mapping[str, Any], timeout_s: float, lineage: str | None = None
+    table: Table,
+    trajectory_id: int,
+    columns: Mapping[str, Any],
+    timeout_s: float,
+    lineage: str | None = None,
 ) -> None:
     """Write late columns of a stored trajectory; batches from the next selection on may read them.
 
@@ -39,7 +43,9 @@ def fill(
     for column_name, value in flatten(name, columns, frozenset(schema.names)).items():
         if column_name not in schema or not schema[column_name].late:
             late = ", ".join(column.name for column in schema.late_columns) or "none"
-            raise DataError(f"{name}: column {column_name}", f"must be one of the late columns: {late}")
+            raise DataError(
+                f"{name}: column {column_name}", f"must be one of the late columns: {late}"
+            )
         arrays[column_name] = as_stored(value, schema[column_name], name)
     check_finite(name, schema, arrays)
     bits = schema.late_bits(arrays)
@@ -52,7 +58,9 @@ def fill(
             raise StoreError(f"{name}: id", rule, trajectory_id, remedy)
         retention = table.views["retention"]
         if retention[slot, SlotRetention.OPEN]:
-            raise DataError(f"{name}: id {trajectory_id}", "must have ended before late columns are written")
+            raise DataError(
+                f"{name}: id {trajectory_id}", "must have ended before late columns are written"
+            )
         present = int(retention[slot, SlotRetention.PRESENT])
         written = [column for column in arrays if present & schema.late_bits([column])]
         if written:
@@ -86,10 +94,17 @@ def fill_each(
     its trajectory, or zeros. Of a prompt that another trajectory holds they are left out. Cost: a copy of the
     rows, with the lock held.
     """
-    name, schema, slots = f"table {table.spec.name}", table.spec.schema, np.empty(len(records), np.int64)
+    name, schema, slots = (
+        f"table {table.spec.name}",
+        table.spec.schema,
+        np.empty(len(records), np.int64),
+    )
     counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
     counts = np.ones_like(counts) if column.rows == "1" else counts
-    array, shared = np.ascontiguousarray(as_stored(values, column, name, int(counts.sum()))), 0 * counts
+    array, shared = (
+        np.ascontiguousarray(as_stored(values, column, name, int(counts.sum()))),
+        0 * counts,
+    )
     if table.shared_prompts is not None:
         shared = table.shared_prompts[records[:, Resolution.SLOT], SharedPrompt.STEPS]
     if shared.any():
@@ -99,7 +114,11 @@ def fill_each(
         if column.rows != "1":
             array, offset = _without_prompts(counts, shared, array, offset), 0
             counts -= shared
-    native, store, bit = table.ops.native, table.extents.handle.address, schema.late_bits([column.name])
+    native, store, bit = (
+        table.ops.native,
+        table.extents.handle.address,
+        schema.late_bits([column.name]),
+    )
     given = schema.names.index(column.name), bit, records, array, offset, slots
     with quiet(table, table.lock.timeout_s):
         if lineage != table.lineage:
@@ -128,7 +147,9 @@ def fill_leased(table: Table, column: Column, lease: LeaseRecord, value: Any) ->
     fill_each(table, column, record, values, lease.origin)
 
 
-def _without_prompts(counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int) -> np.ndarray:
+def _without_prompts(
+    counts: np.ndarray, shared: np.ndarray, values: np.ndarray, offset: int
+) -> np.ndarray:
     """Return the values of the rows that trajectories hold themselves: all but the `shared` first, [n].
 
     Of 5 rows of which 2 are shared, with an offset of 1, the rows [2, 5) have the values [1, 4). `counts` of
@@ -148,7 +169,9 @@ def absent(table: Table, *names: str) -> np.ndarray:
     with the slot that holds a shared prompt as MASS. Requires the lock.
     """
     retention, bits = table.views["retention"], table.spec.schema.late_bits(names)
-    is_whole = (table.slots[:, Slot.STATE] == SlotState.COMMITTED) & (retention[:, SlotRetention.OPEN] == 0)
+    is_whole = (table.slots[:, Slot.STATE] == SlotState.COMMITTED) & (
+        retention[:, SlotRetention.OPEN] == 0
+    )
     slots = np.nonzero(is_whole & (retention[:, SlotRetention.PRESENT] & bits != bits))[0]
     found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
     found[:, Resolution.ID] = table.slots[slots, Slot.ID]

@@ -18,7 +18,9 @@ class LeaseRecord(NamedTuple):
     """A lease of a prompt, or of a trajectory that lacks a late column, as its ledger has issued it."""
 
     entry: int  # where the ledger keeps it: the entry of a prompt, the slot of a trajectory
-    token: int  # tells it from other leases of the entry: its number among the leases of all prompts
+    token: (
+        int  # tells it from other leases of the entry: its number among the leases of all prompts
+    )
     number: int  # what is leased: the number of a prompt, the id of a trajectory
     version: int = 0  # of a prompt: rollout batches that were trained when it was leased
     attempt: int = 1  # of a prompt: leases of it, with this one

@@ -68,7 +68,9 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
             paths.setdefault((os.fstat(fd).st_dev, os.fstat(fd).st_ino), [path])
     stores = []
     for identity, candidates in paths.items():
-        holders = tuple(dict.fromkeys(int(path.parts[2]) for path in candidates if path.parent != SHM))
+        holders = tuple(
+            dict.fromkeys(int(path.parts[2]) for path in candidates if path.parent != SHM)
+        )
         for path in candidates:  # the first that is still open
             store = _open(path, identity, holders, strict=process is not None)
             if store is not None:
@@ -77,13 +79,19 @@ def living_stores(process: int | None = None) -> list[LiveStore]:
     return stores
 
 
-def _open(path: Path, identity: tuple[int, int], holders: tuple[int, ...], strict: bool) -> LiveStore | None:
+def _open(
+    path: Path, identity: tuple[int, int], holders: tuple[int, ...], strict: bool
+) -> LiveStore | None:
     """Map a file read-only; None if it is no table, or the descriptor is another file's by now."""
     with suppress(OSError, *(() if strict else [StoreError])), open(path, "rb", 0) as file:
         status = os.fstat(file.fileno())
         is_same = (status.st_dev, status.st_ino) == identity
-        if is_same and file.read(len(MAGIC)) == MAGIC:  # else another program's, or not initialised yet
-            layout, run = read_header(file.fileno(), str(path))  # StoreError: it is of another version
+        if (
+            is_same and file.read(len(MAGIC)) == MAGIC
+        ):  # else another program's, or not initialised yet
+            layout, run = read_header(
+                file.fileno(), str(path)
+            )  # StoreError: it is of another version
             name = layout.meaning.get("table")
             if name is not None:  # else a policy board, or places of simulators
                 memory = mmap.mmap(file.fileno(), status.st_size, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -140,8 +148,12 @@ def named_store(file: str) -> NamedStore:
     path = file_path(file)
     with opened_file(path) as fd:
         store = _store(fd, file)
-        if store is None and not read_header(fd, str(path))[0].meaning.get("sizes", {}).get("num_writers"):
-            raise StoreError(str(path), "must admit writers", None, "set gear.tables.<name>.writers")
+        if store is None and not read_header(fd, str(path))[0].meaning.get("sizes", {}).get(
+            "num_writers"
+        ):
+            raise StoreError(
+                str(path), "must admit writers", None, "set gear.tables.<name>.writers"
+            )
     if store is None:
         raise StoreGoneError(str(path), "must belong to a living run", None, "its ranks have ended")
     return store
@@ -171,7 +183,11 @@ def run_names(option: str | None, given: str | None = None) -> list[str]:
     named = {what: name for what, name in ({"run": given} if given else sources).items() if name}
     for what, name in named.items():
         letters = name.replace("_", "").replace("-", "")
-        if len(name) > _MOST_LETTERS or not name.isascii() or not (letters.isalnum() or not letters):
+        if (
+            len(name) > _MOST_LETTERS
+            or not name.isascii()
+            or not (letters.isalnum() or not letters)
+        ):
             rule = f"must be a name of at most {_MOST_LETTERS} letters, digits, '_' and '-'"
             raise ConfigError(what, rule, name)
     return sorted({*named.values()})
@@ -182,5 +198,7 @@ def new_run_name(option: str | None) -> str:
     names = run_names(option)
     if len(names) > 1:
         rule = f"must be the run that {RUN_VARIABLE} names, where both are given"
-        raise ConfigError("gear.shared_memory.run", rule, " and ".join(names), "leave one of them out")
+        raise ConfigError(
+            "gear.shared_memory.run", rule, " and ".join(names), "leave one of them out"
+        )
     return names[0] if names else ""

@@ -39,7 +39,10 @@ class MediaPages:
     ) -> None:
         self.spec, self.name, self._memory = spec, f"table {name}: media", memory
         self.words, self.bytes, self._slots = views["media_pages"], views["media"], views["slots"]
-        self._rows, self.arrivals = rows, arrivals  # numbers; rows from other nodes are 0 while not in use
+        self._rows, self.arrivals = (
+            rows,
+            arrivals,
+        )  # numbers; rows from other nodes are 0 while not in use
 
     def needed(self, pinned: np.ndarray | None = None, with_arrivals: bool = True) -> np.ndarray:
         """Return the numbers that trajectories name, or only those in reserved and `pinned` slots, [slots];
@@ -48,7 +51,9 @@ class MediaPages:
         states, named = self._slots[:, Slot.STATE], np.flatnonzero(self._rows)
         used = (states if pinned is None else states * pinned) != SlotState.FREE
         used |= states == SlotState.RESERVED
-        own = self._rows[named[inside(named, self._slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]]
+        own = self._rows[
+            named[inside(named, self._slots[used][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]])]
+        ]
         arrived = self.arrivals[np.flatnonzero(self.arrivals)] if with_arrivals else own[:0]
         return distinct(np.concatenate([own, arrived]))
 
@@ -65,7 +70,9 @@ class MediaPages:
         with lock:
             heads = self.find(numbers)
         found = {}
-        for number, head in zip(numbers[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True):
+        for number, head in zip(
+            numbers[heads >= 0].tolist(), heads[heads >= 0].tolist(), strict=True
+        ):
             whole = self.bytes[np.concatenate([*chain(self.words, np.array([head]))])].reshape(-1)
             found[number] = whole[: int(self.words[head, MediaPage.NUM_BYTES])]
         return found
@@ -106,9 +113,13 @@ class MediaPages:
         with lock:  # which other processes wait for, so there are no loops over items
             known = self.find(named)
             is_new = known < 0
-            is_other = is_given & ~is_new & (self.words[known, MediaPage.DIGEST :] != digests).any(axis=1)
+            is_other = (
+                is_given & ~is_new & (self.words[known, MediaPage.DIGEST :] != digests).any(axis=1)
+            )
             for number in named[is_other].tolist():
-                raise DataError(self.name, "must have a number of its own", number, "change it a bit")
+                raise DataError(
+                    self.name, "must have a number of its own", number, "change it a bit"
+                )
             for number in named[is_new & ~is_given].tolist():
                 rule, remedy = "must be held by the store", "give the Media in place of its number"
                 raise DataError(self.name, rule, number, remedy)
@@ -206,7 +217,9 @@ class MediaPages:
     def recover(self) -> None:
         """Free the pages that no item of the store or of a living process has."""
         states, held = self.words[:, MediaPage.STATE], np.zeros(len(self.words), bool)
-        whole, begun = (np.flatnonzero(states == one) for one in (PageState.WHOLE, PageState.WRITING))
+        whole, begun = (
+            np.flatnonzero(states == one) for one in (PageState.WHOLE, PageState.WRITING)
+        )
         owners = self.words[begun, MediaPage.OWNER]
         living = [owner for owner in set(owners.tolist()) if self._memory.is_alive(owner)]
         for pages in chain(self.words, np.append(whole, begun[is_among(owners, living)])):
@@ -233,7 +246,9 @@ def inside(rows: np.ndarray, extents: np.ndarray) -> np.ndarray:
     """Return which rows lie in extents, by first row and number: [n], [m, 2] -> [n], bool."""
     extents = extents[extents[:, 1] > 0]  # others may begin where one of these does
     extents = np.concatenate([[[-1, 0]], extents[np.argsort(extents[:, 0])]])
-    return np.asarray(rows < extents[np.searchsorted(extents[:, 0], rows, side="right") - 1].sum(-1))
+    return np.asarray(
+        rows < extents[np.searchsorted(extents[:, 0], rows, side="right") - 1].sum(-1)
+    )
 
 
 def _value(column: Column, rows: np.ndarray) -> Any:

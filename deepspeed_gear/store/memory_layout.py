@@ -66,7 +66,9 @@ class Layout:
     """Regions one after the other after the header and the description, each 128-byte aligned."""
 
     regions: tuple[Region, ...]
-    description: str  # canonical JSON of what the regions mean; stored, hashed and compared at attach
+    description: (
+        str  # canonical JSON of what the regions mean; stored, hashed and compared at attach
+    )
 
     @classmethod
     def of(cls, regions: Sequence[Region], meaning: dict[str, Any]) -> Layout:
@@ -128,11 +130,19 @@ def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
     if len(head) < HEADER_BYTES:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
     header = np.frombuffer(head, HEADER, 1)[0]
-    magic, version, total = bytes(header["magic"]), int(header["format"]), int(header["total_bytes"])
+    magic, version, total = (
+        bytes(header["magic"]),
+        int(header["format"]),
+        int(header["total_bytes"]),
+    )
     if magic != MAGIC:
-        raise StoreError(path, "must be a gear store", magic, "remove the file or use its right name")
+        raise StoreError(
+            path, "must be a gear store", magic, "remove the file or use its right name"
+        )
     if version != FORMAT:
-        raise StoreError(path, f"must have store format {FORMAT}", version, "use one version everywhere")
+        raise StoreError(
+            path, f"must have store format {FORMAT}", version, "use one version everywhere"
+        )
     if total != num_bytes:
         raise StoreError(path, f"must have {total} bytes", num_bytes, "it is truncated")
     text = os.pread(fd, min(max(int(header["description_bytes"]), 0), _MOST_TEXT), HEADER_BYTES)
@@ -141,5 +151,7 @@ def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
     layout = Layout.parse(text.decode())
     if layout.total_bytes != num_bytes:
         raise StoreError(path, f"must have the {layout.total_bytes} bytes of its layout", num_bytes)
-    words = (bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest"))
+    words = (
+        bytes(header[field]).rstrip(b"\0") for field in ("run_id", "run_name", "config_digest")
+    )
     return layout, RunIdentity(*(word.decode(errors="replace") for word in words))

@@ -27,7 +27,11 @@ ENLARGE_SHM = (
 # Of each cgroup version: the files of the limit and the usage, and the page cache's entries in memory.stat.
 _FILES = {
     # usage_in_bytes of version 1 includes the children's; so do the entries that begin with total_.
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_active_file", "total_inactive_file"),
+    ),
     2: ("memory.max", "memory.current", ("active_file", "inactive_file")),
 }
 
@@ -117,7 +121,8 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
             continue
         # Blanks and backslashes are written as octal numbers.
         root, point = (
-            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field) for field in before[3:5]
+            re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), field)
+            for field in before[3:5]
         )
         if after[0] == "cgroup2":
             yield 2, root, point

@@ -22,7 +22,9 @@ class _Reader(NamedTuple):
 
     position: np.ndarray  # words of its position
     last_drawn: np.ndarray  # the newest global batch that drew from each slot. [slots], int64
-    consumed: np.ndarray  # the newest global batch that each process has released, plus 1. [peers], int64
+    consumed: (
+        np.ndarray
+    )  # the newest global batch that each process has released, plus 1. [peers], int64
     leaves: np.ndarray  # masses of the slots, unless steps have priorities. [slots], int64
     steps: StepPriorities | None  # the priorities of steps, if they have any
     skips: bool  # whether an epoch skips evicted items
@@ -65,7 +67,9 @@ class SelectionPins:
     @property
     def pins(self) -> list[tuple[int, int, int]]:
         """Return the addresses of pins as the native `Store.set_retention` takes them."""
-        return [(address(r.last_drawn), address(r.consumed), len(r.consumed)) for r in self._readers]
+        return [
+            (address(r.last_drawn), address(r.consumed), len(r.consumed)) for r in self._readers
+        ]
 
     @property
     def ahead(self) -> list[int] | None:

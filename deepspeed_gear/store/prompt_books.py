@@ -29,7 +29,9 @@ def books_of(ledger: PromptLedger) -> dict[str, Any]:
     return stored_books(ledger.spec, ledger.views, ledger.numbers)
 
 
-def stored_books(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> dict[str, Any]:
+def stored_books(
+    spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray
+) -> dict[str, Any]:
     """Return the account of a store, JSON-able; the sums over all stores are that of the table.
 
     `issued` is the sum of `trained`, `training` (in the rollout batch that is trained), `waiting` (complete,
@@ -38,9 +40,15 @@ def stored_books(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.
     ones, with `drawn` for those that are trained or in training, and of all before them, "earlier". `numbers`
     of groups, by slot.
     """
-    counts, left, names = views["prompt_counts"].tolist(), views["prompt_left"][0], views["prompt_reasons"]
+    counts, left, names = (
+        views["prompt_counts"].tolist(),
+        views["prompt_left"][0],
+        views["prompt_reasons"],
+    )
     states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
-    named = [name.decode(errors="replace") for name in names[len(FIXED_REASONS) : OTHER_REASON].tolist()]
+    named = [
+        name.decode(errors="replace") for name in names[len(FIXED_REASONS) : OTHER_REASON].tolist()
+    ]
     named = [f"{name} (worker)" if name in (*FIXED_REASONS, "other") else name for name in named]
     reasons = [*FIXED_REASONS, *named, "other"]
     is_incomplete = incomplete(spec, views, numbers)
@@ -56,16 +64,26 @@ def stored_books(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.
             "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
         }
 
-    issued, epochs, of_entries = counts[PromptCount.ISSUED], {}, views["prompt_entries"][:, Entry.NUMBER]
+    issued, epochs, of_entries = (
+        counts[PromptCount.ISSUED],
+        {},
+        views["prompt_entries"][:, Entry.NUMBER],
+    )
     following, rest, before = issued * spec.num_stores + spec.store, left.copy(), issued
-    latest = int(views["prompt_epochs"][0, :, 0].max()) - 1  # may be of another store, before a load
+    latest = (
+        int(views["prompt_epochs"][0, :, 0].max()) - 1
+    )  # may be of another store, before a load
     newest = max(max(following - spec.num_stores, 0) // spec.num_prompts, latest)
     for epoch in range(newest, max(newest - EPOCHS, -1), -1):
         row = views["prompt_epochs"][0, epoch % EPOCHS]
         of_epoch = row[1:] * (row[0] == epoch + 1)
         first = min(spec.issued_below(epoch * spec.num_prompts), before)
         among = of_entries // spec.num_prompts == epoch
-        own = {"issued": before - first, "drawn": int(of_epoch[Left.DRAWN]), **parts(of_epoch, among)}
+        own = {
+            "issued": before - first,
+            "drawn": int(of_epoch[Left.DRAWN]),
+            **parts(of_epoch, among),
+        }
         epochs[str(epoch)], rest, before = own, rest - of_epoch, first
     if newest >= EPOCHS:
         among = of_entries // spec.num_prompts <= newest - EPOCHS

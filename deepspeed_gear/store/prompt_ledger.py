@@ -37,7 +37,9 @@ from deepspeed_gear.store.memory_layout import Region
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.shared_memory import SharedMemory
 
-MOST_REASONS = 32  # counters of numbers that have left, the drawn ones first; the last is of other names
+MOST_REASONS = (
+    32  # counters of numbers that have left, the drawn ones first; the last is of other names
+)
 REASON_BYTES = 32
 _HEARTBEAT = "call heartbeat() more often, or raise prompts.lease_s"
 FIRST_STAMP = -(1 << 62)  # of `Entry.STAMP`, which has one while it is below 0
@@ -51,12 +53,16 @@ class Entry:
     NUMBER: Final = 1
     OWNER: Final = 2  # index of the process that holds the lease
     DEADLINE: Final = 3  # monotonic nanoseconds at which the lease returns
-    STAMP: Final = DEADLINE  # once its group is complete: its place among those of all stores, below 0
+    STAMP: Final = (
+        DEADLINE  # once its group is complete: its place among those of all stores, below 0
+    )
     VERSION: Final = 4  # rollout batches that were trained when it was leased
     ATTEMPT: Final = 5  # leases of the number, with this one
     TOKEN: Final = 6  # number of the lease among all leases
     MEMBERS: Final = 7  # trajectories that a commit under way publishes; 0: there is none
-    KEPT: Final = 8  # twice the bytes of what leases of the number have kept, plus which of two copies it is
+    KEPT: Final = (
+        8  # twice the bytes of what leases of the number have kept, plus which of two copies it is
+    )
     NUM_WORDS: Final = 9
 
 
@@ -76,7 +82,9 @@ class PromptCount:
     LARGEST_LAG: Final = 4  # of the groups that were drawn
     SWEEPING: Final = 5  # 1: new counters are complete and replace the old ones
     WAITED_NS: Final = 6  # nanoseconds ever in which workers waited for a lease
-    TRAINED: Final = 7  # of several stores: batches that all ranks have trained; -1: not known after a load
+    TRAINED: Final = (
+        7  # of several stores: batches that all ranks have trained; -1: not known after a load
+    )
     OTHERS: Final = 8  # of several stores: what the other ones add to `_before`
     NUM_WORDS: Final = 9
 
@@ -87,8 +95,12 @@ class Progress:
     FIRST_OPEN: Final = 0  # the first number of the store that is open
     BATCHES: Final = 1  # that the ranks of its node have trained
     STORE: Final = 2
-    TRAINED: Final = 3  # batches that all ranks of all nodes have trained, as far as it is known here
-    DROPPED: Final = 4  # numbers ever that have left and were not drawn; after a load their sum counts
+    TRAINED: Final = (
+        3  # batches that all ranks of all nodes have trained, as far as it is known here
+    )
+    DROPPED: Final = (
+        4  # numbers ever that have left and were not drawn; after a load their sum counts
+    )
     STAMP: Final = 5  # the largest `Entry.STAMP` known here
     NUM_WORDS: Final = 6
 
@@ -99,7 +111,15 @@ class Left:
     DRAWN, REJECTED, EVICTED, REMOVED, ENDED, EXPIRED, TOO_OLD = range(7)
 
 
-FIXED_REASONS = ("drawn", "rejected", "evicted", "removed", "worker ended", "lease expired", "too old")
+FIXED_REASONS = (
+    "drawn",
+    "rejected",
+    "evicted",
+    "removed",
+    "worker ended",
+    "lease expired",
+    "too old",
+)
 OTHER_REASON: Final = MOST_REASONS - 1
 
 
@@ -120,7 +140,9 @@ class PromptSpec:
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
-    members: int = 0  # trajectories of a group, if the store outlives its job (`KeptLedger`); else 0
+    members: int = (
+        0  # trajectories of a group, if the store outlives its job (`KeptLedger`); else 0
+    )
     needs: bool = False  # whether a committed group waits for late columns
     num_stores: int = 1
     store: int = 0  # index of this one
@@ -146,7 +168,9 @@ class PromptSpec:
             Region("prompt_entries", "int64", (self.num_entries, Entry.NUM_WORDS)),
             Region("prompt_counts", "int64", (PromptCount.NUM_WORDS,)),
             Region("prompt_left", "int64", (2, MOST_REASONS)),  # the counters, and as they will be
-            Region("prompt_epochs", "int64", (2, EPOCHS, 1 + MOST_REASONS)),  # epoch + 1, its counters
+            Region(
+                "prompt_epochs", "int64", (2, EPOCHS, 1 + MOST_REASONS)
+            ),  # epoch + 1, its counters
             Region("prompt_reasons", f"S{REASON_BYTES}", (MOST_REASONS,)),
             Region("prompt_kept", "uint8", (self.num_entries, 2, self.keep_bytes)),
         ]
@@ -177,7 +201,9 @@ class PromptLedger:
     ) -> None:
         self.spec, self.views, self._memory, self._now_ns = spec, views, memory, now_ns
         self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
-        self._left, self._reasons, self._kept = (views[f"prompt_{n}"] for n in ("left", "reasons", "kept"))
+        self._left, self._reasons, self._kept = (
+            views[f"prompt_{n}"] for n in ("left", "reasons", "kept")
+        )
         self._epochs = views["prompt_epochs"]
         self._slots, self.numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
         self._position: np.ndarray = views["stream/train/position"]
@@ -278,7 +304,9 @@ class PromptLedger:
     def marks(self, numbers: np.ndarray) -> np.ndarray:
         """Return the stamp of each held number, and the batch by which it is due. [n] -> [n, 2], int64."""
         words = self.entries[self._held(numbers)]
-        return np.stack([words[:, Entry.STAMP], words[:, Entry.VERSION] + self.spec.max_lag], axis=1)
+        return np.stack(
+            [words[:, Entry.STAMP], words[:, Entry.VERSION] + self.spec.max_lag], axis=1
+        )
 
     def merged(self, numbers: np.ndarray, marks: np.ndarray) -> np.ndarray:
         """Return the order of the complete groups of all stores, as of `admits`. [n], [n, 2] -> [n]."""
@@ -313,7 +341,9 @@ class PromptLedger:
         """
         is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < key)
         if is_old.any():
-            self.counts[PromptCount.RETURNS] += np.count_nonzero(is_old & (self._states == EntryState.LEASED))
+            self.counts[PromptCount.RETURNS] += np.count_nonzero(
+                is_old & (self._states == EntryState.LEASED)
+            )
             self._states[is_old] = EntryState.LEFT + Left.TOO_OLD
             self._sweep()
         return self._versions(slots) < 0
@@ -337,7 +367,9 @@ class PromptLedger:
         free = np.nonzero(self._states == EntryState.FREE)[0].tolist()
         busy = len(self.entries) - len(free)
         before, wanted = self._before(busy), count - len(found)
-        if spec.num_stores > 1:  # where the others drop theirs, more than its share of a window are its own
+        if (
+            spec.num_stores > 1
+        ):  # where the others drop theirs, more than its share of a window are its own
             room = len(self._slots) // spec.size - num_in_training(spec, self.views) - busy
             wanted = max(min(wanted, room), 0)
         for entry in free[:wanted]:
@@ -356,7 +388,9 @@ class PromptLedger:
         """
         if self.spec.num_stores == 1:
             return self.num_selected * self.spec.groups + busy
-        others = self._next - int(self.counts[PromptCount.ISSUED]) + int(self.counts[PromptCount.OTHERS])
+        others = (
+            self._next - int(self.counts[PromptCount.ISSUED]) + int(self.counts[PromptCount.OTHERS])
+        )
         return others + int(self._left[0, Left.DRAWN]) + busy
 
     def _give(self, entry: int, version: int) -> LeaseRecord:
@@ -406,12 +440,18 @@ class PromptLedger:
         state, attempt = words[[Entry.STATE, Entry.ATTEMPT]].tolist()
         is_own = bool(words[Entry.TOKEN] == lease.token)
         if state == EntryState.HELD:
-            return f"{'it' if is_own else f'attempt {attempt}'} was committed", "commit a group once"
+            return (
+                f"{'it' if is_own else f'attempt {attempt}'} was committed",
+                "commit a group once",
+            )
         if state == EntryState.LEASED:
             return f"it came back, and attempt {attempt} has its prompt", _HEARTBEAT
         if words[Entry.DEADLINE] < self._now_ns():
             lease_s = f"prompts.lease_s = {self.spec.lease_s:g} s"
-            return f"{lease_s} passed without a heartbeat, and its prompt waits for another lease", _HEARTBEAT
+            return (
+                f"{lease_s} passed without a heartbeat, and its prompt waits for another lease",
+                _HEARTBEAT,
+            )
         given = "it was given back, by fail(), the end of its worker or its gateway's session, or a load"
         return f"{given}, and its prompt waits for another lease", "lease again"
 
@@ -422,8 +462,13 @@ class PromptLedger:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
         if lease.version + spec.max_lag < key:
             rule = f"its prompt left, at the latest as too old: {key} batches are selected, its version is "
-            return f"{rule}{lease.version} and prompts.max_lag {spec.max_lag}", "raise max_lag, or be faster"
-        is_last = f", as the last of {spec.attempts} attempts" if lease.attempt >= spec.attempts else ""
+            return (
+                f"{rule}{lease.version} and prompts.max_lag {spec.max_lag}",
+                "raise max_lag, or be faster",
+            )
+        is_last = (
+            f", as the last of {spec.attempts} attempts" if lease.attempt >= spec.attempts else ""
+        )
         return f"its prompt was trained or dropped{is_last}", _HEARTBEAT
 
     def renew(self, lease: LeaseRecord) -> None:
@@ -528,12 +573,16 @@ class PromptLedger:
 
     def leave(self, numbers: np.ndarray, counter: int) -> None:
         """Count held numbers whose groups leave the table; others are ignored. [n], int64."""
-        entries = np.nonzero((self._states == EntryState.HELD) & np.isin(self._of_entries, numbers))[0]
+        entries = np.nonzero(
+            (self._states == EntryState.HELD) & np.isin(self._of_entries, numbers)
+        )[0]
         if not len(entries):
             return
         if counter == Left.DRAWN:
             lag = self.num_selected - 1 - int(self.entries[entries, Entry.VERSION].min())
-            self.counts[PromptCount.LARGEST_LAG] = max(int(self.counts[PromptCount.LARGEST_LAG]), lag)
+            self.counts[PromptCount.LARGEST_LAG] = max(
+                int(self.counts[PromptCount.LARGEST_LAG]), lag
+            )
         self._states[entries] = EntryState.LEFT + counter
         self._sweep()
 
@@ -572,7 +621,9 @@ class PromptLedger:
         self.counts[PromptCount.ISSUED] = max(int(self.counts[PromptCount.ISSUED]), issued)
         begun = (self._states == EntryState.LEASED) & (self.entries[:, Entry.MEMBERS] > 0)
         is_begun = np.isin(self.numbers[: len(self._slots)], self._of_entries[begun])
-        for slot in np.nonzero(is_begun & (self._slots[:, Slot.STATE] == SlotState.COMMITTED))[0].tolist():
+        for slot in np.nonzero(is_begun & (self._slots[:, Slot.STATE] == SlotState.COMMITTED))[
+            0
+        ].tolist():
             retire(slot)
         self.entries[begun, Entry.MEMBERS] = 0
 
@@ -592,27 +643,40 @@ class PromptLedger:
         The first store has the counters of all, except of drawn groups whose rows others hold: `in_training`
         are the numbers of all that have some, ascending, where there are several stores.
         """
-        spec, leases, every = self.spec, int(self.counts[PromptCount.LEASES]), saved["prompt_entries"]
+        spec, leases, every = (
+            self.spec,
+            int(self.counts[PromptCount.LEASES]),
+            saved["prompt_entries"],
+        )
         is_own = every[:, Entry.NUMBER] % spec.num_stores == spec.store
         entries = every[is_own]
         self._states[:] = EntryState.FREE
         self.entries[: len(entries)] = entries
         self.entries[:, Entry.KEPT] &= ~1
-        self._kept[: len(entries), 0, : saved["prompt_kept"].shape[1]] = saved["prompt_kept"][is_own]
+        self._kept[: len(entries), 0, : saved["prompt_kept"].shape[1]] = saved["prompt_kept"][
+            is_own
+        ]
         leased = self._states == EntryState.LEASED
         self.entries[leased, Entry.ATTEMPT] -= 1  # a load is no attempt
         self._states[leased] = EntryState.RETURNED
         stamps = every[every[:, Entry.STAMP] < 0, Entry.STAMP]
         self._stamp = int(stamps.max(initial=FIRST_STAMP))
         self.counts[:] = saved["prompt_counts"] * (spec.store == 0)
-        self.counts[PromptCount.ISSUED] = spec.issued_below(int(saved["prompt_counts"][PromptCount.ISSUED]))
+        self.counts[PromptCount.ISSUED] = spec.issued_below(
+            int(saved["prompt_counts"][PromptCount.ISSUED])
+        )
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
         # Nothing is leased until the stores agree again, nor between `agree` and `note_others`.
         self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 1 << 40
         self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
-        self._left[0], self._reasons[:] = saved["prompt_left"] * (spec.store == 0), saved["prompt_reasons"]
+        self._left[0], self._reasons[:] = (
+            saved["prompt_left"] * (spec.store == 0),
+            saved["prompt_reasons"],
+        )
         for number in in_training:
-            self._count(0, number, Left.DRAWN, (number % spec.num_stores == spec.store) - (spec.store == 0))
+            self._count(
+                0, number, Left.DRAWN, (number % spec.num_stores == spec.store) - (spec.store == 0)
+            )
 
 
 def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
@@ -625,7 +689,9 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     counts = every.sum(0)
     counts[PromptCount.ISSUED] = issued = max(int(following.max()) - len(stores) + 1, 0)
     counts[PromptCount.LARGEST_LAG] = every[:, PromptCount.LARGEST_LAG].max()
-    skipped = np.concatenate([np.arange(first, issued, len(stores)) for first in following.tolist()])
+    skipped = np.concatenate(
+        [np.arange(first, issued, len(stores)) for first in following.tolist()]
+    )
     returned = np.zeros((len(skipped), Entry.NUM_WORDS), np.int64)
     returned[:, Entry.STATE], returned[:, Entry.NUMBER] = EntryState.RETURNED, skipped
     left, reasons = np.zeros(MOST_REASONS, np.int64), np.zeros(MOST_REASONS, f"S{REASON_BYTES}")
@@ -646,7 +712,12 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         rows, most = one["prompt_kept"].shape
         kept[first : first + rows, :most] = one["prompt_kept"]
         first += rows
-    words = {"prompt_counts": counts, "prompt_left": left, "prompt_epochs": of_epochs, "prompt_kept": kept}
+    words = {
+        "prompt_counts": counts,
+        "prompt_left": left,
+        "prompt_epochs": of_epochs,
+        "prompt_kept": kept,
+    }
     return {**words, "prompt_entries": entries, "prompt_reasons": reasons}
 
 
@@ -673,13 +744,17 @@ def version_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
 def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
     """Return how many groups of this store are in untrained batches. Cost: of several, a pass over slots."""
     if spec.num_stores == 1:
-        return (int(views["stream/train/position"][Head.KEY]) - trained_batches(views)) * spec.groups
+        return (
+            int(views["stream/train/position"][Head.KEY]) - trained_batches(views)
+        ) * spec.groups
     is_drawn = views["slots"][:, Slot.STATE] == SlotState.EVICTED
     is_drawn &= views["stream/train/last_drawn"] >= trained_batches(views)
     return int(is_drawn.sum()) // spec.size
 
 
-def incomplete(spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray) -> np.ndarray:
+def incomplete(
+    spec: PromptSpec, views: Mapping[str, np.ndarray], numbers: np.ndarray
+) -> np.ndarray:
     """Return which entries hold a group that has no leader yet: it lacks late columns. [entries], bool."""
     words = views["prompt_entries"]
     is_held: np.ndarray = words[:, Entry.STATE] == EntryState.HELD

@@ -30,7 +30,9 @@ class RateLimiter:
     most: float
 
     @classmethod
-    def ratio(cls, unit: Unit, min_size: int, samples_per_insert: float, buffer: float) -> RateLimiter:
+    def ratio(
+        cls, unit: Unit, min_size: int, samples_per_insert: float, buffer: float
+    ) -> RateLimiter:
         """Return a limiter that bounds the difference to `buffer` around its value at `min_size` items."""
         offset = samples_per_insert * min_size
         return cls(unit, min_size, samples_per_insert, offset - buffer, offset + buffer)
@@ -47,7 +49,10 @@ class RateLimiter:
 
     def may_sample(self, size: int, inserted: int, sampled: int, count: int) -> bool:
         """Return whether `count` samples may be drawn."""
-        return size >= self.min_size and inserted * self.samples_per_insert - sampled - count >= self.least
+        return (
+            size >= self.min_size
+            and inserted * self.samples_per_insert - sampled - count >= self.least
+        )
 
     def may_insert(self, size: int, inserted: int, sampled: int, count: int = 1) -> bool:
         """Return whether `count` items may be added; arguments as `may_sample`."""

@@ -63,7 +63,9 @@ class FillClaim:
     ID: Final = 0  # of the trajectory, plus 1, written last; 0: there is none
     OWNER: Final = 1  # index of the process
     DEADLINE: Final = 2  # monotonic nanoseconds at which the claim ends
-    REPEATED: Final = 0  # in the row after the slots: fills ever that were ignored since the column was there
+    REPEATED: Final = (
+        0  # in the row after the slots: fills ever that were ignored since the column was there
+    )
     NUM_WORDS: Final = 3
 
 
@@ -157,7 +159,9 @@ class Peer:
 
     PID: Final = 0
     OLDEST_OPEN: Final = 1  # oldest policy version of its open trajectories, plus 1
-    WAITS: Final = 3  # how often its call has looked for items and waits on, adding none; 0: it does not wait
+    WAITS: Final = (
+        3  # how often its call has looked for items and waits on, adding none; 0: it does not wait
+    )
     LOST: Final = 4  # 1: another rank was waiting for it when it died
     NUM_WORDS: Final = 8
 
@@ -188,8 +192,12 @@ class Head:
 class Position(Head):
     """Words of a batch stream's position: those of its latest head, with the next KEY, and these."""
 
-    DONE: Final = 11  # 0, or 1 + samples of the next selection that were resolved before its epoch ended
+    DONE: Final = (
+        11  # 0, or 1 + samples of the next selection that were resolved before its epoch ended
+    )
     AHEAD: Final = 12  # global batch whose draws are in its ring entry before it is selected
     RECOVERED: Final = 13  # RECOVERIES of the store when this stream was last repaired
-    WRITES: Final = 14  # over nodes: a process of this node writes too, and must not wait for itself
+    WRITES: Final = (
+        14  # over nodes: a process of this node writes too, and must not wait for itself
+    )
     LIMITED: Final = 15  # over nodes: the rate limiter refuses the next selection

@@ -14,7 +14,9 @@ class Retention:
     """The limits of a store, what is evicted to keep them, and when its writers or samplers block."""
 
     eviction: str = "none"  # name of the eviction policy, or "module:Class"
-    column: str | None = None  # per-trajectory column whose lowest values are evicted first, with "keep_best"
+    column: str | None = (
+        None  # per-trajectory column whose lowest values are evicted first, with "keep_best"
+    )
     max_steps: int = UNLIMITED  # limits below the capacity
     max_trajectories: int = UNLIMITED
     max_times_sampled: int = 0  # draws after which a trajectory is evicted; 0: never
@@ -22,4 +24,6 @@ class Retention:
     max_age: int = 0  # global batches after which a trajectory is evicted; 0: never
     version_column: str | None = None  # column of policy versions
     max_lag: int = 0  # largest lag of a stored policy version
-    waits: bool = False  # whether a new version waits for open trajectories that would exceed the lag
+    waits: bool = (
+        False  # whether a new version waits for open trajectories that would exceed the lag
+    )

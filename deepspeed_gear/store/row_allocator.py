@@ -52,7 +52,10 @@ class RowAllocator:
         self.control, self.slots, self.links = views["control"], views["slots"], views["links"]
         self.log, self.retention = views["log"], views["retention"]
         self._open: np.ndarray = self.retention[:, SlotRetention.OPEN]
-        self.num_rows, self.spare_rows = spec.capacity_rows, range(spec.capacity_rows, spec.num_rows)
+        self.num_rows, self.spare_rows = (
+            spec.capacity_rows,
+            range(spec.capacity_rows, spec.num_rows),
+        )
         self._final_rows = int(spec.schema.has_final_row)  # rows of a trajectory beyond its steps
         roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
         self._end_flags = [None if column is None else columns[column.name] for column in roles]
@@ -60,7 +63,9 @@ class RowAllocator:
         self.ends = len(self.slots)
         self.retired_ends = self.ends + 1
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
-        words = {name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")}
+        words = {
+            name: address(views[name]) for name in ("control", "links", "log", "retention", "slots")
+        }
         words |= {
             "mutex": base + MUTEX_OFFSET,
             "holder": base + HOLDER_OFFSET,
@@ -77,7 +82,10 @@ class RowAllocator:
         }
         self.handle: Any = native.Store(words=words)  #: the native Store
         self.handle.set_columns(
-            [(address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c)) for c in spec.schema]
+            [
+                (address(columns[c.name]), ROWS_CODES[c.rows], form_of(native, c))
+                for c in spec.schema
+            ]
         )
         self.handle.set_ends(*(0 if flags is None else address(flags) for flags in self._end_flags))
         self._counts = bool(spec.normalized)
@@ -85,10 +93,15 @@ class RowAllocator:
             self._moments_head, self._moments = views["moments_head"], views["moments"]
             counted, first = [], 0
             for column in spec.normalized_columns:
-                index, dtype = spec.schema.names.index(column.name), list(DTYPES).index(column.dtype)
+                index, dtype = (
+                    spec.schema.names.index(column.name),
+                    list(DTYPES).index(column.dtype),
+                )
                 counted.append((index, dtype, column.num_elements, first))
                 first += column.num_elements
-            self.handle.set_moments(address(self._moments_head), address(self._moments), first, counted)
+            self.handle.set_moments(
+                address(self._moments_head), address(self._moments), first, counted
+            )
         #: Reserve a slot and a run of rows for so many rows and steps, searching from the end of the last
         #: search. Returns the slot, or Refusal.NO_SLOT, NO_ROWS or SCATTERED.
         self.reserve: Callable[[int, int], int] = self.handle.reserve
@@ -164,8 +177,12 @@ class RowAllocator:
         `words`: of a trajectory that has a slot; the first are its handle. `Growing` [6], int64.
         """
         slot, *_ = handle = words[: Growing.FIRST].tolist()
-        is_same = handle == self.handle_of(slot) and self.slots[slot, Slot.OWNER] == self._memory.peer
-        return bool(is_same and (self._open[slot] or self.slots[slot, Slot.STATE] == SlotState.RESERVED))
+        is_same = (
+            handle == self.handle_of(slot) and self.slots[slot, Slot.OWNER] == self._memory.peer
+        )
+        return bool(
+            is_same and (self._open[slot] or self.slots[slot, Slot.STATE] == SlotState.RESERVED)
+        )
 
     def stands(self, words: np.ndarray) -> bool:
         """Return whether a slot is still this process's own and was not evicted; `words` as `is_own`."""
@@ -212,8 +229,12 @@ class RowAllocator:
 
     def end_abandoned(self, peer: int | None = None) -> None:
         """Free dead processes' slots (only `peer`'s earlier ones); truncate their open trajectories."""
-        begun = np.flatnonzero((self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0))
-        left = self._of_dead(begun) if peer is None else begun[self.slots[begun, Slot.OWNER] == peer]
+        begun = np.flatnonzero(
+            (self.slots[:, Slot.STATE] == SlotState.RESERVED) | (self._open != 0)
+        )
+        left = (
+            self._of_dead(begun) if peer is None else begun[self.slots[begun, Slot.OWNER] == peer]
+        )
         for slot in left.tolist():
             self.end(slot, truncated=True)
 
@@ -232,7 +253,10 @@ class RowAllocator:
             head = self._moments_head
             record = slots[head[MomentHead.SLOT]]
             words = record[[Slot.STATE, Slot.GENERATION, Slot.NUM_STEPS]].tolist()
-            if words == [SlotState.COMMITTED, *head[[MomentHead.GENERATION, MomentHead.STEPS]].tolist()]:
+            if words == [
+                SlotState.COMMITTED,
+                *head[[MomentHead.GENERATION, MomentHead.STEPS]].tolist(),
+            ]:
                 head[MomentHead.CURRENT] = head[MomentHead.STAGED] - 1
             head[MomentHead.STAGED] = 0
         reserved = np.flatnonzero(slots[:, Slot.STATE] == SlotState.RESERVED)

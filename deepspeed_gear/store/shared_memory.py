@@ -24,7 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_gear.context import LOG
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, StoreGoneError, show_bytes
+from deepspeed_gear.errors import (
+    ConfigError,
+    StoreError,
+    StoreFullError,
+    StoreGoneError,
+    show_bytes,
+)
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store.memory_layout import KEPT_OFFSET, MAGIC
 from deepspeed_gear.store.memory_limits import ENLARGE_SHM, check_available
@@ -37,7 +43,12 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14: allocate now, as a write would; an error
 _NO_PEER = 1 << 40  # byte of no process: its holder has locked the whole file, to remove it
 _REMOVAL_S = 1.0  # longest wait for another process to end a removal, which takes it two calls
 _NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-_NO_MEMORY = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFAULT)  # EFAULT: of populating a full tmpfs
+_NO_MEMORY = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOMEM,
+    errno.EFAULT,
+)  # EFAULT: of populating a full tmpfs
 
 
 def _record_lock(fd: int, command: int, kind: int, start: int, length: int) -> int:
@@ -106,7 +117,9 @@ class SharedMemory:
             raise StoreError(str(SHM), "must be a writable tmpfs", error.strerror) from error
         try:
             free = os.fstatvfs(fd)
-            if num_bytes > free.f_bavail * free.f_frsize:  # trying would take memory that others need
+            if (
+                num_bytes > free.f_bavail * free.f_frsize
+            ):  # trying would take memory that others need
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             check_available(num_bytes)
             os.ftruncate(fd, num_bytes)
@@ -120,7 +133,9 @@ class SharedMemory:
                 given = f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})"
                 remedy = f"lower the table's capacity, use load: mmap, run `gear clean`, or {ENLARGE_SHM}"
                 raise StoreFullError(str(SHM), rule, given, remedy) from error
-            raise StoreError(str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror) from error
+            raise StoreError(
+                str(SHM), f"must provide {show_bytes(num_bytes)}", error.strerror
+            ) from error
         except BaseException:
             release(fd)
             raise
@@ -130,7 +145,9 @@ class SharedMemory:
     def _allocate(self, huge_pages: bool) -> None:
         """Allocate every page now, so that a full /dev/shm is an error and not a SIGBUS later."""
         if huge_pages:
-            with contextlib.suppress(OSError):  # a kernel without them: the store works with small pages
+            with contextlib.suppress(
+                OSError
+            ):  # a kernel without them: the store works with small pages
                 self.advise(mmap.MADV_HUGEPAGE)
         try:
             self.advise(MADV_POPULATE_WRITE)
@@ -197,12 +214,16 @@ class SharedMemory:
             if status.st_uid != os.geteuid():
                 raise StoreError(str(path), f"must belong to user {os.geteuid()}", status.st_uid)
             if stat.S_IMODE(status.st_mode) != 0o600:
-                raise StoreError(str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode)))
+                raise StoreError(
+                    str(path), "must have mode 0600", oct(stat.S_IMODE(status.st_mode))
+                )
             is_locked = try_lock(fd, fcntl.F_WRLCK, peer, 1)
             if not is_locked and not is_held(fd, _NO_PEER, 1):
                 raise PeerTakenError(f"{path}: peer {peer}", "must be attached by one process only")
             if not is_locked or os.fstat(fd).st_nlink == 0:
-                raise StoreGoneError(str(path), "must belong to a living run", None, "its run has ended")
+                raise StoreGoneError(
+                    str(path), "must belong to a living run", None, "its run has ended"
+                )
             if status.st_size == 0:
                 raise StoreError(str(path), "must be a gear store", "an empty file")
             return cls(path, fd, status.st_size, peer)
@@ -216,7 +237,9 @@ class SharedMemory:
         for peer in peers:
             with contextlib.suppress(PeerTakenError):
                 return cls.attach(name, peer)
-        raise StoreError(str(SHM / name), "must have a free place", len(peers), "raise the table's writers")
+        raise StoreError(
+            str(SHM / name), "must have a free place", len(peers), "raise the table's writers"
+        )
 
     def unlink(self) -> None:
         """Remove the name: no process can attach any more, and the memory is freed with its last process."""
@@ -247,7 +270,9 @@ class SharedMemory:
             # While the byte is held, no reaper removes the name: it is gone when the last `close` returns.
             if not _unlink_if_garbage(self.fd, self.path):
                 _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, self.peer, 1)
-                if not _unlink_if_garbage(self.fd, self.path):  # two that detach at once block each other
+                if not _unlink_if_garbage(
+                    self.fd, self.path
+                ):  # two that detach at once block each other
                     _await_removal(self.fd)
             # A child that C code has forked may have a copy of the descriptor, which would keep the lock.
             _record_lock(self.fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, WHOLE)

@@ -68,7 +68,9 @@ class StepPriorities:
 
     def repair(self, table: Table) -> None:
         """Repair priorities and slots of rows from the slot table; the caller rebuilds the masses."""
-        used = np.nonzero(is_among(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED)))[0]
+        used = np.nonzero(
+            is_among(table.slots[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
+        )[0]
         rows, _, owner = rows_of(table.slots[used])
         self.row_slots[rows] = used[owner]
         free = np.ones(len(self.priorities), bool)

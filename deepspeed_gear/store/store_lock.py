@@ -19,7 +19,9 @@ from deepspeed_gear.store.native_rows import address
 from deepspeed_gear.store.shared_memory import SharedMemory
 
 _REFUSALS = (StoreError, DataError)  # raised before anything has changed
-TURN_S = 0.1  # longest wait in native code for a lock: between two, Python runs the handlers of signals
+TURN_S = (
+    0.1  # longest wait in native code for a lock: between two, Python runs the handlers of signals
+)
 
 
 class LockResult:
@@ -38,9 +40,18 @@ class StoreLock:
     """
 
     def __init__(
-        self, memory: SharedMemory, native: ModuleType, timeout_s: float, recover: Callable[[], None]
+        self,
+        memory: SharedMemory,
+        native: ModuleType,
+        timeout_s: float,
+        recover: Callable[[], None],
     ) -> None:
-        self._memory, self._native, self.timeout_s, self._recover = memory, native, timeout_s, recover
+        self._memory, self._native, self.timeout_s, self._recover = (
+            memory,
+            native,
+            timeout_s,
+            recover,
+        )
         holder = np.ndarray((1,), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
         self._holder = holder.data  # one word: a NumPy scalar takes three times as long
         self._address = holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
@@ -54,10 +65,14 @@ class StoreLock:
     def __enter__(self) -> StoreLock:
         thread = threading.get_ident()
         try:
-            is_held = self._thread == thread and self._native.mutex_owner(self._address) == self._pid
+            is_held = (
+                self._thread == thread and self._native.mutex_owner(self._address) == self._pid
+            )
             if not is_held:  # else Ctrl-C interrupted its release
                 lock, until = self._native.mutex_lock, time.monotonic() + (left := self.timeout_s)
-                while (result := lock(self._address, min(left, TURN_S))) == LockResult.TIMED_OUT and left > 0:
+                while (
+                    result := lock(self._address, min(left, TURN_S))
+                ) == LockResult.TIMED_OUT and left > 0:
                     left = until - time.monotonic()
                 if result == LockResult.OWNER_DIED:
                     self._native.mutex_consistent(self._address)
@@ -92,9 +107,17 @@ class StoreLock:
         given, remedy = f"held by process {holder}", "check what that process does"
         with suppress(OSError):  # it has ended, or is in another pid namespace
             status = Path("/proc", str(holder), "stat").read_text()
-            if status.rpartition(")")[2].split()[0] in ("T", "t"):  # by a signal, a terminal or a debugger
-                given, remedy = f"{given}, which is stopped", f"continue it (kill -CONT {holder}) or end it"
-        return StoreError(name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy)
+            if status.rpartition(")")[2].split()[0] in (
+                "T",
+                "t",
+            ):  # by a signal, a terminal or a debugger
+                given, remedy = (
+                    f"{given}, which is stopped",
+                    f"continue it (kill -CONT {holder}) or end it",
+                )
+        return StoreError(
+            name, f"must be free within {self.timeout_s} s (gear.timeout_s)", given, remedy
+        )
 
 
 BELL_WORDS = 32  # 128 bytes each: no two bells share a cache line

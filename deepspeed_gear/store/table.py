@@ -16,7 +16,13 @@ import torch
 
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.trajectory_checks import as_numbers, no_values
-from deepspeed_gear.errors import ConfigError, StoreError, StoreFullError, differences, undo_on_error
+from deepspeed_gear.errors import (
+    ConfigError,
+    StoreError,
+    StoreFullError,
+    differences,
+    undo_on_error,
+)
 from deepspeed_gear.ops import Ops
 from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.schema import Column
@@ -25,7 +31,13 @@ from deepspeed_gear.store.groups import TableGroups
 from deepspeed_gear.store.kept_ledger import KeptLedger
 from deepspeed_gear.store.leases import LeaseRecord
 from deepspeed_gear.store.media_pages import MediaPages
-from deepspeed_gear.store.memory_layout import Layout, Region, RunIdentity, read_header, write_header
+from deepspeed_gear.store.memory_layout import (
+    Layout,
+    Region,
+    RunIdentity,
+    read_header,
+    write_header,
+)
 from deepspeed_gear.store.native_rows import as_tensor
 from deepspeed_gear.store.prompt_ledger import PromptLedger
 from deepspeed_gear.store.rate_limiter import RateLimiter
@@ -81,7 +93,9 @@ class Table:
         #: Whether the store's own rows are in what `gather_source` returns; else they must be copied too.
         self.gathers_own_rows = spec.in_memory or not spec.has_arrivals
         self.compressed = spec.compressed
-        self.columns |= cast("Mapping[str, np.ndarray]", self.compressed)  # they are indexed as arrays
+        self.columns |= cast(
+            "Mapping[str, np.ndarray]", self.compressed
+        )  # they are indexed as arrays
         #: Called with the lock held after the death of its owner: they rebuild derived state.
         self.recoveries: list[Callable[[], None]] = []
         self._token = secrets.token_hex(8)
@@ -97,7 +111,10 @@ class Table:
                 stream, _, part = name.rpartition("/")
                 if part == "row_slots":
                     arrays += [view, views[f"{stream}/priorities"]]
-                elif part == "draws" and meaning[stream.removeprefix("stream/")].get("unit") == "step":
+                elif (
+                    part == "draws"
+                    and meaning[stream.removeprefix("stream/")].get("unit") == "step"
+                ):
                     arrays.append(view)
             self.extents = RowAllocator(ops.native, spec, memory, views, self.columns, arrays)
             #: Whether nothing but columns is stored by row.
@@ -174,7 +191,9 @@ class Table:
             if found.id != run_id:
                 raise StoreError(str(memory.path), f"must belong to run {run_id}", found.id)
             if layout.digest != expected.digest:
-                differing = differences(expected.meaning, layout.meaning, "store") or [layout.description]
+                differing = differences(expected.meaning, layout.meaning, "store") or [
+                    layout.description
+                ]
                 rule = "must have the layout that this process expects"
                 remedy = f"use {clean_command(name.removesuffix(f'-{run_id}-{spec.name}'))}"
                 raise ConfigError(str(memory.path), rule, "; ".join(differing), remedy)
@@ -216,7 +235,9 @@ class Table:
         arrivals, these only; of a compressed column none. KeyError: there is none, or it is not kept.
         """
         if name in self.compressed:  # its rows are decoded
-            return torch.empty(0, *self.compressed[name].shape[1:], dtype=self.spec.schema[name].torch_dtype)
+            return torch.empty(
+                0, *self.compressed[name].shape[1:], dtype=self.spec.schema[name].torch_dtype
+            )
         dtype = "float32" if name == RETURN_TO_GO else self.spec.schema[name].dtype
         return as_tensor(self._gathered[name], dtype)
 
@@ -279,7 +300,10 @@ class Table:
         first = int(self.slots[slot, Slot.FIRST_ROW])
         end = first + int(self.slots[slot, Slot.NUM_STEPS])
         at: dict[str, Any] = {"1": slot, "T": slice(first, end), "T+1": slice(first, end + 1)}
-        return {column.name: self.columns[column.name][at[column.rows], ...] for column in self.spec.schema}
+        return {
+            column.name: self.columns[column.name][at[column.rows], ...]
+            for column in self.spec.schema
+        }
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return a trajectory's rows, as views, or as copies where another one holds the first ones."""
@@ -297,15 +321,25 @@ class Table:
         """Return the error of a trajectory for which no slot or run of rows is free."""
         name = f"table {self.spec.name}"
         if refusal == Refusal.NO_SLOT:
-            rule, remedy = f"must have a free slot of {len(self.slots)}", "raise capacity_trajectories"
+            rule, remedy = (
+                f"must have a free slot of {len(self.slots)}",
+                "raise capacity_trajectories",
+            )
             return StoreFullError(name, rule, None, remedy)
         rule = f"must have {self.rows_for(num_steps)} free rows in a run"
-        given = f"{int(self.control[Control.FREE_ROWS])} free, longest run {self.extents.longest_run}"
+        given = (
+            f"{int(self.control[Control.FREE_ROWS])} free, longest run {self.extents.longest_run}"
+        )
         remedy = "raise capacity_steps, remove trajectories, or set remove to evict old ones"
         return StoreFullError(name, rule, given, remedy)
 
     def write(
-        self, slot: int, columns: Mapping[str, Any], known: int = 0, end: int | None = None, before: int = 0
+        self,
+        slot: int,
+        columns: Mapping[str, Any],
+        known: int = 0,
+        end: int | None = None,
+        before: int = 0,
     ) -> None:
         """Write rows, unread by others, of a reserved slot (this process's: no lock needed) or an open one.
 
@@ -322,14 +356,19 @@ class Table:
                 continue
             more = int(column.rows == "T+1")
             first, last = known + (more if known else 0), (steps if end is None else end) + more
-            stored[at + first : at + last] = 0 if rows is None else rows[before + first : before + last]
+            stored[at + first : at + last] = (
+                0 if rows is None else rows[before + first : before + last]
+            )
         if self.spec.return_to_go:
             self._derive_returns(np.array([[at, steps]], np.int64))
 
     def _fill(self, dataset: Dataset) -> None:
         """Fill slots and columns from a data set's part in one pass; DataError if a file has changed."""
         spec, slots, held = self.spec, self.slots, self.spec.held
-        first_rows, lengths = dataset.first_rows[held] - dataset.row_of(held.start), dataset.lengths[held]
+        first_rows, lengths = (
+            dataset.first_rows[held] - dataset.row_of(held.start),
+            dataset.lengths[held],
+        )
         slots[:, Slot.GENERATION] = 1
         slots[:, Slot.ID] = np.arange(held.start, held.stop) + dataset.first_id
         slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS] = first_rows, lengths
@@ -357,9 +396,13 @@ class Table:
         assert record[Slot.STATE] == SlotState.RESERVED, record
         if self.groups is not None:
             self.groups.begin(slot)
-        return self.extents.commit(slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born)
+        return self.extents.commit(
+            slot, int(record[Slot.NUM_STEPS]), int(record[Slot.NUM_ROWS]), born
+        )
 
-    def commit_group(self, lease: LeaseRecord, slots: Sequence[int], present: Sequence[int]) -> list[int]:
+    def commit_group(
+        self, lease: LeaseRecord, slots: Sequence[int], present: Sequence[int]
+    ) -> list[int]:
         """Publish the reserved slots of a lease's group for the next batch, and end the lease.
 
         Args:
@@ -408,7 +451,9 @@ class Table:
 
     def restored(self, next_id: int) -> None:
         """Rebuild derived state after slots and rows were replaced (next id: `next_id`). Needs the lock."""
-        self.control[[Control.LOADS, Control.CHANGED]] += 1  # before an id is given again: see `lineage`
+        self.control[[Control.LOADS, Control.CHANGED]] += (
+            1  # before an id is given again: see `lineage`
+        )
         self.control[Control.NEXT_ID] = next_id
         if self.spec.dataset is None:
             self.extents.rebuild()

@@ -53,20 +53,28 @@ class TableSpec:
     num_slots: int  # trajectories that this store can hold
     num_rows: int  # rows per step column of this store: of all its trajectories together, and the spare ones
     dataset: Dataset | None  # its contents, if it is a data set
-    in_memory: bool  # whether the columns lie in shared memory rather than in the data set's mapped files
+    in_memory: (
+        bool  # whether the columns lie in shared memory rather than in the data set's mapped files
+    )
     return_to_go: bool  # whether to keep the derived column of returns-to-go
     num_peers: int  # processes of the node that attach
     shard: Shard | None = None  # the part of the table that this store holds; None for everything
-    arrival_rows: int = 0  # extra rows of every step column, for rows of trajectories that other nodes hold
+    arrival_rows: int = (
+        0  # extra rows of every step column, for rows of trajectories that other nodes hold
+    )
     arrival_slots: int = 0  # extra rows of every column of one row per trajectory, likewise
     num_writers: int = 0  # processes besides these that may attach to write
     retention: Retention = field(default_factory=Retention)  # also the rate limiter
     # The last of the rows, through which extents are moved, longer ones in pieces; no trajectory stays there.
     spare_rows: int = 0  # 0: none is moved
     group: GroupSpec | None = None  # its groups; None: it has none
-    prompts: PromptSpec | None = None  # what rollout workers lease; None: processes add what they like
+    prompts: PromptSpec | None = (
+        None  # what rollout workers lease; None: processes add what they like
+    )
     shares_prompts: bool = False  # whether the prompt of a group is stored once
-    whole_fields: tuple[str, ...] = ()  # fields right in whole episodes only: returns-to-go and time steps
+    whole_fields: tuple[
+        str, ...
+    ] = ()  # fields right in whole episodes only: returns-to-go and time steps
     normalized: tuple[str, ...] = ()  # columns of which it keeps running moments
     media: MediaSpec | None = None  # what the column of the role media names; None: there is none
 
@@ -99,7 +107,9 @@ class TableSpec:
     @classmethod
     def of_capacity(cls, name: str, schema: Any, sizes: dict[str, Any]) -> TableSpec:
         kinds = get_type_hints(cls)
-        values = {part: TypeAdapter(kinds[part]).validate_python(value) for part, value in sizes.items()}
+        values = {
+            part: TypeAdapter(kinds[part]).validate_python(value) for part, value in sizes.items()
+        }
         return cls(name, Schema.from_json(schema), dataset=None, in_memory=True, **values)
 
     @property
@@ -143,7 +153,9 @@ class TableSpec:
                 Region("stale", "int64", (2, STALE_BINS)),
             ]
             late = len(self.schema.late_columns)
-            regions.append(Region("fill_claims", "int64", (late, self.num_slots + 1, FillClaim.NUM_WORDS)))
+            regions.append(
+                Region("fill_claims", "int64", (late, self.num_slots + 1, FillClaim.NUM_WORDS))
+            )
         if self.normalized:
             shape = 2, Moment.NUM_WORDS, moments_size(self.normalized_columns)
             regions += [
@@ -158,14 +170,18 @@ class TableSpec:
             ]
         if self.prompts is not None:
             regions += self.prompts.regions()
-            regions.append(Region("shared_prompts", "int64", (self.num_slots, SharedPrompt.NUM_WORDS)))
+            regions.append(
+                Region("shared_prompts", "int64", (self.num_slots, SharedPrompt.NUM_WORDS))
+            )
         if self.media is not None:
             pages, size = self.media.num_pages, self.media.page_bytes
             regions.append(Region("media_pages", "int64", (pages, MediaPage.NUM_WORDS)))
             regions.append(Region("media", "uint8", (pages, size)))
         if self.in_memory:
             columns = [column for column in self.schema if column.name not in self.compressed]
-            regions += [self._region("column", column, self.num_slots, self.num_rows) for column in columns]
+            regions += [
+                self._region("column", column, self.num_slots, self.num_rows) for column in columns
+            ]
         elif self.has_arrivals:
             regions += [self._region("arrival", column, 0, 0) for column in self.schema]
         if self.return_to_go:
@@ -177,7 +193,9 @@ class TableSpec:
 
     def _region(self, kind: str, column: Column, num_slots: int, num_rows: int) -> Region:
         """Return a column's region: its rows or slots, and after them those for arrivals."""
-        rows = num_slots + self.arrival_slots if column.rows == "1" else num_rows + self.arrival_rows
+        rows = (
+            num_slots + self.arrival_slots if column.rows == "1" else num_rows + self.arrival_rows
+        )
         return Region(f"{kind}/{column.name}", str(column.numpy_dtype), (rows, *column.shape))
 
 

@@ -27,7 +27,9 @@ def options_of(seed: int, name: str, table: Mapping[str, Any]) -> dict[str, Any]
     kept = {option: value for option, value in table.items() if option != "data"}
     kept["group"] = _without_nulls(kept.get("group"))
     if isinstance(media := kept.get("media"), Mapping):
-        columns = {one: {"shape": [], "allow_nan": False, **of} for one, of in media["columns"].items()}
+        columns = {
+            one: {"shape": [], "allow_nan": False, **of} for one, of in media["columns"].items()
+        }
         kept["media"] = {**media, "columns": columns}
     found: dict[str, Any] = _plain({"seed": seed, "tables": {name: kept}})
     return found
@@ -44,7 +46,9 @@ def filled(
         if isinstance(given.get(option), Mapping):
             given[option] = {**defaults[option], **given[option]}
     own = given.get("schema")
-    table = with_schema({**defaults["table"], **given}, schema if own is None else Schema.from_json(own))
+    table = with_schema(
+        {**defaults["table"], **given}, schema if own is None else Schema.from_json(own)
+    )
     return options_of(section.get("seed", defaults["seed"]), name, table)
 
 

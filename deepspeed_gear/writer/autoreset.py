@@ -30,13 +30,19 @@ def resolve(envs: Any, autoreset: Any) -> tuple[int, str]:
     if isinstance(envs, type) or not callable(getattr(envs, "step", None)):
         count = arguments.count("the environments", envs, remedy="or give an environment")
         if given is None:
-            raise DataError("autoreset", "must be given with a number of environments", None, _MEANING)
+            raise DataError(
+                "autoreset", "must be given with a number of environments", None, _MEANING
+            )
         return count, given
     found = mode_of(envs)
     if found is None and given is None:
-        raise DataError("autoreset", "must be in the environment's metadata, or given", None, _MEANING)
+        raise DataError(
+            "autoreset", "must be in the environment's metadata, or given", None, _MEANING
+        )
     if None not in (found, given) and found != given:
-        raise DataError("autoreset", f'must be "{found}", the mode of the environment', given, "leave it out")
+        raise DataError(
+            "autoreset", f'must be "{found}", the mode of the environment', given, "leave it out"
+        )
     return int(getattr(envs, "num_envs", 1)), str(given or found)
 
 

@@ -23,7 +23,10 @@ class EpisodeReturns:
 
     def note(self, env: int, trajectory_id: int, rewards: np.ndarray, evicted: int = 0) -> None:
         """Note a trajectory of an environment's episode, whose first `evicted` steps are not stored."""
-        values, lineage = as_numbers(rewards, self.reward).astype(np.float64), self._inserter.table.lineage
+        values, lineage = (
+            as_numbers(rewards, self.reward).astype(np.float64),
+            self._inserter.table.lineage,
+        )
         self._stored.setdefault(env, []).append((lineage, trajectory_id, values, evicted))
 
     def end(self, env: int) -> None:

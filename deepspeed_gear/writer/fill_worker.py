@@ -44,7 +44,9 @@ class FillWorker(ProcessBound):
         if column not in [one.name for one in late]:
             writer.close()
             has = f"there are: {', '.join(one.name for one in late) or 'none'}"
-            raise ConfigError(f"table {writer.table}: column {column!r}", "must be a late column", None, has)
+            raise ConfigError(
+                f"table {writer.table}: column {column!r}", "must be a late column", None, has
+            )
         self._writer = writer
         self._table = writer.parts[0]
         self._column = writer.schema[column]
@@ -53,7 +55,11 @@ class FillWorker(ProcessBound):
 
     @classmethod
     def attach(
-        cls, config: str | Path | Mapping[str, Any], column: str, lease_s: float = 600.0, **options: Any
+        cls,
+        config: str | Path | Mapping[str, Any],
+        column: str,
+        lease_s: float = 600.0,
+        **options: Any,
     ) -> FillWorker:
         """Attach as a TrajectoryWriter; `lease_s` is the time of a lease, after which others may have it."""
         check_timeout("lease_s", lease_s)
@@ -79,7 +85,9 @@ class FillWorker(ProcessBound):
             lacking = absent(table, self._column.name)
             leases = table.fills.lease(self._late, lacking, count, self._lease_ns)
             of_table = [lease._replace(origin=table.lineage) for lease in leases]
-            return [FillLease(self, lease, self._columns(lease.entry)) for lease in of_table] or None
+            return [
+                FillLease(self, lease, self._columns(lease.entry)) for lease in of_table
+            ] or None
 
     def _columns(self, slot: int) -> dict[str, Any]:
         """Return copies of a trajectory's columns that are there. Requires the lock."""

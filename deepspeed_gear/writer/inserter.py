@@ -84,7 +84,9 @@ class Inserter:
             "of_store": self._address,
             "most": self.max_length or 0,
             "whole": self._adds_natively and not self._checks,
-            "begins": not (self._checks or self._committed or self.table.ledger or self.table.media),
+            "begins": not (
+                self._checks or self._committed or self.table.ledger or self.table.media
+            ),
             "timeout": TURN_S,
         }
 
@@ -104,7 +106,11 @@ class Inserter:
         items = dict[int, MediaItem]()
         columns, num_steps, present = self.checked(trajectory, items)
         # None also for an array without a buffer of the stored form, such as bfloat16 without steps.
-        added = self._add_natively(columns, num_steps) if self._adds_natively and not self._late else None
+        added = (
+            self._add_natively(columns, num_steps)
+            if self._adds_natively and not self._late
+            else None
+        )
         return self._add_plainly(columns, num_steps, present, items) if added is None else added
 
     def checked(
@@ -116,16 +122,22 @@ class Inserter:
         """
         trajectory = flatten(f"{self._name}: trajectory", trajectory, self._columns)
         if self.table.spec.media is not None:
-            trajectory = self.table.spec.media.take(self._name, self.table.spec.schema, trajectory, items)
+            trajectory = self.table.spec.media.take(
+                self._name, self.table.spec.schema, trajectory, items
+            )
         arrays, num_steps = check_trajectory(self._name, self.table.spec.schema, trajectory)
         self.check_length(num_steps)
         self.check(arrays)
         columns = [np.ascontiguousarray(arrays[name]) for name in self._names]
         return columns, num_steps, self.table.spec.schema.late_bits(trajectory) if self._late else 0
 
-    def split(self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    def split(
+        self, trajectory: Mapping[str, Any], final: Mapping[str, Any] | None
+    ) -> list[dict[str, Any]]:
         """Return the trajectories of rows of several episodes; as `split_episodes`."""
-        return split_episodes(self._name, self.table.spec.schema, trajectory, final, self.max_length)
+        return split_episodes(
+            self._name, self.table.spec.schema, trajectory, final, self.max_length
+        )
 
     def _add_stored_form(self, trajectory: Mapping[str, Any]) -> int | None:
         """Add a trajectory whose arrays have the stored form; None, without effect, if one has not."""
@@ -253,7 +265,9 @@ class Inserter:
         if self.table.groups is not None:
             with undo_on_error(partial(self.table.extents.free, slot)):
                 self.table.groups.check_room(slot)
-        number = self.table.commit(slot, 0 if self._position is None else int(self._position[Head.KEY]))
+        number = self.table.commit(
+            slot, 0 if self._position is None else int(self._position[Head.KEY])
+        )
         if self._committed is not None:
             with undo_on_error(partial(self.table.extents.retire, slot)):
                 self._committed(slot)
@@ -263,5 +277,8 @@ class Inserter:
 def refuse_read_only(table: Table) -> None:
     """Raise a StoreError if a table is a data set, which is read-only."""
     if table.spec.dataset is not None:
-        rule, remedy = "must have a capacity to be added to or changed", "it holds a read-only data set"
+        rule, remedy = (
+            "must have a capacity to be added to or changed",
+            "it holds a read-only data set",
+        )
         raise StoreError(f"table {table.spec.name}", rule, None, remedy)

@@ -45,7 +45,9 @@ class GrowingTrajectory:
     is deleted, which appends to it. `words`, `Growing`, are shared with C++; None: it is new, and used once.
     """
 
-    def __init__(self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None) -> None:
+    def __init__(
+        self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None
+    ) -> None:
         dropped = None if publisher is None else publisher.inserter.dropped.append
         self.owner, self.publisher = weakref.ref(owner, dropped), publisher
         self.is_used_again = words is not None
@@ -161,7 +163,9 @@ class Publisher:
             self.inserter.check_length(part.num_steps)
         while longer:
             with self._table.lock:
-                waiting = [part for part in longer if part.growing.is_published and not self._grow(part)]
+                waiting = [
+                    part for part in longer if part.growing.is_published and not self._grow(part)
+                ]
             for part in longer:
                 if not part.growing.is_published:
                     self._begin(part)
@@ -176,11 +180,17 @@ class Publisher:
         growing, extents = part.growing, self._table.extents
         if not extents.stands(growing.words):
             self._end_slot(growing, truncated=False)
-            growing.words[Growing.FIRST] += growing.published  # the steps that follow become another
+            growing.words[Growing.FIRST] += (
+                growing.published
+            )  # the steps that follow become another
             growing.words[[Growing.PUBLISHED, Growing.SLOT]] = 0, -1
             return True
         rate = self._table.spec.retention.rate_limiter
-        if rate is not None and rate.unit == "step" and not self.inserter.evictor.may_insert(part.num_new):
+        if (
+            rate is not None
+            and rate.unit == "step"
+            and not self.inserter.evictor.may_insert(part.num_new)
+        ):
             return False
         slot, known = growing.words[[Growing.SLOT, Growing.PUBLISHED]].tolist()
         self._table.write(slot, part.columns, known, part.num_steps, growing.first)
@@ -349,8 +359,12 @@ class OpenTrajectory(ProcessBound):
     def _publish(self) -> None:
         publisher = checked(self._publisher)
         try:
-            once = {name: value for name, value in self._once.items() if not self._schema[name].late}
-            publisher.publish([PublishedPart(self._growing, self._num_steps, {**self._rows, **once})])
+            once = {
+                name: value for name, value in self._once.items() if not self._schema[name].late
+            }
+            publisher.publish(
+                [PublishedPart(self._growing, self._num_steps, {**self._rows, **once})]
+            )
         finally:
             self.trajectory_id = self._growing.trajectory_id
 
@@ -365,7 +379,9 @@ class OpenTrajectory(ProcessBound):
         unknown = sorted(given.keys() - set(self._schema.names))
         if unknown:
             remedy = known_names(unknown[0], self._schema.names)
-            raise DataError(f"{self._name}: column {unknown[0]}", "must be in the schema", None, remedy)
+            raise DataError(
+                f"{self._name}: column {unknown[0]}", "must be in the schema", None, remedy
+            )
         values = {n: as_stored(value, self._schema[n], self._name) for n, value in given.items()}
         check_finite(self._name, self._schema, values)
         self._once.update(values)
@@ -383,7 +399,9 @@ class OpenTrajectory(ProcessBound):
 
     def _check_open(self) -> None:
         if not self._open:
-            raise DataError(f"{self._name}: trajectory", "must be open", None, "it has ended, begin another")
+            raise DataError(
+                f"{self._name}: trajectory", "must be open", None, "it has ended, begin another"
+            )
 
     def _close(self) -> None:
         self._open = False
@@ -402,9 +420,15 @@ class OpenTrajectory(ProcessBound):
         publisher = self._publisher
         if publisher is None or not self._growing.is_published:
             if kind is None:
-                steps = {name: np.stack(rows) if rows else np.empty(0) for name, rows in self._rows.items()}
+                steps = {
+                    name: np.stack(rows) if rows else np.empty(0)
+                    for name, rows in self._rows.items()
+                }
                 number = self._add({**steps, **self._once})
-                self.trajectory_id, self.completed = number, CompletedTrajectory(0, number, self._num_steps)
+                self.trajectory_id, self.completed = (
+                    number,
+                    CompletedTrajectory(0, number, self._num_steps),
+                )
             return
         truncated = True  # unless all its steps can be published
         try:

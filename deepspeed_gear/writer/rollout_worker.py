@@ -64,7 +64,9 @@ def check_reason(reason: Any) -> None:
     """Raise a ConfigError unless prompts can be counted under the name of a reason."""
     if not isinstance(reason, str) or not 0 < len(reason.encode()) <= REASON_BYTES:
         rule = f"must be a name of 1 to {REASON_BYTES} bytes"
-        raise ConfigError("reason", rule, reason, "reasons are counted by name: use a few short ones")
+        raise ConfigError(
+            "reason", rule, reason, "reasons are counted by name: use a few short ones"
+        )
 
 
 def check_kept(lease: LeaseRecord, data: bytes, most_bytes: int) -> None:
@@ -155,7 +157,10 @@ class Lease:
             at = f"what is kept of prompt {self.number}: {key}"
             with DataError.on(at, rule, TypeError, ValueError, RuntimeError):
                 arrays[key] = np.asarray(value)
-            if arrays[key].dtype.hasobject or key in ("file", "allow_pickle"):  # as options of `savez`
+            if arrays[key].dtype.hasobject or key in (
+                "file",
+                "allow_pickle",
+            ):  # as options of `savez`
                 raise DataError(at, f"{rule}, not named file or allow_pickle", type(value).__name__)
         np.savez(file, **arrays)
         data = file.getvalue() if arrays else b""
@@ -189,7 +194,10 @@ class LocalLedger(LeaseLedger):
     def __init__(self, writer: TrajectoryWriter) -> None:
         table, inserter = writer.parts
         if table.ledger is None:
-            rule, remedy = "must be given for rollout workers", "use a TrajectoryWriter, or give the prompts"
+            rule, remedy = (
+                "must be given for rollout workers",
+                "use a TrajectoryWriter, or give the prompts",
+            )
             raise ConfigError(f"gear.tables.{table.spec.name}.prompts", rule, None, remedy)
         self._writer = writer
         self._table = table
@@ -297,7 +305,10 @@ class LocalLedger(LeaseLedger):
         for columns, _, _ in members:
             self._inserter.check_finite(columns)
             if columns[column].item() != lease.number:
-                rule, remedy = f"must have the prompt's number in {group.column}", "leave the column out"
+                rule, remedy = (
+                    f"must have the prompt's number in {group.column}",
+                    "leave the column out",
+                )
                 raise DataError(name, rule, columns[column].item(), remedy)
         if len(members) != group.size:
             rule = f"must have {group.size} trajectories"
@@ -365,7 +376,9 @@ class RolloutWorker(LeaseWorker):
         self.prompts = ledger.prompts
 
     @classmethod
-    def attach(cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any) -> RolloutWorker:
+    def attach(
+        cls, config: str | Path | Mapping[str, Any] | None = None, **options: Any
+    ) -> RolloutWorker:
         """Attach to the store of a run of this node; options and errors as of `TrajectoryWriter.attach`."""
         writer = TrajectoryWriter.attach(config, **options)
         with undo_on_error(writer.close):

@@ -27,14 +27,18 @@ class Staging:
     ) -> None:
         self.arrays, self.places, self._native = arrays, places, native
         self.length = arrays[columns[0].name].shape[1] - 1
-        self.first = places * (self.length + 1)  # row of each environment's first step, over all places
+        self.first = places * (
+            self.length + 1
+        )  # row of each environment's first step, over all places
 
     @classmethod
     def private(
         cls, columns: Sequence[Column], num_envs: int, length: int, native: ModuleType | None
     ) -> Staging:
         """Return staging in private memory, for trajectories of up to `length` steps."""
-        arrays = {c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns}
+        arrays = {
+            c.name: np.zeros((num_envs, length + 1, *c.shape), c.numpy_dtype) for c in columns
+        }
         return cls(columns, arrays, np.arange(num_envs, dtype=np.int64), native)
 
     def of(self, name: str, env: int) -> np.ndarray:
@@ -78,7 +82,9 @@ class StagedRows:
         kept = rows >= 0
         pairs = zip(self.columns, values, strict=True)
         stored = {c.name: as_stored(value, c, "the steps", len(rows))[kept] for c, value in pairs}
-        check_finite("the steps", self.columns, stored, lambda row: self._name_of(int(rows[kept][row])))
+        check_finite(
+            "the steps", self.columns, stored, lambda row: self._name_of(int(rows[kept][row]))
+        )
         return stored
 
     def _name_of(self, row: int) -> str:

@@ -19,7 +19,13 @@ from deepspeed_gear.errors import ConfigError, StoreError, StoreGoneError, undo_
 from deepspeed_gear.ops.backends import load_library
 from deepspeed_gear.sampling.mass_rules import check_weight
 from deepspeed_gear.store.late_columns import fill
-from deepspeed_gear.store.live_stores import RUN_VARIABLE, NamedStore, named_store, named_stores, run_names
+from deepspeed_gear.store.live_stores import (
+    RUN_VARIABLE,
+    NamedStore,
+    named_store,
+    named_stores,
+    run_names,
+)
 from deepspeed_gear.store.memory_layout import read_header
 from deepspeed_gear.store.shared_memory import SHM, SharedMemory, is_kept
 from deepspeed_gear.store.table import Table
@@ -54,7 +60,9 @@ class WriterBase(OpenWriter):
         """Add one trajectory, as `add`."""
 
     @overload
-    def add(self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False) -> int: ...
+    def add(
+        self, trajectory: Mapping[str, Any], *, split_by_flags: Literal[False] = False
+    ) -> int: ...
     @overload
     def add(
         self,
@@ -140,13 +148,19 @@ class TrajectoryWriter(WriterBase):
     publisher: Publisher
 
     def __init__(
-        self, table: Table, inserter: Inserter, waiting_checks: list[Callable[[], None]] | None = None
+        self,
+        table: Table,
+        inserter: Inserter,
+        waiting_checks: list[Callable[[], None]] | None = None,
     ) -> None:
         spec = table.spec
         super().__init__(spec.name, spec.schema, inserter.max_length, spec.whole_fields)
         self.publisher, self.native = Publisher(inserter, self.check_goes_on), table.ops.native
         self._table, self._inserter, self._open = table, inserter, True
-        self._is_attached, self._looked = waiting_checks is not None, 0.0  # when it looked for the ranks
+        self._is_attached, self._looked = (
+            waiting_checks is not None,
+            0.0,
+        )  # when it looked for the ranks
         self._finalizer = weakref.finalize(self, table.close) if self._is_attached else None
         #: What writes through this writer, and is closed with it.
         self.clients: weakref.WeakSet[VectorWriter] = weakref.WeakSet()
@@ -285,13 +299,17 @@ def _attached(
         arguments.one_of(what, given, (str, type(None)), "a name")
     check_timeout("wait_s", wait_s)
     section = None if config is None else expand(_object("gear", ds_config.read(config)[0]))
-    memory = {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
+    memory = (
+        {} if section is None else _object("gear.shared_memory", section.get("shared_memory", {}))
+    )
     prefix: str | None = memory.get("prefix", DEFAULT_PREFIX)
     if not isinstance(prefix, str):
         raise ConfigError("gear.shared_memory.prefix", "must be a string", prefix)
     if section is not None:
         tables = _object("gear.tables", section.get("tables", {}))
-        known = [str(n) for n, one in tables.items() if _object(f"gear.tables.{n}", one).get("writers")]
+        known = [
+            str(n) for n, one in tables.items() if _object(f"gear.tables.{n}", one).get("writers")
+        ]
         if table is None and len(known) == 1:
             table = known[0]
         elif table not in known:
@@ -302,7 +320,9 @@ def _attached(
         prefix = None  # a named run is found whatever its prefix
     if name is not None:
         if run is not None:
-            raise ConfigError("name and run", "must not both be given", [name, run], "leave run out")
+            raise ConfigError(
+                "name and run", "must not both be given", [name, run], "leave run out"
+            )
         store = named_store(name)
         options = [] if section is None else store.differences(section)
         if options:
@@ -332,7 +352,9 @@ def _attached(
             remedy = f"give run or set {RUN_VARIABLE} to a run's name or id, or give table"
             several = "; ".join(map(str, fitting))
             raise StoreError("the store", "must be named where there are several", several, remedy)
-        with contextlib.suppress(StoreGoneError):  # its run has ended in the meantime: wait for the next
+        with contextlib.suppress(
+            StoreGoneError
+        ):  # its run has ended in the meantime: wait for the next
             return _open(fitting[0]) if fitting else None
         return None
 
@@ -369,7 +391,9 @@ def _open(store: NamedStore) -> tuple[Table, Mapping[str, Any]]:
         ops = load_library(meaning["library"])
         attached = Table(spec, memory, layout, ops, float(meaning["timeout_s"]))
         if not attached.has_living_rank:
-            raise StoreGoneError(str(store), "must belong to a living run", None, "its ranks have ended")
+            raise StoreGoneError(
+                str(store), "must belong to a living run", None, "its ranks have ended"
+            )
         with attached.lock:  # an earlier process with this index may have died while writing
             attached.extents.end_abandoned(memory.peer)
             assert attached.fills is not None

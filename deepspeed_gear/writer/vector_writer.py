@@ -81,13 +81,17 @@ class VectorWriter(ProcessBound, PublicNames):
         self._done_by = [c for c in steps if c not in self._state and c is not self._time]
         self._once = [column for column in schema if column.rows == "1" and not column.late]
         self._flags = {role: schema.role(role) for role in ("terminated", "truncated")}
-        self._names = {role: role if column is None else column.name for role, column in self._flags.items()}
+        self._names = {
+            role: role if column is None else column.name for role, column in self._flags.items()
+        }
         self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
         self._column_names = frozenset({*schema.names, *self._names.values()})
         states, once = [c.name for c in self._state], [c.name for c in self._once]
         self._reset_names, self._final_names = frozenset([*states, *once]), frozenset(states)
-        self._step_names = self._reset_names.union([c.name for c in self._done_by], self._names.values())
+        self._step_names = self._reset_names.union(
+            [c.name for c in self._done_by], self._names.values()
+        )
         self._completed: list[CompletedTrajectory] = []  # not returned yet
         self._waits = np.ones(num_envs, bool)  # for its first observation
         self._unstored = np.zeros(num_envs, bool)  # ended, and left to Python by the native call
@@ -100,14 +104,23 @@ class VectorWriter(ProcessBound, PublicNames):
         # The oldest policy version of each open trajectory, -1 for none, where the publisher reports them.
         self._version = "" if publisher is None else publisher.inserter.version_column
         self._oldest = np.full(num_envs, -1)
-        self._publisher, self._growing = publisher, list[GrowingTrajectory]()  # one an environment, or none
+        self._publisher, self._growing = (
+            publisher,
+            list[GrowingTrajectory](),
+        )  # one an environment, or none
         self._growing_words = np.empty((num_envs, Growing.NUM_WORDS), np.int64)
         self._growing_words[:] = UNPUBLISHED
         self._native_steps: Any = None  # takes plain steps; None: Python does
         self._publishes = False  # whether it publishes steps
         length = min(_FIRST_LENGTH, self._max_length or _FIRST_LENGTH)
-        own = Staging.private(schema.step_columns, num_envs, length, native) if staging is None else staging
-        self._steps_before = np.zeros(num_envs, np.int64)  # of open trajectories, not in their places' rows
+        own = (
+            Staging.private(schema.step_columns, num_envs, length, native)
+            if staging is None
+            else staging
+        )
+        self._steps_before = np.zeros(
+            num_envs, np.int64
+        )  # of open trajectories, not in their places' rows
         self._next = own.first.copy()  # row of each environment's next state
         self._use(own, native if staging is None else None)
         if publisher is not None:
@@ -128,7 +141,9 @@ class VectorWriter(ProcessBound, PublicNames):
         self._number_steps(self._all)
         if native is None:
             return
-        given = [(column, True) for column in self._state] + [(column, False) for column in self._done_by]
+        given = [(column, True) for column in self._state] + [
+            (column, False) for column in self._done_by
+        ]
         words = (self._next, staging.first, self._waits, self._unstored, self._was_truncated,
                  self._check.goes_on, self._counts, self._just_completed, self._growing_words)  # fmt: skip
         columns, truncated = [column.name for column, _ in given], self._flags["truncated"]
@@ -147,7 +162,9 @@ class VectorWriter(ProcessBound, PublicNames):
             return
         # The native call stores trajectories that end, and publishes steps.
         arrays = {**staging.arrays, **self._values}
-        are_bytes = all(flag is None or flag.numpy_dtype.itemsize == 1 for flag in self._flags.values())
+        are_bytes = all(
+            flag is None or flag.numpy_dtype.itemsize == 1 for flag in self._flags.values()
+        )
         is_longest = staging.length == self._max_length
         self._native_steps.set_store(
             of_columns=[0 if c.late else address(arrays[c.name]) for c in self._schema],
@@ -185,7 +202,9 @@ class VectorWriter(ProcessBound, PublicNames):
         remedy = f"it takes {', '.join(sorted(names))}"
         if name in self._schema.names and self._schema[name].late:
             remedy = "the column is late: write it by fill, when the trajectory was added"
-        raise DataError(f"{call}: column {name}", f"must be a column that {call} takes", None, remedy)
+        raise DataError(
+            f"{call}: column {name}", f"must be a column that {call} takes", None, remedy
+        )
 
     def reset(self, mask: np.ndarray | None = None, **columns: Any) -> list[CompletedTrajectory]:
         """Begin an episode of all environments, or of some.
@@ -201,7 +220,11 @@ class VectorWriter(ProcessBound, PublicNames):
             DataError: A column is missing or unknown, does not fit, or is not finite and must be; nothing has
                 changed.
         """
-        which = np.ones(self.num_envs, bool) if mask is None else arguments.array("mask", mask).astype(bool)
+        which = (
+            np.ones(self.num_envs, bool)
+            if mask is None
+            else arguments.array("mask", mask).astype(bool)
+        )
         if which.shape != (self.num_envs,):
             raise DataError("mask", f"must have shape [{self.num_envs}]", list(which.shape))
         given = flatten("reset", columns, self._column_names)
@@ -282,7 +305,9 @@ class VectorWriter(ProcessBound, PublicNames):
                 unbegun = waiting[self._next[waiting] == self._staging.first[waiting]]
             if len(unbegun):
                 which = f"environments {unbegun[:8].tolist()}"
-                remedy = f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
+                remedy = (
+                    f'call reset with first observations; the autoreset mode is "{self.autoreset}"'
+                )
                 raise DataError("step", "must come after reset", which, remedy)
         once = self._values_in(columns, envs, len(waits)) if self._once else {}
         done_by = self._pick(self._done_by, columns, "step")
@@ -313,7 +338,9 @@ class VectorWriter(ProcessBound, PublicNames):
             begins = rows == self._staging.first[envs]
             if begins.any() or ended.any():
                 assert self._publisher is not None
-                self._oldest[envs[begins]] = self._staging.arrays[self._version].reshape(-1)[rows[begins]]
+                self._oldest[envs[begins]] = self._staging.arrays[self._version].reshape(-1)[
+                    rows[begins]
+                ]
                 self._oldest[envs[ended]] = -1
                 self._publisher.inserter.report_versions(self, self._oldest)
         if len(waiting):  # this step has their first observations
@@ -370,7 +397,11 @@ class VectorWriter(ProcessBound, PublicNames):
         return completed
 
     def _take_plain(
-        self, columns: Mapping[str, Any], final: Any, publish: bool, observed: np.ndarray | None = None
+        self,
+        columns: Mapping[str, Any],
+        final: Any,
+        publish: bool,
+        observed: np.ndarray | None = None,
     ) -> int:
         """Take a step of all environments by one native call, which stores and publishes too.
 
@@ -423,7 +454,9 @@ class VectorWriter(ProcessBound, PublicNames):
             if name in columns:
                 given = arguments.array(f"column {name}", columns[name])
                 if given.shape != flags.shape:
-                    raise DataError(f"column {name}", f"must have shape [{num_envs}]", list(given.shape))
+                    raise DataError(
+                        f"column {name}", f"must have shape [{num_envs}]", list(given.shape)
+                    )
                 flags |= cast(given, _FLAG, f"column {name}")
         return ended | truncated, truncated
 
@@ -460,9 +493,15 @@ class VectorWriter(ProcessBound, PublicNames):
         for column in self._state:
             if final is None or column.name not in final:
                 remedy = '"same_step": it comes with the next episode\'s first; gymnasium: info["final_obs"]'
-                raise DataError(f"final {column.name}", "must be given where an episode ends", None, remedy)
+                raise DataError(
+                    f"final {column.name}", "must be given where an episode ends", None, remedy
+                )
             given = final[column.name]
-            ends = given[at] if isinstance(given, torch.Tensor) else [given[row] for row in at.tolist()]
+            ends = (
+                given[at]
+                if isinstance(given, torch.Tensor)
+                else [given[row] for row in at.tolist()]
+            )
             rows[column.name] = as_stored(ends, column, "final", len(at))
         check_finite("final", self._state, rows, lambda row: f"environment {envs[at[row]]}")
         return rows
@@ -527,7 +566,9 @@ class VectorWriter(ProcessBound, PublicNames):
     def _columns_of(self, env: int, num_steps: int) -> dict[str, np.ndarray]:
         """Return an open trajectory of `num_steps` steps in the rows of its environment's place."""
         return {
-            c.name: self._values[c.name][env, ...] if c.rows == "1" else self._steps_of(c, env, num_steps)
+            c.name: self._values[c.name][env, ...]
+            if c.rows == "1"
+            else self._steps_of(c, env, num_steps)
             for c in self._schema
             if not c.late
         }
@@ -555,7 +596,9 @@ class VectorWriter(ProcessBound, PublicNames):
         """Let the publisher end the open trajectories if this writer is dropped."""
         publisher = self._publisher
         if not self._growing and publisher is not None:
-            self._growing = [GrowingTrajectory(self, publisher, words) for words in self._growing_words]
+            self._growing = [
+                GrowingTrajectory(self, publisher, words) for words in self._growing_words
+            ]
             publisher.inserter.growing.update(self._growing)
 
     def _has_published(self) -> np.ndarray:

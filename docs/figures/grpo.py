@@ -25,17 +25,26 @@ def main() -> None:
     if folders:
         found = [json.loads((folder / "result.json").read_text()) for folder in folders]
         for run in found:
-            run["curve"] = [[number, round(s, 1), round(value, 3)] for number, s, value in run["curve"]]
+            run["curve"] = [
+                [number, round(s, 1), round(value, 3)] for number, s, value in run["curve"]
+            ]
         lines = ",\n ".join(json.dumps(run) for run in sorted(found, key=lambda run: run["seed"]))
         RUNS.write_text(f"[{lines}]\n")
     runs: list[dict[str, Any]] = json.loads(RUNS.read_text())
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for run in runs:
-        batches, accuracy = [point[0] for point in run["curve"]], [point[2] for point in run["curve"]]
+        batches, accuracy = (
+            [point[0] for point in run["curve"]],
+            [point[2] for point in run["curve"]],
+        )
         axes.plot(batches, accuracy, marker=".", label=f"seed {run['seed']}")
     for level in (BEFORE, AFTER):
         axes.axhline(level, color="grey", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="rollout batches after the supervised warm start", ylabel="right answers", ylim=(0, 1))
+    axes.set(
+        xlabel="rollout batches after the supervised warm start",
+        ylabel="right answers",
+        ylim=(0, 1),
+    )
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
     axes.set_xlim(left=0)
     axes.legend(frameon=False, loc="lower right")

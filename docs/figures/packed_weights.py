@@ -25,11 +25,17 @@ from deepspeed_gear.config.options import LossConfig
 
 RESPONSES, BUDGET, LONGEST, LOCAL = 1024, 16384, 12288, 4
 TRAINED, SEEDS, VOCABULARY = 64, range(8), 32
-GEAR, MICRO, OWN = "gear: counts over the batch", "means of micro batches", f"means over {LOCAL} sequences"
+GEAR, MICRO, OWN = (
+    "gear: counts over the batch",
+    "means of micro batches",
+    f"means over {LOCAL} sequences",
+)
 
 
 def main() -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.5, 3.4), layout="constrained", width_ratios=(3, 2))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(9.5, 3.4), layout="constrained", width_ratios=(3, 2)
+    )
     draw_weights(left)
     draw_gradients(right)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)
@@ -39,7 +45,9 @@ def workload(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the lengths of prompts and of whole trajectories. [count] each, int64."""
     words = np.random.default_rng(seed)
     prompts = words.integers(100, 600, count // 8).repeat(8)
-    return prompts, np.minimum(prompts + np.exp(words.normal(7.6, 0.9, count)).astype(int) + 1, LONGEST)
+    return prompts, np.minimum(
+        prompts + np.exp(words.normal(7.6, 0.9, count)).astype(int) + 1, LONGEST
+    )
 
 
 def filled(lengths: np.ndarray) -> np.ndarray:
@@ -70,7 +78,9 @@ def draw_weights(axes: plt.Axes) -> None:
         span = f"{ratio.min():.2g} to {ratio.max():.2g}" if np.ptp(ratio) > 1e-9 else "1"
         print(f"{name}: {span} times the intended weight")
         axes.hist(ratio, bins, weights=counts / counts.sum(), label=f"{name}: {span}", alpha=0.7)
-    axes.set(xscale="log", xlabel="weight of a token / its weight in the mean of all", ylabel="tokens")
+    axes.set(
+        xscale="log", xlabel="weight of a token / its weight in the mean of all", ylabel="tokens"
+    )
     axes.minorticks_off()
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["1/4", "1/2", "1", "2", "4", "8"])
     axes.yaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
@@ -106,7 +116,9 @@ class Bigram(nn.Module):
         self.zero_grad()
         for loss in losses:
             loss.backward()
-        return torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None]).double()
+        return torch.cat(
+            [p.grad.flatten() for p in self.parameters() if p.grad is not None]
+        ).double()
 
 
 def draw_gradients(axes: plt.Axes) -> None:
@@ -117,7 +129,9 @@ def draw_gradients(axes: plt.Axes) -> None:
         model, exact = Bigram(), Bigram().double()
         total = int((lengths - prompts).sum())
         ones = [np.array([number]) for number in range(TRAINED)]
-        wanted = exact.gradient(loss.sum() / total for loss in each(exact, responses, prompts, ones))
+        wanted = exact.gradient(
+            loss.sum() / total for loss in each(exact, responses, prompts, ones)
+        )
         gradients = {GEAR: model.gradient(packed(model, responses, prompts))}
         for name, owner in ((MICRO, filled(lengths)), (OWN, np.arange(TRAINED) // LOCAL)):
             parts = [np.nonzero(owner == number)[0] for number in range(owner.max() + 1)]
@@ -131,7 +145,10 @@ def draw_gradients(axes: plt.Axes) -> None:
         label = f"{min(deviations):.1g} to {max(deviations):.1g}"
         axes.annotate(label, (float(np.median(deviations)), -number + 0.2), ha="center", fontsize=9)
     axes.set(
-        xscale="log", xlim=(1e-8, 10), ylim=(-2.6, 0.6), xlabel="|gradient - exact| / |exact|, eight batches"
+        xscale="log",
+        xlim=(1e-8, 10),
+        ylim=(-2.6, 0.6),
+        xlabel="|gradient - exact| / |exact|, eight batches",
     )
     axes.set_yticks([0, -1, -2], ["gear", "micro\nbatches", f"{LOCAL} se-\nquences"])
 
@@ -148,16 +165,24 @@ def each(
 ) -> Iterator[Tensor]:
     """Yield the losses of the response tokens of each part's trajectories. [tokens]."""
     for part in parts:
-        losses = [model.losses(responses[i][prompts[i] - 1 : -1], responses[i][prompts[i] :]) for i in part]
+        losses = [
+            model.losses(responses[i][prompts[i] - 1 : -1], responses[i][prompts[i] :])
+            for i in part
+        ]
         yield torch.cat(losses)
 
 
 def packed(model: Bigram, responses: list[Tensor], prompts: np.ndarray) -> Iterator[Tensor]:
     """Yield the loss of each micro batch of a Replay's step."""
-    columns = {"tokens": {"dtype": "int32", "role": "token"}, "mask": {"dtype": "bool", "role": "loss_mask"}}
+    columns = {
+        "tokens": {"dtype": "int32", "role": "token"},
+        "mask": {"dtype": "bool", "role": "loss_mask"},
+    }
     steps = sum(len(tokens) for tokens in responses)
     section = {
-        "tables": {"main": {"capacity_steps": steps, "max_length": LONGEST, "schema": {"columns": columns}}},
+        "tables": {
+            "main": {"capacity_steps": steps, "max_length": LONGEST, "schema": {"columns": columns}}
+        },
         "sampler": {"kind": "fifo"},
         "fields": {"tokens": {}},
         "pack": {"tokens": BUDGET},

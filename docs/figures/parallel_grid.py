@@ -29,7 +29,9 @@ def rank_box(rank: int, place: RankCoordinates, names: list[str]) -> list[str]:
     y = TOP + place.pipe_rank * (HEIGHT + 56)
     kind = "inputs" if place.is_first_stage else "labels"
     color = COLORS[place.data_rank]
-    lines = [f"<rect x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='6' fill='{color}' stroke='#555'/>"]
+    lines = [
+        f"<rect x='{x}' y='{y}' width='{WIDTH}' height='{HEIGHT}' rx='6' fill='{color}' stroke='#555'/>"
+    ]
     lines.append(text(x + 10, y + 20, f"rank {rank}: {kind}", "font-weight='bold'"))
     pairs = [names[i : i + 2] for i in range(0, len(names), 2)]
     lines += [text(x + 10, y + 40 + 17 * i, ", ".join(pair)) for i, pair in enumerate(pairs)]
@@ -44,11 +46,18 @@ def main() -> None:
     width, height = LEFT + 4 * (WIDTH + GAP) + 2 * GAP, TOP + 2 * HEIGHT + 56 + 20
     lines = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {FONT}>"]
     lines.append(f"<rect width='{width}' height='{height}' fill='white'/>")
-    lines.append(text(LEFT, 24, "one global batch, selected once", "font-size='15' font-weight='bold'"))
+    lines.append(
+        text(LEFT, 24, "one global batch, selected once", "font-size='15' font-weight='bold'")
+    )
     for data in range(2):
         x = LEFT + data * (2 * (WIDTH + GAP) + GAP)
         lines.append(
-            text(x, 52, f"replica {data}: samples {data}, {data + 2}, {data + 4}, ...", "font-weight='bold'")
+            text(
+                x,
+                52,
+                f"replica {data}: samples {data}, {data + 2}, {data + 4}, ...",
+                "font-weight='bold'",
+            )
         )
         for tensor in range(2):
             lines.append(text(x + tensor * (WIDTH + GAP), 74, f"tensor {tensor}"))

@@ -13,7 +13,14 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from deepspeed_gear.config import GearConfig
-from deepspeed_gear.config.describe_options import alternatives, as_model, describe, kind_of, options, parts
+from deepspeed_gear.config.describe_options import (
+    alternatives,
+    as_model,
+    describe,
+    kind_of,
+    options,
+    parts,
+)
 
 _HEAD = """# The `gear` section
 
@@ -41,7 +48,9 @@ def render() -> str:
     return "\n".join(lines)
 
 
-def _sections(title: str, model: type[BaseModel], kind: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
+def _sections(
+    title: str, model: type[BaseModel], kind: str = ""
+) -> Iterator[tuple[str, type[BaseModel]]]:
     """Walk the models, each with the name of the option that holds it, and its kind if there are several."""
     yield f"{title}{kind}", model
     for name, info in options(model).items():

@@ -28,7 +28,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The data set of the tests on one node."""
-    return write_dataset(tmp_path_factory.mktemp("data") / "set", lengths_of(40), split={"eval": 0.3})
+    return write_dataset(
+        tmp_path_factory.mktemp("data") / "set", lengths_of(40), split={"eval": 0.3}
+    )
 
 
 @pytest.fixture(autouse=True)

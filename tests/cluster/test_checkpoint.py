@@ -23,7 +23,9 @@ from deepspeed_gear.errors import GearError
 from deepspeed_gear.ops.records import Slot
 
 LONG = os.environ.get("GEAR_LONG_TESTS") == "1"
-pytestmark = pytest.mark.timeout(3600 if LONG else 900)  # of several launches, each with a limit of its own
+pytestmark = pytest.mark.timeout(
+    3600 if LONG else 900
+)  # of several launches, each with a limit of its own
 
 KILLS = PROGRAMS.parents[1] / "crash" / "programs" / "save_kills.py"
 BEFORE, BEHIND = 5, 5
@@ -56,12 +58,16 @@ def test_two_nodes_go_on_as_one_process_does(ran: dict[str, Found]) -> None:
     assert len(alone) == len(nodes) == 13
     for case, found in nodes.items():
         assert found["again"] == [found["behind"]] * 2, case
-        if not case.startswith("changed"):  # where rows are freed and used again, their order is the node's
+        if not case.startswith(
+            "changed"
+        ):  # where rows are freed and used again, their order is the node's
             assert found == alone[case], case
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("one", "two"), ("two", "four"), ("two", "again")], ids="1-2 2-4 2-1".split()
+    ("saved", "loaded"),
+    [("one", "two"), ("two", "four"), ("two", "again")],
+    ids="1-2 2-4 2-1".split(),
 )
 def test_any_number_of_nodes_goes_on(ran: dict[str, Found], saved: str, loaded: str) -> None:
     expected, nodes = ran[saved]["save"], ran[loaded]["load"]
@@ -77,8 +83,12 @@ def test_a_shard_that_is_lost_is_named_on_all_ranks(ran: dict[str, Found]) -> No
     for found in lost.values():
         changed, removed = found["said"]
         assert len(changed) == len(removed) == 4
-        assert all("shard-1/stream.train.queued.npy must be as it was saved" in text for text in changed)
-        assert all("CheckpointError" in text and "shard-1/manifest.json" in text for text in removed)
+        assert all(
+            "shard-1/stream.train.queued.npy must be as it was saved" in text for text in changed
+        )
+        assert all(
+            "CheckpointError" in text and "shard-1/manifest.json" in text for text in removed
+        )
         assert found["goes_on"] == 2
 
 
@@ -98,7 +108,9 @@ def test_no_kill_of_two_nodes_loses_a_checkpoint(cluster: Cluster, tmp_path: Pat
     assert found["loaded"] > 0
 
 
-def test_two_nodes_go_on_with_grown_data_as_one_process_does(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_nodes_go_on_with_grown_data_as_one_process_does(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """The shards are others than before: old priorities move with their trajectories."""
     data, one, two = tmp_path / "data", tmp_path / "one", tmp_path / "two"
     # Selections that wait in a save are of the old data: how many there are depends on a thread.
@@ -126,7 +138,9 @@ def act(data: Path, actions: dict[str, Path]) -> Found:
     act_by, found = {"save": save, "load": load, "lose": lose}, {}
     for action, folder in actions.items():
         of_action = {n: one for n, one in cases(data).items() if action != "lose" or n in LOST}
-        found[action] = {name: act_by[action](one, folder / name) for name, one in of_action.items()}
+        found[action] = {
+            name: act_by[action](one, folder / name) for name, one in of_action.items()
+        }
     return found
 
 
@@ -136,7 +150,9 @@ def cases(data: Path) -> dict[str, dict[str, Any]]:
     names = ("verified", "mapped", "short_epochs", "recent", "prioritized_plain", "mixture")
     steps = {"sampler": prioritized("step"), "prefetch": 1}
     online: dict[str, Any] = {"tables": {"main": ONLINE}, "fields": WINDOWS}
-    standard, bounded = ({"code": {"normalize": kind}, **WINDOWS} for kind in ("mean_std", "min_max"))
+    standard, bounded = (
+        {"code": {"normalize": kind}, **WINDOWS} for kind in ("mean_std", "min_max")
+    )
     return {
         **{name: known[name] for name in names},
         "prioritized_table": {**known["prioritized_table"], "prefetch": 1, "count_draws": True},
@@ -162,7 +178,9 @@ class Run:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.online = "main" in section.get("tables", {})
         common = {"timeout_s": 20.0, "shared_memory": {"prefix": prefix()}, "batch_size": BATCH}
-        self.replay = Replay({**common, **section}, schemas={"main": SCHEMA} if self.online else None)
+        self.replay = Replay(
+            {**common, **section}, schemas={"main": SCHEMA} if self.online else None
+        )
         self.reports = self.replay.config.item_sampler.kind == "prioritized"
 
     def add(self, first: int, count: int) -> None:
@@ -202,7 +220,9 @@ class Run:
             )  # ids show which node has added
             if not self.reports:
                 continue
-            values = ((batch["task"] * 2654435761 + batch.anchor * 40503) % 1000).float() / 100 + 0.01
+            values = (
+                (batch["task"] * 2654435761 + batch.anchor * 40503) % 1000
+            ).float() / 100 + 0.01
             if by_id:
                 self.replay.set_priorities(batch.trajectory_id, values, batch.anchor)
             else:
@@ -250,10 +270,20 @@ def save(section: dict[str, Any], folder: Path) -> dict[str, Any]:
         again.append(run.take(BEHIND))
     passed = run.evaluate()
     run.replay.load_state_dict(run.state(run.replay.state_dict()))
-    more = run.take(2)  # where priorities change, how far the tables are depends on how far a thread was
+    more = run.take(
+        2
+    )  # where priorities change, how far the tables are depends on how far a thread was
     run.replay.close()
-    position = {name: value for name, value in state.items() if name != "save"}  # each save has its own id
-    found = {"before": before, "state": position, "behind": behind, "passed": passed, "again": again}
+    position = {
+        name: value for name, value in state.items() if name != "save"
+    }  # each save has its own id
+    found = {
+        "before": before,
+        "state": position,
+        "behind": behind,
+        "passed": passed,
+        "again": again,
+    }
     return found if run.reports else {**found, "more": more}
 
 

@@ -11,7 +11,9 @@ from gear_support import SHM, wait_until
 
 def places(output: str) -> dict[int, dict[str, Any]]:
     """What the ranks of hello.py have said, by rank; pdsh puts the node before each line."""
-    found = [json.loads(line.partition("PLACE ")[2]) for line in output.splitlines() if "PLACE " in line]
+    found = [
+        json.loads(line.partition("PLACE ")[2]) for line in output.splitlines() if "PLACE " in line
+    ]
     return {place["rank"]: place for place in found}
 
 
@@ -33,7 +35,9 @@ def test_processes_of_a_node_can_be_found_and_killed(cluster: Cluster) -> None:
     (rank,) = [pid for pid in launch.pids(1, r"hello\.py --local_rank=0") if pid in cluster.pids(1)]
     assert rank not in cluster.pids(0)
     os.kill(rank, signal.SIGKILL)
-    wait_until(lambda: "node1: ssh exited with exit code" in launch.output(), "the end of node1's launcher")
+    wait_until(
+        lambda: "node1: ssh exited with exit code" in launch.output(), "the end of node1's launcher"
+    )
     assert launch.pids(0, "hello")
     launch.kill()
     assert not launch.pids(0)

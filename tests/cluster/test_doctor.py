@@ -42,17 +42,23 @@ def test_clean_removes_stores_of_all_nodes(cluster: Cluster) -> None:
 
 def test_what_is_wrong_on_one_node_is_named(cluster: Cluster, tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
-    hostfile.write_text("".join(f"{host} slots=1\n" for host in ("node0", "node1", "10.77.0.2", "node9")))
+    hostfile.write_text(
+        "".join(f"{host} slots=1\n" for host in ("node0", "node1", "10.77.0.2", "node9"))
+    )
     data = cluster.shm(0) / "set"
     try:
         write_dataset(data, lengths_of(5))
-        done = cluster.call(0, *GEAR, "--hostfile", str(hostfile), "--data", "/dev/shm/set", "--no-network")
+        done = cluster.call(
+            0, *GEAR, "--hostfile", str(hostfile), "--data", "/dev/shm/set", "--no-network"
+        )
     finally:
         shutil.rmtree(data, ignore_errors=True)
     assert done.returncode == 1, done.stdout + done.stderr
     problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
     assert "host node9 must run this interpreter over ssh" in problems[0]
     assert any("hosts node1, 10.77.0.2 must be different machines" in line for line in problems)
-    assert any("host node1: /dev/shm/set must be the folder of a data set" in line for line in problems)
+    assert any(
+        "host node1: /dev/shm/set must be the folder of a data set" in line for line in problems
+    )
     assert not any("host node0" in line for line in problems)
     assert len(problems) == 4

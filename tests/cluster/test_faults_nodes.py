@@ -41,10 +41,16 @@ END_S = 280.0  # nearly as long as a test may take
 class TrainingRanks(NodeRanks):
     """Ranks that train until something happens: RANKS on each of NODES."""
 
-    def __init__(self, cluster: Cluster, folder: Path, section: dict[str, Any], **plan: Any) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, section: dict[str, Any], **plan: Any
+    ) -> None:
         self.folder = folder
         super().__init__(
-            cluster, CALL, write_call(folder, trained, folder, section, plan), nodes=NODES, ranks=RANKS
+            cluster,
+            CALL,
+            write_call(folder, trained, folder, section, plan),
+            nodes=NODES,
+            ranks=RANKS,
         )
 
     def pid(self, rank: int) -> int:
@@ -58,7 +64,9 @@ class TrainingRanks(NodeRanks):
     def results(self, count: int) -> list[tuple[int, str]]:
         """Wait for the first ranks, one after the other; return exit status and output of each."""
         outputs = [process.communicate(timeout=END_S)[0] for process in self.processes[:count]]
-        return [(process.returncode, out) for process, out in zip(self.processes, outputs, strict=False)]
+        return [
+            (process.returncode, out) for process, out in zip(self.processes, outputs, strict=False)
+        ]
 
 
 @pytest.fixture
@@ -109,7 +117,9 @@ def check_named(
     for rank in others:
         status, output = results[rank]
         assert status != 0, output
-        assert any(re.search(name, output) for name in names), f"rank {rank} [{status}]:\n{output[-3000:]}"
+        assert any(re.search(name, output) for name in names), (
+            f"rank {rank} [{status}]:\n{output[-3000:]}"
+        )
 
 
 PACKS = {
@@ -134,7 +144,9 @@ def test_a_killed_rank_is_named(
     check_clean(cluster)
 
 
-@pytest.mark.parametrize(("fails", "prefetch"), [(3, 1), (2, 0), (0, 2)], ids=["rank", "leader", "first"])
+@pytest.mark.parametrize(
+    ("fails", "prefetch"), [(3, 1), (2, 0), (0, 2)], ids=["rank", "leader", "first"]
+)
 def test_a_rank_that_fails_is_named(
     fails: int, prefetch: int, train: Callable[..., TrainingRanks], cluster: Cluster
 ) -> None:
@@ -148,7 +160,9 @@ def test_a_rank_that_fails_is_named(
     check_clean(cluster)
 
 
-def test_a_rank_that_ends_early_is_named(train: Callable[..., TrainingRanks], cluster: Cluster) -> None:
+def test_a_rank_that_ends_early_is_named(
+    train: Callable[..., TrainingRanks], cluster: Cluster
+) -> None:
     """It has prepared the turn that the others take, and they wait in a collective that it does not enter.
 
     If its batch was late they are told before they go on.
@@ -162,7 +176,9 @@ def test_a_rank_that_ends_early_is_named(train: Callable[..., TrainingRanks], cl
     check_clean(cluster)
 
 
-def test_a_rank_that_stands_still_is_named(train: Callable[..., TrainingRanks], cluster: Cluster) -> None:
+def test_a_rank_that_stands_still_is_named(
+    train: Callable[..., TrainingRanks], cluster: Cluster
+) -> None:
     ranks = train(prefetch=1)
     pid = ranks.pid(3)
     os.kill(pid, signal.SIGSTOP)
@@ -208,7 +224,9 @@ def test_a_rank_may_go_on_when_the_others_have_ended(
     node waits in a selection that this one does not come to.
     """
     section = config_of(data, timeout_s=TIMEOUT_S, prefetch=2)
-    for status, output in TrainingRanks(cluster, tmp_path, section, steps=5, lingers=lingers).wait(180.0):
+    for status, output in TrainingRanks(cluster, tmp_path, section, steps=5, lingers=lingers).wait(
+        180.0
+    ):
         assert status == 0, output
         assert "error" not in output.lower(), output
     check_clean(cluster)
@@ -228,19 +246,27 @@ def test_what_differs_or_does_not_fit_is_refused_on_every_node(
     }
     filler = cluster.shm(1) / "filler"
     try:
-        for index, size in enumerate(["1G", *["100M"] * 10, *["10M"] * 10, *["1M"] * 10, *["100K"] * 10]):
-            subprocess.run(["fallocate", "-l", size, f"{filler}{index}"], check=False, capture_output=True)
+        for index, size in enumerate(
+            ["1G", *["100M"] * 10, *["10M"] * 10, *["1M"] * 10, *["100K"] * 10]
+        ):
+            subprocess.run(
+                ["fallocate", "-l", size, f"{filler}{index}"], check=False, capture_output=True
+            )
         given = refused, [*attempts.values()]
         results = cluster.call_ranks(*given, nodes=NODES, ranks=RANKS, timeout_s=180.0)
     finally:
         for path in cluster.shm(1).glob("filler*"):
             path.unlink()
     for said in results:
-        assert [text in error for text, error in zip(attempts, said, strict=True)] == [True] * 4, said
+        assert [text in error for text, error in zip(attempts, said, strict=True)] == [True] * 4, (
+            said
+        )
     check_clean(cluster)
 
 
-def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_whose_processes_are_all_killed_keep_no_store(
+    cluster: Cluster, tmp_path: Path
+) -> None:
     """A table with writers, a board and a loader on each node, under DeepSpeed's launcher."""
     table = {"capacity_steps": 500, "remove": "fifo", "writers": 1}
     section = {"tables": {"main": table}, "batch_size": 4, "shared_memory": {"prefix": prefix()}}
@@ -248,7 +274,11 @@ def test_nodes_whose_processes_are_all_killed_keep_no_store(cluster: Cluster, tm
     for rank in range(2):
         wait_until((tmp_path / f"ready-{rank}").exists, f"the start of rank {rank}")
     for node in range(2):
-        assert len(shared_files(prefix(), cluster.shm(node))) == len(cluster.pids(node, "reaper.py")) == 3
+        assert (
+            len(shared_files(prefix(), cluster.shm(node)))
+            == len(cluster.pids(node, "reaper.py"))
+            == 3
+        )
         for pid in launch.pids(node):
             os.kill(pid, signal.SIGKILL)
     for node in range(2):
@@ -291,7 +321,11 @@ def checkpointed(folder: Path, where: str) -> None:
     """
     rank = dist.get_rank()
     table = {"capacity_steps": 500, "remove": "fifo"}
-    section = {"tables": {"main": table}, "fields": {"code": {}}, "shared_memory": {"prefix": prefix()}}
+    section = {
+        "tables": {"main": table},
+        "fields": {"code": {}},
+        "shared_memory": {"prefix": prefix()},
+    }
     replay = Replay(section, schemas={"main": SCHEMA}, info=BatchInfo(4, 1, dist.get_world_size()))
     replay.add(trajectory(rank, 5))
     with pytest.raises(GearError, match="must be one folder that all nodes share"):

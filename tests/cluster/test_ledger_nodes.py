@@ -161,7 +161,9 @@ class Trained(NamedTuple):
     by_completion: list[list[dict[str, Any]]]  # of each rank, by section
 
 
-def train_both(config: dict[str, Any], sections: list[dict[str, Any]], folder: Path) -> tuple[Any, Any]:
+def train_both(
+    config: dict[str, Any], sections: list[dict[str, Any]], folder: Path
+) -> tuple[Any, Any]:
     """Train in the order of leases, and then by completion."""
     return train(config, folder / "by_lease"), train_beside_slow(sections, folder / "by_completion")
 
@@ -170,14 +172,19 @@ def train_both(config: dict[str, Any], sections: list[dict[str, Any]], folder: P
 def nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two nodes of two ranks that have trained with each order."""
     folder = tmp_path_factory.mktemp("nodes")
-    data, where = write_prompts(folder / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
+    data, where = (
+        write_prompts(folder / "prompts", 11),
+        {"where": {"reward": {"mean": {"min": 0.0}}}},
+    )
     config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=6, timeout_s=60.0)
     config["pack"]["plan_width"] = 4
     rules = [{"max_lag": LAG, "order": "completion", "late": late} for late in ("wait", "drop")]
     sections = [ledger_section(data, rule, GROUPS, writers=6, timeout_s=60.0) for rule in rules]
     call = train_both, config, sections, folder
     ranks = cluster.call_ranks(*call, nodes=2, ranks=RANKS, timeout_s=200.0)
-    return Trained(folder, config, [one for one, _ in ranks], sections, [other for _, other in ranks])
+    return Trained(
+        folder, config, [one for one, _ in ranks], sections, [other for _, other in ranks]
+    )
 
 
 def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(nodes: Trained) -> None:
@@ -189,7 +196,9 @@ def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(nodes: Train
     assert (min(lags) >= 0, max(lags)) == (True, 1)
     books = [rank["books"] for rank in ranks[::RANKS]]
     dropped = sum(sum(one["dropped"].values()) for one in books)
-    assert sum(one["issued"] for one in books) == dropped + sum(one[part] for one in books for part in PARTS)
+    assert sum(one["issued"] for one in books) == dropped + sum(
+        one[part] for one in books for part in PARTS
+    )
     assert sum(one["trained"] + one["training"] for one in books) == GROUPS * BATCHES
     assert {reason for one in books for reason in one["dropped"]} == {"rejected", "too long"}
     assert sum(one["leases_returned"] for one in books) > 0
@@ -220,7 +229,9 @@ def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: T
     waited, dropping = ranks[0]
     assert waited["early"] == [False] * 20
     assert {0, 1} <= {*waited["numbers"][LAG]}
-    assert any(batch != sorted(batch) for batch in waited["numbers"])  # workers end the newest leases first
+    assert any(
+        batch != sorted(batch) for batch in waited["numbers"]
+    )  # workers end the newest leases first
     assert not {0, 1} & {number for batch in dropping["numbers"] for number in batch}
     for rank in ranks[::RANKS]:
         assert rank[1]["expired"] == 1
@@ -249,7 +260,9 @@ def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> st
         return str(error)
     with replay:
         logs = [(generate, folder / "commits"), (score, folder / "fills")]
-        workers = [in_child(partial(work, config, own, to)) for own in range(2) for work, to in logs]
+        workers = [
+            in_child(partial(work, config, own, to)) for own in range(2) for work, to in logs
+        ]
         if loads:
             replay.load(folder / "saved")
         for _ in range(batches):
@@ -258,7 +271,12 @@ def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> st
             if rollout.number == 2 and not (folder / "saved").exists():
                 dist.barrier()
                 replay.save(folder / "saved")
-            line = rollout.number, trained(rollout), max(lags), replay.statistics()["prompts"]["main"]
+            line = (
+                rollout.number,
+                trained(rollout),
+                max(lags),
+                replay.statistics()["prompts"]["main"],
+            )
             write(folder / "log" if rank == 0 else None, line)
         dist.barrier()
         for worker in workers:
@@ -271,7 +289,10 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
     order: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     """All processes of two nodes are killed; later a node has lost its store; other numbers are refused."""
-    data, where = write_prompts(tmp_path / "prompts", 11), {"where": {"reward": {"mean": {"min": 0.0}}}}
+    data, where = (
+        write_prompts(tmp_path / "prompts", 11),
+        {"where": {"reward": {"mean": {"min": 0.0}}}},
+    )
     rule = {"max_lag": 1, "order": order}
     config = ledger_section(data, rule, GROUPS, group=where, writers=6, timeout_s=60.0)
     config["pack"]["plan_width"], config["shared_memory"]["keep"] = 4, True
@@ -288,14 +309,18 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
         return found
 
     (tmp_path / "call").mkdir()
-    ranks = NodeRanks(cluster, CALL, write_call(tmp_path / "call", go_on, config, tmp_path, False, 99))
+    ranks = NodeRanks(
+        cluster, CALL, write_call(tmp_path / "call", go_on, config, tmp_path, False, 99)
+    )
     wait_until(lambda: len(read(tmp_path / "log")) > 4, "the batches")
     ranks.kill()
     before, commits, fills = lines()
     assert cluster.call_ranks(go_on, config, tmp_path, True, 4) == ["", ""]
     log, more, filled = lines()
     assert [line[0] for line in log] == [2, 3, 4, 5]
-    assert len({*commits} & {*more}) < 4  # that are later than before, as prompts that had failed did not
+    assert (
+        len({*commits} & {*more}) < 4
+    )  # that are later than before, as prompts that had failed did not
     assert len({*map(tuple, fills)} & {*map(tuple, filled)}) < 4 * SIZE
     own = [number for line in [*before[:2], *log] for number in line[1]]
     assert len({*own} & {*numbers}) == len(own) == 6 * GROUPS
@@ -318,10 +343,19 @@ def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path
     """Two nodes, by pdsh, train two batches of four groups with a worker each; two ranks of one go on."""
     config = json.loads((ROOT / "configs" / "grpo_async.json").read_text())
     config["gear"]["rollout"]["groups"] = 4
-    config["gear"]["tables"]["rollouts"]["group"].pop("where")  # so few right answers make few such groups
+    config["gear"]["tables"]["rollouts"]["group"].pop(
+        "where"
+    )  # so few right answers make few such groups
     config["gear"]["shared_memory"] = {"prefix": prefix()}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = ["--config", str(tmp_path / "config.json"), "--out", str(tmp_path), "--warm-accuracy", "0"]
+    options = [
+        "--config",
+        str(tmp_path / "config.json"),
+        "--out",
+        str(tmp_path),
+        "--warm-accuracy",
+        "0",
+    ]
     options += ["--goal", "2", "--workers", "1", "--max-lag", "1", "--save-every", "2"]
     program = ROOT / "examples" / "grpo_async.py"
     first = cluster.run(program, *options, "--iterations", "2", timeout_s=280.0)

@@ -30,7 +30,9 @@ def start(cluster: Cluster, log: Path, *arguments: str) -> Launch:
 
 
 def ranks_left(cluster: Cluster) -> list[int]:
-    return [pid for node in range(cluster.num_nodes) for pid in cluster.pids(node, "deepspeed|programs")]
+    return [
+        pid for node in range(cluster.num_nodes) for pid in cluster.pids(node, "deepspeed|programs")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +47,9 @@ def ranks_left(cluster: Cluster) -> list[int]:
         ("node0 slots=1\nnode0 slots=1\n", "line 2 must name a host once, got node0 again"),
     ],
 )
-def test_a_wrong_hostfile_is_refused(cluster: Cluster, tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_hostfile_is_refused(
+    cluster: Cluster, tmp_path: Path, text: str, message: str
+) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text(text)
     assert message in refused(cluster, str(hostfile), "train.py")
@@ -69,7 +73,9 @@ def test_a_host_that_takes_itself_for_loopback_is_named(cluster: Cluster, tmp_pa
     hostfile.write_text("node0 slots=1\n10.77.0.2 slots=1\n")
     table = cluster.folder / "state" / "hosts"
     good = table.read_text()
-    table.write_text("127.0.1.1 node1\n" + good)  # in place: it is mounted over the nodes' /etc/hosts
+    table.write_text(
+        "127.0.1.1 node1\n" + good
+    )  # in place: it is mounted over the nodes' /etc/hosts
     try:
         said = refused(cluster, str(hostfile), str(PROGRAMS / "hello.py"), GLOO_SOCKET_IFNAME="")
     finally:
@@ -111,10 +117,14 @@ def test_a_failed_rank_ends_the_run_on_all_hosts(cluster: Cluster, tmp_path: Pat
 
 def test_a_signal_ends_this_run_and_no_other(cluster: Cluster, tmp_path: Path) -> None:
     other = cluster.start("hello.py", "--stay", nodes=1)
-    run = start(cluster, tmp_path / "log", str(cluster.hostfile(2)), str(PROGRAMS / "hello.py"), "--stay")
+    run = start(
+        cluster, tmp_path / "log", str(cluster.hostfile(2)), str(PROGRAMS / "hello.py"), "--stay"
+    )
     other.wait_for("PLACE")
     run.wait_for(r"PLACE[^\n]*\n(.*\n)*.*PLACE")
-    (script,) = [pid for pid in cluster.pids(0, r"^bash .*multi_node\.sh") if parent_is_nsenter(pid)]
+    (script,) = [
+        pid for pid in cluster.pids(0, r"^bash .*multi_node\.sh") if parent_is_nsenter(pid)
+    ]
     os.kill(script, signal.SIGTERM)
     run.wait(180)
     wait_until(lambda: "host node1: ended 2 processes" in run.output(), "the end of node1's ranks")
@@ -130,7 +140,12 @@ def test_a_signal_ends_this_run_and_no_other(cluster: Cluster, tmp_path: Path) -
     reason="Open MPI's mpirun (apt-get install openmpi-bin) or mpi4py (pip install mpi4py) is missing",
 )
 def test_open_mpi(cluster: Cluster, tmp_path: Path) -> None:
-    mpi = ("--launcher", "openmpi", "--launcher_args", "--allow-run-as-root --mca btl_tcp_if_include eth0")
+    mpi = (
+        "--launcher",
+        "openmpi",
+        "--launcher_args",
+        "--allow-run-as-root --mca btl_tcp_if_include eth0",
+    )
     hello = (str(cluster.hostfile(2, 2)), str(PROGRAMS / "hello.py"))
     run = start(cluster, tmp_path / "log", *mpi, *hello)
     assert run.wait(180) == 0, run.output()
@@ -139,7 +154,9 @@ def test_open_mpi(cluster: Cluster, tmp_path: Path) -> None:
     )
     run = start(cluster, tmp_path / "log", *mpi, *hello, "--stay")
     run.wait_for(r"(PLACE[^\n]*\n(.*\n)*.*){4}")
-    (script,) = [pid for pid in cluster.pids(0, r"^bash .*multi_node\.sh") if parent_is_nsenter(pid)]
+    (script,) = [
+        pid for pid in cluster.pids(0, r"^bash .*multi_node\.sh") if parent_is_nsenter(pid)
+    ]
     os.kill(script, signal.SIGTERM)
     assert run.wait(180)
     assert not ranks_left(cluster)
@@ -147,7 +164,9 @@ def test_open_mpi(cluster: Cluster, tmp_path: Path) -> None:
 
 def parent_is_nsenter(pid: int) -> bool:
     """Tell a script from its subshells."""
-    shown = subprocess.run(["ps", "-o", "comm=", "-p", f"{parent(pid)}"], capture_output=True, text=True)
+    shown = subprocess.run(
+        ["ps", "-o", "comm=", "-p", f"{parent(pid)}"], capture_output=True, text=True
+    )
     return shown.stdout.strip() == "nsenter"
 
 

@@ -41,7 +41,9 @@ def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outc
     folder, out = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("nodes")
     known = cases(write_data(folder / "set"), write_data(folder / "other", 20, 100))
     alone = {name: run_case(case, 0, 1, folder / name) for name, case in known.items()}
-    seen = cluster.call_ranks(run_cases, known, out, folder, nodes=NODES, ranks=RANKS, timeout_s=200.0)
+    seen = cluster.call_ranks(
+        run_cases, known, out, folder, nodes=NODES, ranks=RANKS, timeout_s=200.0
+    )
     return Outcomes(known, alone, {name: [rank[name] for rank in seen] for name in known}, out)
 
 
@@ -61,25 +63,38 @@ def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outcomes) -> None:
-    alone, ranks, shares = outcomes.alone[name], outcomes.ranks[name], outcomes.cases[name].get("shares")
+    alone, ranks, shares = (
+        outcomes.alone[name],
+        outcomes.ranks[name],
+        outcomes.cases[name].get("shares"),
+    )
     assert all(rank["numbers"] == alone["numbers"] for rank in ranks)
     assert {rank["shared_tokens"] for rank in ranks} == {alone["shared_tokens"]}
     assert (alone["shared_tokens"] > 0) == (name in ("groups", "replicated groups"))
-    one_each = ranks[:: RANKS if shares == "node" else 1][: len(ranks) if shares is None else WORLD // 2]
-    packs, wanted = in_plan_order([rank["packs"] for rank in one_each]), in_plan_order([alone["packs"]])
+    one_each = ranks[:: RANKS if shares == "node" else 1][
+        : len(ranks) if shares is None else WORLD // 2
+    ]
+    packs, wanted = (
+        in_plan_order([rank["packs"] for rank in one_each]),
+        in_plan_order([alone["packs"]]),
+    )
     if shares in (None, "tensor"):
         assert packs == wanted  # all bits
     else:  # two ranks have a slice each of one pack
         assert numbers(packs) == numbers(wanted)
     if shares == "tensor":  # the other one of each replica
-        assert [rank["packs"] for rank in ranks[WORLD // 2 :]] == [rank["packs"] for rank in one_each]
+        assert [rank["packs"] for rank in ranks[WORLD // 2 :]] == [
+            rank["packs"] for rank in one_each
+        ]
         ranks = one_each
     for number, gradient in enumerate(alone["gradients"]):
         total = np.sum([rank["gradients"][number] for rank in ranks], axis=0)
         assert np.abs(total - gradient).max() <= BOUND * np.abs(gradient).max()
 
 
-@pytest.mark.parametrize("name", [name for name, case in cases("", "").items() if "shares" not in case])
+@pytest.mark.parametrize(
+    "name", [name for name, case in cases("", "").items() if "shares" not in case]
+)
 def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes) -> None:
     section, ranks = outcomes.cases[name]["section"], outcomes.ranks[name]
     steps = in_plan_order([numbers(rank["packs"]) for rank in ranks])
@@ -93,7 +108,9 @@ def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes
             assert (groups == groups[:, :1]).all()
 
 
-@pytest.mark.parametrize("name", [name for name, case in cases("", "").items() if case.get("resumes")])
+@pytest.mark.parametrize(
+    "name", [name for name, case in cases("", "").items() if case.get("resumes")]
+)
 def test_a_save_in_a_rollout_batch_goes_on_on_other_nodes(name: str, outcomes: Outcomes) -> None:
     """From one process to two nodes, and back; on the same nodes the program itself compares."""
     wanted = in_plan_order([outcomes.alone[name]["packs"]])[1:]
@@ -127,7 +144,9 @@ def test_each_node_counts_the_groups_that_it_holds(outcomes: Outcomes) -> None:
         whole = outcomes.alone[name]["statistics"]["groups"]["main"]
         nodes = [rank["statistics"]["groups"]["main"] for rank in outcomes.ranks[name][::RANKS]]
         assert {key: sum(node[key] for node in nodes) for key in whole} == whole
-    draws = [rank["statistics"]["drawn"]["main"]["draws"] for rank in outcomes.ranks["members"][::RANKS]]
+    draws = [
+        rank["statistics"]["drawn"]["main"]["draws"] for rank in outcomes.ranks["members"][::RANKS]
+    ]
     assert (
         max(one["max"] for one in draws)
         == outcomes.alone["members"]["statistics"]["drawn"]["main"]["draws"]["max"]
@@ -145,7 +164,10 @@ def test_the_books_of_all_nodes_are_one_account(case: str, outcomes: Outcomes) -
 
 def test_nodes_fill_their_own_rows_in_as_many_micro_batches(outcomes: Outcomes) -> None:
     """Before each node's groups are there, and after; then rewards of the second batch."""
-    alone, ranks = outcomes.alone["stages"]["passes"], [rank["passes"] for rank in outcomes.ranks["stages"]]
+    alone, ranks = (
+        outcomes.alone["stages"]["passes"],
+        [rank["passes"] for rank in outcomes.ranks["stages"]],
+    )
     assert [len(rank) for rank in ranks] == [NODES + 2] * WORLD
     filled = [[list(chain(*packs)) for packs in rank] for rank in ranks]
     for number in range(NODES + 2):

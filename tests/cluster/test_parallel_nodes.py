@@ -9,7 +9,9 @@ from cluster_support import Cluster
 from gear_support import prefix, shared_files
 from parallel_checks import check_modes
 
-LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
+LONG = pytest.mark.skipif(
+    os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
+)
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,19 @@ TRAJECTORIES = {"min_size": 5, "samples_per_insert": 2.0, "error_buffer": 7.0}
 QUEUE = {"queue": 14}
 PHASES: dict[str, dict[str, Any]] = {
     "both": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 150},
-    "one": {"actors": [0, 0, 1, 1], "unit": "trajectory", "rate_limiter": TRAJECTORIES, "batches": 80},
-    "lost": {"actors": [2, 0, 2, 0], "unit": "step", "rate_limiter": STEPS, "batches": 100, "lose": 40},
+    "one": {
+        "actors": [0, 0, 1, 1],
+        "unit": "trajectory",
+        "rate_limiter": TRAJECTORIES,
+        "batches": 80,
+    },
+    "lost": {
+        "actors": [2, 0, 2, 0],
+        "unit": "step",
+        "rate_limiter": STEPS,
+        "batches": 100,
+        "lose": 40,
+    },
     "queue": {"actors": [1, 0, 0, 1], "unit": "trajectory", "rate_limiter": QUEUE, "batches": 80},
 }
 
@@ -37,7 +48,10 @@ PHASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     folder = tmp_path_factory.mktemp("rates")
-    return {name: (one, str(folder / name), fill(one, folder / name)) for name, one in sections().items()}
+    return {
+        name: (one, str(folder / name), fill(one, folder / name))
+        for name, one in sections().items()
+    }
 
 
 @dataclass(frozen=True)
@@ -48,7 +62,9 @@ class Run:
     out: Path
 
 
-def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes: int, ranks: int) -> Run:
+def run(
+    cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes: int, ranks: int
+) -> Run:
     given = drawn, cases, phases, out
     return Run(cluster.call_ranks(*given, nodes=nodes, ranks=ranks, timeout_s=280.0), out)
 
@@ -57,7 +73,10 @@ def run(cluster: Cluster, out: Path, cases: Cases, phases: dict[str, Any], nodes
 def found(cluster: Cluster, cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Run:
     phases = {}
     for name, phase in PHASES.items():
-        kind, rate = "fifo" if name == "queue" else "uniform", {**phase["rate_limiter"], "timeout_s": 30.0}
+        kind, rate = (
+            "fifo" if name == "queue" else "uniform",
+            {**phase["rate_limiter"], "timeout_s": 30.0},
+        )
         section = section_of(kind, phase["unit"], remove="fifo", writers=2, rate_limiter=rate)
         section["shared_memory"] = {"prefix": f"rates{name}"}
         phases[name] = {"lose": None, **phase, "section": section}
@@ -98,7 +117,9 @@ def rate_of(name: str) -> RateLimiter:
 
 def additions(out: Path, name: str) -> np.ndarray:
     """When each addition began and ended, and its items. [n, 3]."""
-    found = np.concatenate([np.fromfile(path).reshape(-1, 3) for path in sorted(out.glob(f"{name}.actor*"))])
+    found = np.concatenate(
+        [np.fromfile(path).reshape(-1, 3) for path in sorted(out.glob(f"{name}.actor*"))]
+    )
     if PHASES[name]["unit"] == "trajectory":
         found[:, 2] = 1
     return found
@@ -106,7 +127,9 @@ def additions(out: Path, name: str) -> np.ndarray:
 
 def times(run: Run, name: str, which: int) -> np.ndarray:
     """When each batch was first asked for (0) or there (1) on a rank. [batches]."""
-    return np.array([[sample[which] for sample in seen["phases"][name]] for seen in run.seen]).min(0)
+    return np.array([[sample[which] for sample in seen["phases"][name]] for seen in run.seen]).min(
+        0
+    )
 
 
 @pytest.mark.parametrize("name", PHASES)
@@ -127,23 +150,31 @@ def test_nothing_is_sampled_too_early(name: str, found: Run) -> None:
     rate = rate_of(name)
     added = additions(found.out, name)
     begun = added[np.argsort(added[:, 0])]
-    inserted = np.append(0, np.cumsum(begun[:, 2]))[np.searchsorted(begun[:, 0], times(found, name, 1))]
+    inserted = np.append(0, np.cumsum(begun[:, 2]))[
+        np.searchsorted(begun[:, 0], times(found, name, 1))
+    ]
     sampled = BATCH * np.arange(1, len(inserted) + 1)
     assert (inserted * rate.samples_per_insert - sampled).min() >= rate.least
     assert inserted[0] >= rate.min_size
 
 
 def test_a_queue_gives_each_once(found: Run) -> None:
-    ids = [number for seen in found.seen for _, _, part in seen["phases"]["queue"] for number in part]
+    ids = [
+        number for seen in found.seen for _, _, part in seen["phases"]["queue"] for number in part
+    ]
     assert len(ids) == len(set(ids)) == PHASES["queue"]["batches"] * BATCH
 
 
 def test_who_is_left_goes_on(found: Run) -> None:
     """After the death of the actors of one node those of the other bring what all ranks need."""
     died = found.seen[2]["phases"]["lost"][PHASES["lost"]["lose"]][1]
-    late = [int((np.fromfile(found.out / f"lost.actor{index}")[1::3] > died).sum()) for index in (0, 1)]
+    late = [
+        int((np.fromfile(found.out / f"lost.actor{index}")[1::3] > died).sum()) for index in (0, 1)
+    ]
     assert sum(late) > 15
-    assert any(len(np.fromfile(path)) for path in found.out.glob("lost.actor2*")), "or nobody has died"
+    assert any(len(np.fromfile(path)) for path in found.out.glob("lost.actor2*")), (
+        "or nobody has died"
+    )
 
 
 # ---- waiting -------------------------------------------------------------------------------------
@@ -152,7 +183,9 @@ def test_who_is_left_goes_on(found: Run) -> None:
 def test_a_wait_ends_on_all_nodes_at_once(found: Run) -> None:
     for seen in found.seen:
         at_once, what, before, behind, drawn = seen["late"]
-        assert "must be filled first, as its rate limiter requires" in at_once, "all ranks wait: none adds"
+        assert "must be filled first, as its rate limiter requires" in at_once, (
+            "all ranks wait: none adds"
+        )
         assert "NotReadyError" in what
         assert "must be filled within 0.5 s" in what
         assert "0 steps held by all nodes" in what
@@ -206,7 +239,9 @@ def drawn(cases: Cases, phases: dict[str, Any], out: Path) -> dict[str, Any]:
     which the actors of rank 2 are killed, or None.
     """
     found: dict[str, Any] = {
-        "cases": {name: rest(section, Path(at), state) for name, (section, at, state) in cases.items()},
+        "cases": {
+            name: rest(section, Path(at), state) for name, (section, at, state) in cases.items()
+        },
         "phases": {
             name: learn(phase["section"], phase["batches"], phase["lose"], ACTORS[name])
             for name, phase in phases.items()
@@ -235,7 +270,10 @@ drawn.before_group = start_actors  # type: ignore[attr-defined]
 def act(section: dict[str, Any], log: Path, seed: int) -> None:
     """Add trajectories of random lengths until the ranks have ended; every fourth is as long as may be."""
     random, longest = np.random.default_rng(seed), section["tables"]["main"]["max_length"]
-    with TrajectoryWriter.attach(section, wait_s=120.0) as writer, log.open("wb", buffering=0) as file:
+    with (
+        TrajectoryWriter.attach(section, wait_s=120.0) as writer,
+        log.open("wb", buffering=0) as file,
+    ):
         for number in range(10**6):
             steps = longest if number % 4 == 0 else int(random.integers(1, longest + 1))
             made, begin = trajectory(seed * 10**6 + number, steps), time.monotonic()

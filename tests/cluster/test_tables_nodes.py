@@ -80,12 +80,16 @@ def unequal(data: str) -> np.ndarray:
         count = len(replay.datasets["main"])
         ids = np.arange(count)
         replay.sample()
-        replay.set_priorities(ids.tolist(), (10.0 ** (ids * 4 // count - 2) * (1 + ids % 3)).tolist())
+        replay.set_priorities(
+            ids.tolist(), (10.0 ** (ids * 4 // count - 2) * (1 + ids % 3)).tolist()
+        )
         drawn = np.zeros(count, np.int64)
         for _ in range(BATCHES):
             batch = replay.sample()
             np.add.at(drawn, batch.trajectory_id.numpy(), 1)
-            assert batch.opaque("metadata") == [{"number": key} for key in batch.trajectory_id.tolist()]
+            assert batch.opaque("metadata") == [
+                {"number": key} for key in batch.trajectory_id.tolist()
+            ]
     return np.sum(gathered(drawn), axis=0)
 
 
@@ -93,11 +97,21 @@ def filled() -> dict[str, Any]:
     """Let every rank add trajectories; return what is drawn and in which order."""
     rank, found = dist.get_rank(), {}
     table = {"capacity_steps": 3000, "capacity_trajectories": 90, "max_length": 30}
-    fields = {"code": {"length": 3}, "task": {}, "observation": {"offset": -1, "length": 2}, "name": {}}
+    fields = {
+        "code": {"length": 3},
+        "task": {},
+        "observation": {"offset": -1, "length": 2},
+        "name": {},
+    }
     schema = Schema([*SCHEMA, Column("name", "bytes", rows="1", max_bytes=20)])
     for kind in ("uniform", "fifo", "lifo"):
         sampler = {"kind": kind, "unit": "trajectory" if kind == "uniform" else "step"}
-        section = {"tables": {"main": table}, "sampler": sampler, "fields": fields, "batch_size": BATCH}
+        section = {
+            "tables": {"main": table},
+            "sampler": sampler,
+            "fields": fields,
+            "batch_size": BATCH,
+        }
         with Replay(section, schemas={"main": schema}) as replay:
             mine = {}
             for index in range(ADDED):
@@ -120,7 +134,9 @@ def filled() -> dict[str, Any]:
                     assert mask[0]
                 ids = batch.trajectory_id.tolist()
                 assert batch.opaque("name") == [b"\xff%d" % names[key] for key in ids]
-                seen += np.stack([batch.sample_number, batch.trajectory_id, batch.anchor], axis=1).tolist()
+                seen += np.stack(
+                    [batch.sample_number, batch.trajectory_id, batch.anchor], axis=1
+                ).tolist()
                 removed = [key for key in mine if key % 7 == 0]
                 replay.remove(removed)
                 mine = {key: name for key, name in mine.items() if key not in removed}

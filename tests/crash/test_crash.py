@@ -19,7 +19,14 @@ import pytest
 import torch
 from gear_support import STEP, trajectory, wait_until
 from process_support import exit_status, in_child, kill
-from store_support import StoreScene, check_whole, every_death, priority_rule, store_trajectory, stream_spec
+from store_support import (
+    StoreScene,
+    check_whole,
+    every_death,
+    priority_rule,
+    store_trajectory,
+    stream_spec,
+)
 
 from deepspeed_gear.context import Context
 from deepspeed_gear.errors import StoreError, StoreFullError
@@ -77,7 +84,11 @@ def test_death_while_adding_or_removing(adds: bool, num_slots: int) -> None:
     for scene in every_death(make, act, STRIDE):
         check_whole(scene.table, scene.streams)
         ids = stored(scene.table)
-        assert ids in ({0, 1, 2, 3, 4}, {0, 1, 2, 3, 4, 5}) if adds else {0, 2, 4} <= ids <= {0, 1, 2, 3, 4}
+        assert (
+            ids in ({0, 1, 2, 3, 4}, {0, 1, 2, 3, 4, 5})
+            if adds
+            else {0, 2, 4} <= ids <= {0, 1, 2, 3, 4}
+        )
         if 5 in ids:
             rows = scene.table.rows(int(scene.table.slots_of(np.array([5]))[0]))
             assert rows["code"].tolist() == [5 * STEP + step for step in range(6)]
@@ -115,7 +126,11 @@ def test_death_while_cutting(kind: str) -> None:
 
 
 def scene_of(unit: str = "step", **options: Any) -> StoreScene:
-    sizes = {name: options.pop(name) for name in ("num_slots", "num_rows", "num_peers") if name in options}
+    sizes = {
+        name: options.pop(name)
+        for name in ("num_slots", "num_rows", "num_peers")
+        if name in options
+    }
     rule = priority_rule(normalize="table", **options)
     return StoreScene([stream_spec(unit=unit, batch=10, priorities=rule)], LENGTHS, **sizes)
 
@@ -127,8 +142,12 @@ def handles(table: Any, items: list[Item]) -> np.ndarray:
     return found[slots >= 0]
 
 
-def report(stream: Any, items: list[Item], priorities: list[float], order: Any = LogEntry.BY_ID) -> None:
-    stream.masses.reports.add_items(handles(stream.table, items), np.array(priorities, np.float32), order)
+def report(
+    stream: Any, items: list[Item], priorities: list[float], order: Any = LogEntry.BY_ID
+) -> None:
+    stream.masses.reports.add_items(
+        handles(stream.table, items), np.array(priorities, np.float32), order
+    )
 
 
 def contradicted(unit: str) -> StoreScene:
@@ -198,7 +217,10 @@ def test_death_while_reporting() -> None:
 # ---- inside an op ------------------------------------------------------------------------------------
 
 
-PLAIN, WITH_PRIORITIES = ("slot_masses_", "tree_update_"), ("prioritize_", "slot_priorities_", "mass_")
+PLAIN, WITH_PRIORITIES = (
+    ("slot_masses_", "tree_update_"),
+    ("prioritize_", "slot_priorities_", "mass_"),
+)
 WITH_PRIORITIES += ("tree_update_", "minima_update_")
 
 
@@ -217,7 +239,11 @@ def test_death_inside_an_op(make: Callable[[str], StoreScene], op: str) -> None:
     def die() -> None:
         _, (other,) = scene.attach(1)
         masses = other.masses
-        if op not in ("prioritize_", "slot_priorities_", "slot_masses_"):  # slots that no single op handles
+        if op not in (
+            "prioritize_",
+            "slot_priorities_",
+            "slot_masses_",
+        ):  # slots that no single op handles
             masses._plain_unit = None
         real = getattr(masses.ops, op)
 
@@ -289,7 +315,9 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
         stream = scene.streams[0]
         stream.state.ask(0)
         sampled(stream, 0)
-        for number, first, steps in scene.table.slots[:5, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
+        for number, first, steps in scene.table.slots[
+            :5, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]
+        ].tolist():
             stream.masses.values[first : first + steps] = 1 + number + np.arange(steps) / 8
         stream.masses.recover()
         table_access.remove(scene.table, [1, 3])
@@ -312,9 +340,13 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
         assert {found[0] for found in sampled(stream, 1)} <= {0, 2, 4, 5}
         for number, first, steps in stored[:, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist():
             rows = slice(first, first + steps)
-            assert table.columns["code"][rows].tolist() == [number * STEP + step for step in range(steps)]
+            assert table.columns["code"][rows].tolist() == [
+                number * STEP + step for step in range(steps)
+            ]
             if number != 5:
-                assert stream.masses.values[rows].tolist() == [1 + number + step / 8 for step in range(steps)]
+                assert stream.masses.values[rows].tolist() == [
+                    1 + number + step / 8 for step in range(steps)
+                ]
         inserter(table).add(trajectory(6, 20))
         check_whole(table, scene.streams)
     assert num_moving > 1, "no death came while an extent was moved"
@@ -403,16 +435,22 @@ def test_random_deaths(kind: str, unit: str) -> None:
                 records = mine.get(key).records.numpy().copy()
                 mine.release(key)
                 if has_priorities:
-                    values = np.exp(np.random.default_rng(key).normal(size=len(records))).astype(np.float32)
+                    values = np.exp(np.random.default_rng(key).normal(size=len(records))).astype(
+                        np.float32
+                    )
                     keep = records[:, 0] >= peers + 1
-                    mine.masses.reports.add_items(records[keep][:, [1, 2, 5]], values[keep], records[keep, 7])
+                    mine.masses.reports.add_items(
+                        records[keep][:, [1, 2, 5]], values[keep], records[keep, 7]
+                    )
             if has_priorities:
                 report(mine, [(peer, 0)], [float(count)])
             accepted[peer] = count
             count += 1
             if random_.random() < (0.3 if has_priorities else 0.8):
                 with contextlib.suppress(StoreFullError):
-                    number = store_trajectory(table, [mine], trajectory(number, random_.randint(1, 9)), None)
+                    number = store_trajectory(
+                        table, [mine], trajectory(number, random_.randint(1, 9)), None
+                    )
                 lowest = peers + 1 if has_priorities else 0
                 table_access.remove(table, [random_.randint(max(lowest, number - 9), number + 1)])
 
@@ -443,7 +481,9 @@ def test_random_deaths(kind: str, unit: str) -> None:
     check_whole(scene.table, scene.streams)
     assert stream.position[0] > begin + DEATHS
     if has_priorities:
-        found = sampled(stream, int(stream.position[0]))  # the lock is free, and all reports are applied
+        found = sampled(
+            stream, int(stream.position[0])
+        )  # the lock is free, and all reports are applied
         assert all(ends[LogEnds.HEAD] == ends[LogEnds.TAIL] for ends in stream.masses.reports.ends)
         assert len(found) == 10
         for peer in range(1, peers + 1):

@@ -22,7 +22,9 @@ STORED = responses(COUNT)
 
 def fill(folder: Path, rank: int, config: dict[str, Any], resumes: bool) -> None:
     """Fill what lacks the column; the first time rank 1 is killed before its second micro batch is filled."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{resumes}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{resumes}", rank=rank, world_size=2
+    )
     with Replay(config, info=None if resumes else BatchInfo(1, 1, 2)) as replay:
         if resumes:
             replay.load(folder / "saved")
@@ -42,7 +44,11 @@ def fill(folder: Path, rank: int, config: dict[str, Any], resumes: bool) -> None
                 (folder / f"{resumes}-{rank}").write_text(" ".join(map(str, filled)))
         except PeerError:
             assert not resumes
-        both = {int(number) for r in range(2) for number in (folder / f"{resumes}-{r}").read_text().split()}
+        both = {
+            int(number)
+            for r in range(2)
+            for number in (folder / f"{resumes}-{r}").read_text().split()
+        }
         absent = replay.statistics()["late"]["responses"]["ref"]["absent"]
         assert absent == COUNT - len(both | {KNOWN})
         assert (absent > 0) == (not resumes)
@@ -59,6 +65,7 @@ def test_a_rank_that_is_killed_leaves_whole_columns(tmp_path: Path) -> None:
     config = section(COLUMNS | {"ref": {"dtype": "float32", "late": True}}, timeout_s=20.0)
     for resumes, ends in ((False, [0, -signal.SIGKILL]), (True, [0, 0])):
         ranks = [
-            in_child(lambda r=rank, again=resumes: fill(tmp_path, r, config, again)) for rank in range(2)
+            in_child(lambda r=rank, again=resumes: fill(tmp_path, r, config, again))
+            for rank in range(2)
         ]
         assert [exit_status(rank) for rank in ranks] == ends

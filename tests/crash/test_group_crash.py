@@ -10,7 +10,14 @@ import pytest
 from gear_support import trajectory
 from group_support import GROUP, add, check_groups, section, stored, trained
 from process_support import exit_status, in_child
-from store_support import StoreScene, check_whole, every_death, priority_rule, store_trajectory, stream_spec
+from store_support import (
+    StoreScene,
+    check_whole,
+    every_death,
+    priority_rule,
+    store_trajectory,
+    stream_spec,
+)
 
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
@@ -23,7 +30,16 @@ from deepspeed_gear.store.retention import Retention
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "17"))
 FOREVER = 1 << 60  # a request of batches up to this one: no selection waits for updates
 SPEC = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),), max_trajectories=2)
-TASKS = [0, 1, 9, 0, 2, 1, 0, 9]  # 0 and 1 are complete, with a late one; 9 fails the condition; 2 lacks one
+TASKS = [
+    0,
+    1,
+    9,
+    0,
+    2,
+    1,
+    0,
+    9,
+]  # 0 and 1 are complete, with a late one; 9 fails the condition; 2 lacks one
 
 
 def spec_of(kind: str, **options: Any) -> Any:
@@ -36,7 +52,9 @@ def groups_of(table: Any) -> dict[int, list[int]]:
     slots = slots[np.argsort(table.slots[slots, Slot.ID])]
     found: dict[int, list[int]] = {}
     for slot in slots.tolist():
-        found.setdefault(int(table.columns["task"][slot]), []).append(int(table.slots[slot, Slot.ID]))
+        found.setdefault(int(table.columns["task"][slot]), []).append(
+            int(table.slots[slot, Slot.ID])
+        )
     return found
 
 
@@ -103,7 +121,10 @@ def test_death_while_groups_are_evicted(remove: str) -> None:
         assert all(len(found.get(task, [0, 0])) == 2 for task in (0, 1, 2))
         for key in (1, 2):
             rows = sampled(scene.streams[0], key)
-            assert all(a[2] == b[2] and a[0] + 1 == b[0] for a, b in zip(rows[::2], rows[1::2], strict=True))
+            assert all(
+                a[2] == b[2] and a[0] + 1 == b[0]
+                for a, b in zip(rows[::2], rows[1::2], strict=True)
+            )
         for _ in range(4):
             for _ in range(2):
                 scene.add(2, 7)
@@ -119,13 +140,19 @@ def writing(config: dict[str, Any], samples: list[int], prompts: int, pause_s: f
     with TrajectoryWriter.attach(config) as writer:
         for prompt in range(prompts):
             for sample in samples:
-                row = {"prompt": np.int64(prompt), "sample": np.int32(sample), "weight": np.float32(1)}
+                row = {
+                    "prompt": np.int64(prompt),
+                    "sample": np.int32(sample),
+                    "weight": np.float32(1),
+                }
                 writer.add({"tokens": np.full(2, sample, np.int32), **row})
                 time.sleep(pause_s)
 
 
 def test_processes_write_members_of_the_same_groups() -> None:
-    config = section({**GROUP, "size": 4}, batch={"groups": 10}, writers=2, rate_limiter={"queue": 10})
+    config = section(
+        {**GROUP, "size": 4}, batch={"groups": 10}, writers=2, rate_limiter={"queue": 10}
+    )
     with Replay(config) as replay:
         children = [in_child(lambda s=s: writing(config, s, 30, 0.0)) for s in ([0, 1], [2, 3])]
         seen: set[int] = set()

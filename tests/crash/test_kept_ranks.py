@@ -54,7 +54,9 @@ def generate(folder: Path, config: dict[str, Any], seed: int, port: int = 0) -> 
             time.sleep(words.expovariate(1 / 0.02))
             if held:
                 lease = held.pop()
-                with contextlib.suppress(LeaseExpiredError):  # its number was leased again by the next job
+                with contextlib.suppress(
+                    LeaseExpiredError
+                ):  # its number was leased again by the next job
                     lease.heartbeat()
                     lease.commit(responses(lease))
                     write(folder / "commits", lease.number)
@@ -110,13 +112,18 @@ def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> N
     try:
         for life in itertools.count():
             ranks = [
-                in_child(lambda r=rank, n=life: train(tmp_path, r, config, n, loads)) for rank in range(2)
+                in_child(lambda r=rank, n=life: train(tmp_path, r, config, n, loads))
+                for rank in range(2)
             ]
             workers.insert(0, in_child(lambda: serve(config, port)))
             batches, until = words.randint(1, 4), time.monotonic() + 30
             if life % 2:  # while it starts
                 time.sleep(words.random() * 0.4)
-            while life % 2 == 0 and len(read(tmp_path / f"log{life}")) < batches and time.monotonic() < until:
+            while (
+                life % 2 == 0
+                and len(read(tmp_path / f"log{life}")) < batches
+                and time.monotonic() < until
+            ):
                 time.sleep(0.01 * words.random())
             if life == LIVES - 1:
                 break
@@ -128,7 +135,10 @@ def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> N
         assert statuses == [0, 0]
         (tmp_path / "end").touch()
         assert [exit_status(worker) for worker in workers[1:]] == [0] * len(workers[1:])
-        commits, lives = read(tmp_path / "commits"), [read(tmp_path / f"log{n}") for n in range(life + 1)]
+        commits, lives = (
+            read(tmp_path / "commits"),
+            [read(tmp_path / f"log{n}") for n in range(life + 1)],
+        )
         assert len(set(commits)) == len(commits)
         fills = Counter(map(tuple, read(tmp_path / "fills")))
         assert bool(fills) != loads

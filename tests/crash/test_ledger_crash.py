@@ -20,12 +20,16 @@ from deepspeed_gear.store.retention import Retention
 STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "67"))
 FOREVER = 1 << 60
 GROUP = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),), max_trajectories=2)
-PROMPTS = PromptSpec("", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, key=0)
+PROMPTS = PromptSpec(
+    "", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, key=0
+)
 
 
 def scene(prompts: PromptSpec = PROMPTS) -> StoreScene:
     spec = stream_spec("fifo", "group", 2, most_trajectories=2)
-    found = StoreScene([spec], retention=Retention(max_times_sampled=1), group=GROUP, prompts=prompts)
+    found = StoreScene(
+        [spec], retention=Retention(max_times_sampled=1), group=GROUP, prompts=prompts
+    )
     found.streams[0].state.ask(FOREVER)
     found.streams[0].state.consumed[1:] = NEVER_LATE  # only this process reads selections
     return found

@@ -44,7 +44,9 @@ def generate(config: dict[str, Any], seed: int) -> None:
         while True:
             held += worker.lease(3, timeout_s=0.0 if held else 0.1)
             words.shuffle(held)
-            time.sleep(words.expovariate(1 / 0.02))  # longer than a batch trains: most die holding one
+            time.sleep(
+                words.expovariate(1 / 0.02)
+            )  # longer than a batch trains: most die holding one
             if held:
                 lease = held.pop()
                 with contextlib.suppress(LeaseExpiredError):  # in a kept store, of the job before
@@ -63,7 +65,10 @@ def seen(lease: Any) -> list[dict[str, Any]]:
 def config_of(data: Path, prompts: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Return a section whose groups store images and prompts once."""
     config = with_media(ledger_section(data, prompts, GROUPS, timeout_s=30.0, **options))
-    config["tables"]["main"]["schema"]["columns"]["loss_mask"] = {"dtype": "bool", "role": "loss_mask"}
+    config["tables"]["main"]["schema"]["columns"]["loss_mask"] = {
+        "dtype": "bool",
+        "role": "loss_mask",
+    }
     config["pack"]["pad"]["multiple"] = 4
     return config
 
@@ -75,7 +80,9 @@ def check_rows(micro: Any) -> None:
     numbers = [number % IMAGES for number in micro["prompt"].tolist()]
     rows, grids = micro.media.per_place()["patches"], micro.media.per_place()["grid"].tolist()
     assert grids == [[number, len(image(number).columns["patches"])] for number in numbers]
-    wanted = np.concatenate([np.zeros((0, 3)), *(image(number).columns["patches"] for number in numbers)])
+    wanted = np.concatenate(
+        [np.zeros((0, 3)), *(image(number).columns["patches"] for number in numbers)]
+    )
     np.testing.assert_array_equal(rows.numpy(), wanted)
 
 
@@ -94,7 +101,9 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: i
         for _ in range(batches):
             rollout = replay.rollout()
             numbers = rollout.values("prompt")[::SIZE].tolist()
-            lags = [(rollout.number + 1 - length) % 20 for length in rollout.lengths[::SIZE].tolist()]
+            lags = [
+                (rollout.number + 1 - length) % 20 for length in rollout.lengths[::SIZE].tolist()
+            ]
             if rollout.number % 3 == 1:
                 replay.save(folder / "saved")  # while a batch is in training
             for step in rollout:
@@ -121,7 +130,8 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
 
     for life, most in ((0, 10**6), (1, AFTER)):
         ranks = [
-            in_child(lambda r=rank, at=life, n=most: train(tmp_path, r, config, at, n)) for rank in range(2)
+            in_child(lambda r=rank, at=life, n=most: train(tmp_path, r, config, at, n))
+            for rank in range(2)
         ]
         workers = [worker() for _ in range(2)]
         kills, done = 0, 0  # since a batch was trained
@@ -180,7 +190,9 @@ def give_rewards(config: dict[str, Any], seed: int) -> None:
 
 @pytest.mark.skipif(not LONG, reason="long: GEAR_LONG_TESTS=1")
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("keeps", [False, True], ids=["with rewards in a second stage", "in a kept store"])
+@pytest.mark.parametrize(
+    "keeps", [False, True], ids=["with rewards in a second stage", "in a kept store"]
+)
 def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
     """Of workers, remote ones, their gateway, fill workers, a rank, and all, while they start, attach, lease,
     commit, fill, train and save: the books stay right. In a kept store remote workers outlive all others.
@@ -211,10 +223,14 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
 
     for life in itertools.count():
         is_last = kills.total() >= 300
-        ranks = [in_child(lambda r=rank, at=life: train(tmp_path, r, config, at)) for rank in range(2)]
+        ranks = [
+            in_child(lambda r=rank, at=life: train(tmp_path, r, config, at)) for rank in range(2)
+        ]
         helpers = living + [start(kind) for kind in kinds if not living or kind != "remote worker"]
         until = time.monotonic() + words.uniform(0.5, 6.0)
-        while (time.monotonic() < until) if not is_last else (len(lines_of(tmp_path, life)) < AFTER):
+        while (
+            (time.monotonic() < until) if not is_last else (len(lines_of(tmp_path, life)) < AFTER)
+        ):
             time.sleep(words.random() * 0.3)
             kind, victim = helpers.pop(words.randrange(len(helpers)))
             kill(kind, victim)
@@ -238,6 +254,8 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
     remove_garbage(config["shared_memory"]["prefix"], kept=keeps)
     numbers = [number for line in kept for number in line["numbers"]]
     assert numbers == list(range(GROUPS * len(kept)))
-    lags = [(lag + 10) % 20 - 10 for line in kept for lag in line["lags"]]  # a kept group may be newer
+    lags = [
+        (lag + 10) % 20 - 10 for line in kept for lag in line["lags"]
+    ]  # a kept group may be newer
     assert max(lags) <= 1
     print(f"{dict(kills)} killed in {life + 1} lives; {len(kept)} batches; {kept[-1]['books']}")

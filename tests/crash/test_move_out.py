@@ -17,7 +17,9 @@ from deepspeed_gear.store.records import Control
 WIDE = 128  # numbers of a row: most of the time of a move is copying
 LONGEST, ENVIRONMENTS = 60, 4
 FIRST = [Slot.FIRST_ROW, Slot.GENERATION]
-SCHEMA = Schema([Column("code", "int64", (WIDE,), "observation", "T+1"), Column("again", "int64", (WIDE,))])
+SCHEMA = Schema(
+    [Column("code", "int64", (WIDE,), "observation", "T+1"), Column("again", "int64", (WIDE,))]
+)
 
 
 def section_of(remove: str) -> dict[str, Any]:
@@ -80,7 +82,10 @@ def check_rows(table: Any) -> None:
 @pytest.mark.parametrize("remove", ["fifo", "lifo"])
 def test_trajectories_are_whole_wherever_they_lie(remove: str) -> None:
     with Replay(section_of(remove), schemas={"main": SCHEMA}) as replay:
-        table, vector = replay.tables["main"], replay.writer().vector_writer(ENVIRONMENTS, "disabled")
+        table, vector = (
+            replay.tables["main"],
+            replay.writer().vector_writer(ENVIRONMENTS, "disabled"),
+        )
         places, moved_up = table.slots[:, FIRST].copy(), 0
         for count, _ in zip(range(4000), steps(vector, 1), strict=False):
             before, places = places, table.slots[:, FIRST].copy()
@@ -122,7 +127,9 @@ def test_death_while_a_trajectory_moves_out() -> None:
             check_rows(table)
             check_whole(table, [])
         replay.clear()
-        replay.add({name: np.zeros((rows, WIDE), np.int64) for name, rows in (("code", 3), ("again", 2))})
+        replay.add(
+            {name: np.zeros((rows, WIDE), np.int64) for name, rows in (("code", 3), ("again", 2))}
+        )
         replay.clear()
         with table.lock:
             assert table.control[Control.FREE_ROWS] == table.spec.capacity_rows

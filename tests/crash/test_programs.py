@@ -22,7 +22,9 @@ def run(program: str, *arguments: Any, **env: str) -> Any:
     return json.loads(found.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("what", "kills"), [("replay", 400 if LONG else 6), ("engine", 200 if LONG else 3)])
+@pytest.mark.parametrize(
+    ("what", "kills"), [("replay", 400 if LONG else 6), ("engine", 200 if LONG else 3)]
+)
 def test_no_kill_loses_a_checkpoint(what: str, kills: int, tmp_path: Path) -> None:
     found = run("save_kills.py", what, "--folder", tmp_path, "--kills", kills)
     assert (found["kills"], found["lost"]) == (kills, 0)
@@ -76,7 +78,9 @@ def test_stopped_writers_end_nothing() -> None:
     assert result["writers"] == 4, "no writer has ended"
 
 
-@pytest.mark.parametrize(("remove", "kill"), [("fifo", True), ("uniform", True), *[("fifo", False)] * LONG])
+@pytest.mark.parametrize(
+    ("remove", "kill"), [("fifo", True), ("uniform", True), *[("fifo", False)] * LONG]
+)
 def test_no_batch_is_torn(remove: str, kill: bool) -> None:
     least = ["--least-added", 1_200, "--least-sampled", 10_000]
     arguments = ["--seconds", 60 if LONG else 0, *least, *["--kill", "--least-killed", 12] * kill]

@@ -65,10 +65,16 @@ def generate(replay: Replay, is_slow: bool) -> None:
     replay.rollout()
 
 
-def train(folder: Path, call: str, rank: int, trains_together: bool, config: dict[str, Any]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+def train(
+    folder: Path, call: str, rank: int, trains_together: bool, config: dict[str, Any]
+) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD
+    )
     sequence = WORLD if call == "per_sequence" else 1  # the ranks share sequences
-    place = RankCoordinates(0 if sequence > 1 else rank, WORLD // sequence, rank % sequence, sequence)
+    place = RankCoordinates(
+        0 if sequence > 1 else rank, WORLD // sequence, rank % sequence, sequence
+    )
     info = BatchInfo(1, 1, place.data_world) if trains_together else None
     replay = Replay(config, info=info, place=place)
     if rank == 0:
@@ -81,12 +87,16 @@ def train(folder: Path, call: str, rank: int, trains_together: bool, config: dic
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize(("call", "has_barrier"), [*((call, True) for call in CALLS), ("mean", False)])
+@pytest.mark.parametrize(
+    ("call", "has_barrier"), [*((call, True) for call in CALLS), ("mean", False)]
+)
 def test_a_killed_rank_is_named_on_all_others(call: str, has_barrier: bool, tmp_path: Path) -> None:
     """In its sums where ranks share no batch barrier."""
     config = section(GROUP, max_times_sampled=1, writers=1, timeout_s=60.0)
     config["pack"]["pad"]["multiple"] = 2 * WORLD
-    children = [in_child(lambda r=r: train(tmp_path, call, r, has_barrier, config)) for r in range(WORLD)]
+    children = [
+        in_child(lambda r=r: train(tmp_path, call, r, has_barrier, config)) for r in range(WORLD)
+    ]
     assert [exit_status(child) for child in children] == [0, 0, -signal.SIGKILL]
     for rank in range(VICTIM):
         text = (tmp_path / f"{call}-{rank}").read_text()
@@ -107,7 +117,9 @@ def test_a_rank_that_generates_for_longer_is_waited_for_and_logged(tmp_path: Pat
     assert [exit_status(child) for child in children] == [0, 0]
     lines = (tmp_path / "log-0").read_text().splitlines()
     assert sum("can_sample() or missing_groups() has waited" in line for line in lines) >= 2
-    assert any("gear: rank 0 has waited" in line for line in lines)  # at the batch barrier of rollout()
+    assert any(
+        "gear: rank 0 has waited" in line for line in lines
+    )  # at the batch barrier of rollout()
     assert all(line.endswith("s for rank 1") for line in lines if "has waited" in line)
 
 

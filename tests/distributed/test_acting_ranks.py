@@ -31,7 +31,12 @@ def act(section: dict[str, Any]) -> list[list[int]]:
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "gear": section}
     schemas = {"main": Schema([Column("observation", "float32", (2,), "observation")])}
-    options = {"model": model, "model_parameters": model.parameters(), "config": config, "schemas": schemas}
+    options = {
+        "model": model,
+        "model_parameters": model.parameters(),
+        "config": config,
+        "schemas": schemas,
+    }
     engine, *_ = deepspeed_gear.initialize(**options)
     replay = engine.gear
     writer, seen = None, []

@@ -11,13 +11,17 @@ import pytest
 
 
 @pytest.mark.timeout(600)
-def test_batches_are_the_same_in_every_division(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+def test_batches_are_the_same_in_every_division(
+    monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
     monkeypatch.syspath_prepend(str(checkout / "benchmarks"))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     determinism = importlib.import_module("determinism")
     ragged = importlib.import_module("support.ragged")
     context = multiprocessing.get_context("forkserver")  # ranks import torch once together
-    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "deepspeed_gear.replay.replay"])
+    context.set_forkserver_preload(
+        ["torch.distributed", "torch._dynamo", "deepspeed_gear.replay.replay"]
+    )
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
     rows = determinism.run(quick=True, launcher=False)
     assert [row for row in rows if not row["equal"]] == []

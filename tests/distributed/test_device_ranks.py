@@ -102,7 +102,11 @@ def tables_of_their_own(device: str, added: dict[str, Any], out: Path) -> None:
 
 def engine_of(section: dict[str, Any]) -> Any:
     model = Model(12)
-    options = {"model": model, "model_parameters": model.parameters(), "config": ds_config(section, 2)}
+    options = {
+        "model": model,
+        "model_parameters": model.parameters(),
+        "config": ds_config(section, 2),
+    }
     return deepspeed_gear.initialize(**options, schemas={"main": SCHEMA})[0]
 
 

@@ -36,7 +36,9 @@ run.main(sys.argv[3:])
 def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: Path) -> None:
     """Two agents of a rank each; the second is killed with its rank. The first converts, and goes on."""
     sampler = {"kind": "prioritized", "unit": "step"}
-    gear = config_of(dataset, fields={"observation": {"length": 4}, "action": {}}, sampler=sampler, seed=3)
+    gear = config_of(
+        dataset, fields={"observation": {"length": 4}, "action": {}}, sampler=sampler, seed=3
+    )
     gear = {**gear, "timeout_s": 20.0, "prefetch": 2}
     config = {
         "train_batch_size": BATCH,
@@ -49,7 +51,16 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
     file, port = tmp_path / "ds_config.json", free_port()
     file.write_text(json.dumps(config))
     call = write_call(tmp_path, run_page, tmp_path, [str(file), str(tmp_path), str(STEPS)])
-    command = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d"]
+    command = [
+        "--nnodes",
+        "1:2",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+    ]
     command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "gear"]
     # How long the first waits for the second, at the start and after its end.
     command += ["--rdzv-conf", "last_call_timeout=6,keep_alive_interval=1"]
@@ -90,7 +101,13 @@ def run_page(folder: Path, arguments: list[str]) -> None:
         engine.gear_update_priorities(batch, priorities(batch))
         return loss
 
-    run_program("change-ranks.md", "load_universal", arguments, loss_of=loss_of, make_model=lambda: Model(12))
+    run_program(
+        "change-ranks.md",
+        "load_universal",
+        arguments,
+        loss_of=loss_of,
+        make_model=lambda: Model(12),
+    )
 
 
 def end(agent: subprocess.Popen[bytes]) -> None:

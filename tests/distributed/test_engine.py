@@ -47,7 +47,9 @@ def check_rows(seen: Arrays) -> None:
     """Check that the batches hold the rows of the trajectories and steps that they name."""
     assert (seen["code"] == seen["trajectory_id"] * STEP + seen["anchor"]).all()
     assert (seen["action"][..., 0] == seen["code"]).all()
-    assert (seen["observation"][..., 1, 0] == seen["code"]).all()  # the window begins one step before
+    assert (
+        seen["observation"][..., 1, 0] == seen["code"]
+    ).all()  # the window begins one step before
     assert (seen["mask.observation"][..., 0] == (seen["anchor"] > 0)).all()
 
 
@@ -55,7 +57,9 @@ def engine_of(
     config: dict[str, Any] | str, initialize: Any = deepspeed_gear.initialize, **options: Any
 ) -> tuple[Any, ...]:
     model = Model(12)
-    return tuple(initialize(model=model, model_parameters=model.parameters(), config=config, **options))
+    return tuple(
+        initialize(model=model, model_parameters=model.parameters(), config=config, **options)
+    )
 
 
 def refused(kind: type[Exception], text: str, function: Any, **call: Any) -> None:
@@ -67,7 +71,9 @@ def refused(kind: type[Exception], text: str, function: Any, **call: Any) -> Non
 
 
 @pytest.fixture(scope="module")
-def saved(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, Any]:
+def saved(
+    dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path, Any]:
     """A run of 2 ranks that has saved in the middle of an epoch and gone on: its gear, saves, and results.
 
     Engine "data" reads a data set; engine "table" has a table that rank 0 adds to, under way as well.
@@ -172,7 +178,11 @@ def attach_late(gear: dict[str, Any], folder: Path) -> dict[str, Arrays]:
     found = {}
     for name in gear:
         config = ds_config(gear[name], ACCUMULATION, zero_optimization={"stage": 0})
-        engine, at, schemas = engine_of(config, plain_initialize)[0], str(folder / name), schemas_of(name)
+        engine, at, schemas = (
+            engine_of(config, plain_initialize)[0],
+            str(folder / name),
+            schemas_of(name),
+        )
         assert load_into(engine, folder / name)[0] is not None
         call = {"function": deepspeed_gear.attach, "engine": engine, "schemas": schemas}
         text = "checkpoint must be given: this engine has trained or loaded a checkpoint (global step 3)"
@@ -181,7 +191,9 @@ def attach_late(gear: dict[str, Any], folder: Path) -> dict[str, Arrays]:
         differ = f"{at}{'/' * dist.get_rank()}"
         refused(ConfigError, "must be the same on all ranks", **call, checkpoint=differ)
         engine.global_steps += 1
-        refused(GearError, "that the engine has loaded, of global step 4, got 3", **call, checkpoint=at)
+        refused(
+            GearError, "that the engine has loaded, of global step 4, got 3", **call, checkpoint=at
+        )
         engine.global_steps -= 1
         assert "gear" not in engine.__dict__
         if name == "data":
@@ -220,7 +232,9 @@ def check_evaluation(gear: dict[str, Any], ran: list[dict[str, Any]]) -> None:
             parts = [rank[unit]["passed"][number] for rank in ran]
             seen = in_order([{name: array[None] for name, array in part.items()} for part in parts])
             check_rows(seen)
-            ids, anchors = (seen[name][seen["valid"]].tolist() for name in ("trajectory_id", "anchor"))
+            ids, anchors = (
+                seen[name][seen["valid"]].tolist() for name in ("trajectory_id", "anchor")
+            )
             assert not seen["valid"].all()
             if unit == "trajectory":
                 assert sorted(ids) == kept_back.tolist()
@@ -228,7 +242,9 @@ def check_evaluation(gear: dict[str, Any], ran: list[dict[str, Any]]) -> None:
                 assert sorted(zip(ids, anchors, strict=True)) == steps
         trained = in_order([rank[unit]["trained"] for rank in ran])
         sampler = {"kind": "uniform", "unit": unit}
-        assert_same(trained, alone({**gear, "sampler": sampler}, 8), f"training beside {unit} evaluation")
+        assert_same(
+            trained, alone({**gear, "sampler": sampler}, 8), f"training beside {unit} evaluation"
+        )
         assert not np.isin(trained["trajectory_id"], kept_back).any()
 
 
@@ -255,7 +271,9 @@ def live(gear: dict[str, Any], out: Path) -> dict[str, Any]:
     attaching(gear)
     enabling(gear, out)
     computing_in_bf16(gear)
-    found = {unit: evaluating(gear, ahead, unit) for ahead, unit in ((0, "trajectory"), (2, "step"))}
+    found = {
+        unit: evaluating(gear, ahead, unit) for ahead, unit in ((0, "trajectory"), (2, "step"))
+    }
     reporting(gear, str(out))
     # The program ends without destroy while a thread prefetches.
     engine = engine_of(ds_config({**gear, "prefetch": 3}))[0]
@@ -276,7 +294,9 @@ def attaching(gear: dict[str, Any]) -> None:
     assert type(engine) is engine_class
     train(engine, 1)
 
-    of_config = engine_of(ds_config(gear), plain_initialize)[0]  # a section not asked for does no harm
+    of_config = engine_of(ds_config(gear), plain_initialize)[
+        0
+    ]  # a section not asked for does no harm
     assert "gear" not in of_config.__dict__
     assert attach(of_config).gear_sample().num_samples == BATCH // 2
     of_config.destroy()
@@ -288,10 +308,18 @@ def attaching(gear: dict[str, Any]) -> None:
     assert numbers == [1, 2, 3], f"two engines share one stream, got {numbers}"
     other = engine_of(ds_config(accumulation=2), plain_initialize)[0]
     place = f"(data {dist.get_rank()} of 2; global batch {BATCH} = micro batch 3"
-    refused(ConfigError, f"must be of an engine like this one {place}", attach, engine=other, replay=replay)
+    refused(
+        ConfigError,
+        f"must be of an engine like this one {place}",
+        attach,
+        engine=other,
+        replay=replay,
+    )
     refused(ConfigError, "must not be called", engine.set_train_batch_size, train_batch_size=24)
     second.destroy()
-    assert engine.gear_sample().num_samples == BATCH // 2, "destroying a guest has closed the replay"
+    assert engine.gear_sample().num_samples == BATCH // 2, (
+        "destroying a guest has closed the replay"
+    )
     engine.destroy()
     engine.destroy()
     refused(StoreError, "must be open", engine.gear_sample)
@@ -359,5 +387,7 @@ def reporting(gear: dict[str, Any], out: str) -> None:
     starts = ["gear: step 2: ", "gear: step 4: "] if dist.get_rank() == 0 else []
     assert [text[: len(starts[0])] for text in lines.texts] == starts, lines.texts
     assert all(" samples/s, " in text for text in lines.texts)
-    assert engine.gear.progress().num_samples == 4 * BATCH, "of both ranks, and the log's periods are its own"
+    assert engine.gear.progress().num_samples == 4 * BATCH, (
+        "of both ranks, and the log's periods are its own"
+    )
     engine.destroy()

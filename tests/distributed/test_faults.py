@@ -76,7 +76,9 @@ def section_of(data: Path | str, name: str, **options: Any) -> dict[str, Any]:
     }
 
 
-def train(folder: Path, sections: list[Any], steps: int | None = None, raise_on: int | None = None) -> None:
+def train(
+    folder: Path, sections: list[Any], steps: int | None = None, raise_on: int | None = None
+) -> None:
     """Train a small model until something happens to a rank.
 
     Every rank writes FOLDER/pid-RANK when it starts, and FOLDER/step-RANK after its first step.
@@ -97,7 +99,9 @@ def train(folder: Path, sections: list[Any], steps: int | None = None, raise_on:
             "gear": config,
         }
     model = torch.nn.Linear(3, 2)
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     for step in itertools.count() if steps is None else range(steps):
         batch = engine.gear_sample()
         loss = (engine(batch["observation"][:, 0]) - batch["action"][:, 0]).square().mean()
@@ -138,7 +142,9 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self.kill()
         self._log.close()
-        for file in SHM.glob(f"deepspeed_*_{self._port}_*"):  # DeepSpeed's own, which it leaves when killed
+        for file in SHM.glob(
+            f"deepspeed_*_{self._port}_*"
+        ):  # DeepSpeed's own, which it leaves when killed
             file.unlink(missing_ok=True)
 
     def wait_for(self, what: str, rank: int | None = None) -> None:
@@ -178,7 +184,9 @@ def group_lives(group: int) -> bool:
     return False
 
 
-def run_samples(action: Callable[..., None], folder: Path, section: dict[str, Any], *more: int) -> Ranks:
+def run_samples(
+    action: Callable[..., None], folder: Path, section: dict[str, Any], *more: int
+) -> Ranks:
     """Start two ranks that sample without an engine."""
     folder.mkdir(exist_ok=True)
     return Ranks(CALL, 2, write_call(folder, action, folder, section, *more))
@@ -249,7 +257,9 @@ def lag(folder: Path, section: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(300 * ROUNDS)
-def test_kill_at_any_time_leaves_nothing_after_the_next_start(name: str, data: Path, tmp_path: Path) -> None:
+def test_kill_at_any_time_leaves_nothing_after_the_next_start(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     """While stores have names, while an engine trains under the launcher, while replays start and end."""
     chance = random.Random(0)
     for number in range(ROUNDS):
@@ -292,7 +302,9 @@ def test_sigterm_ends_the_launcher_and_all_ranks(name: str, data: Path, tmp_path
 
 
 def test_an_exception_on_one_rank_ends_the_other(name: str, data: Path, tmp_path: Path) -> None:
-    results = run_training(tmp_path, [section_of(data, name, prefetch=1)] * 2, None, 1).wait(START_S)
+    results = run_training(tmp_path, [section_of(data, name, prefetch=1)] * 2, None, 1).wait(
+        START_S
+    )
     assert [status for status, _ in results] == [1, 1], results
     assert "RuntimeError: a fault in the user's training loop" in results[1][1]
     assert shared_files(name) == []
@@ -302,7 +314,9 @@ def test_an_exception_on_one_rank_ends_the_other(name: str, data: Path, tmp_path
 
 
 @pytest.mark.parametrize("wrong", ["option", "file"])
-def test_a_wrong_config_on_one_rank_ends_all(wrong: str, name: str, data: Path, tmp_path: Path) -> None:
+def test_a_wrong_config_on_one_rank_ends_all(
+    wrong: str, name: str, data: Path, tmp_path: Path
+) -> None:
     """Without the launcher no process ends the other rank: it must hear of the error by itself."""
     path, text = tmp_path / "ds_config.json", "gear.prefetchh"
     bad: Any = section_of(data, name, prefetchh=2)
@@ -352,7 +366,9 @@ def refused_cases(name: str) -> list[dict[str, Any]]:
         case(fine, fine, unequal, "rank 0", "rank 1", kinds="DataError DataError", folders="a b"),
         case(fine, source(load="mmap"), "gear.tables.main.data.load", "mmap"),
         case(other(batch_size=7), other(batch_size=7), divide, "7"),
-        case(*[other(gradient_accumulation_steps=3)] * 2, "gear.batch_size must be a multiple", "8"),
+        case(
+            *[other(gradient_accumulation_steps=3)] * 2, "gear.batch_size must be a multiple", "8"
+        ),
         case(*[other(micro_batch_size=2)] * 2, divide, "8"),
         case(*[other(batch_size=None)] * 2, "gear.batch_size must be given"),
         case(nowhere, nowhere, "outside of sampler.where.task", kinds="StoreError StoreError"),
@@ -417,7 +433,9 @@ def test_a_rank_that_stops_is_named_and_its_death_lets_the_others_go_on(
     assert "gear.timeout_s = 3.0 s" in text
 
 
-def test_runs_with_the_same_prefix_leave_each_other_alone(name: str, data: Path, tmp_path: Path) -> None:
+def test_runs_with_the_same_prefix_leave_each_other_alone(
+    name: str, data: Path, tmp_path: Path
+) -> None:
     """One run waits while its store has a name; another starts, works and ends meanwhile, many times."""
     section = section_of(data, name, batch_size=8)
     waiting = run_samples(paused, tmp_path / "paused", section)
@@ -451,7 +469,9 @@ def test_the_lock_of_a_killed_build_stops_no_launch(data: Path, tmp_path: Path, 
     assert [text.count(f"removed {lock}") for text in outputs] in ([0, 1], [1, 0])
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGKILL, signal.SIGKILL), (signal.SIGSEGV, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGKILL, signal.SIGKILL), (signal.SIGSEGV, signal.SIGTERM)]
+)
 def test_ranks_of_a_table_with_writers_are_killed(
     numbers: tuple[int, int], name: str, tmp_path: Path
 ) -> None:
@@ -469,7 +489,9 @@ def test_ranks_of_a_table_with_writers_are_killed(
     try:
         for who in ("0", "1", "writer"):
             wait_until((tmp_path / f"ready-{who}").exists, f"the start of {who}", START_S)
-        assert len(shared_files(name)) == len(reapers(name)) == 5  # a store, two boards, two loaders
+        assert (
+            len(shared_files(name)) == len(reapers(name)) == 5
+        )  # a store, two boards, two loaders
         for process, number in zip(ranks.processes, numbers, strict=True):
             process.send_signal(number)
             if number != numbers[-1]:

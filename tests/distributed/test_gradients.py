@@ -39,7 +39,9 @@ def gradients() -> Gradients:
         if world not in known:
             known[world] = []  # a launch that fails is not repeated
             given = cases_of(world, EVERY), CASES[world]
-            quiet = {"PYTHONWARNINGS": "ignore::FutureWarning"}  # of each of DeepSpeed's collectives
+            quiet = {
+                "PYTHONWARNINGS": "ignore::FutureWarning"
+            }  # of each of DeepSpeed's collectives
             known[world] = call_on_ranks(world, measured, *given, timeout_s=800.0, **quiet)
         assert len(known[world]) == world, "the launch failed"
         return known[world]
@@ -47,7 +49,9 @@ def gradients() -> Gradients:
     return found
 
 
-@pytest.mark.parametrize(("world", "name"), [(world, name) for world in CASES for name in CASES[world]])
+@pytest.mark.parametrize(
+    ("world", "name"), [(world, name) for world in CASES for name in CASES[world]]
+)
 def test_the_sum_of_all_losses_is_trained(world: int, name: str, gradients: Gradients) -> None:
     """Each rank calls backward three times with losses of unequal numbers of weighted tokens."""
     case = CASES[world][name]
@@ -67,7 +71,9 @@ def test_every_loss_and_budget_is_among_the_cases() -> None:
         assert {tokens for _, tokens in cases} == set(BUDGETS)
 
 
-@pytest.mark.parametrize(("world", "kind"), [(world, kind) for world in KINDS for kind in KINDS[world]])
+@pytest.mark.parametrize(
+    ("world", "kind"), [(world, kind) for world in KINDS for kind in KINDS[world]]
+)
 def test_packed_steps_are_those_of_one_process(world: int, kind: str, gradients: Gradients) -> None:
     """Weights change by the gradient of the intended mean, so the divisor is right, too."""
     by_case = zip(*(found["packed"][kind] for found in gradients(world)), strict=True)
@@ -107,7 +113,11 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embed, self.qkv = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 24)
         self.mix = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down, self.head = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.up, self.down, self.head = (
+            nn.Linear(WIDTH, 16),
+            nn.Linear(16, WIDTH),
+            nn.Linear(WIDTH, WORDS),
+        )
         self.attention: Any = attend
         if group is not None:
             whole = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)
@@ -120,7 +130,9 @@ class Model(nn.Module):
         return self.head(x + self.down(torch.tanh(self.up(x))))
 
 
-def micro_batch(replica: int, micro: int, part: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor]:
+def micro_batch(
+    replica: int, micro: int, part: slice = slice(None)
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return tokens, targets and loss weights; the length differs between replicas and micro batches."""
     words = torch.Generator().manual_seed(1000 * replica + micro)
     count = 4 * (1 + (2 * replica + micro) % 3)
@@ -128,7 +140,9 @@ def micro_batch(replica: int, micro: int, part: slice = slice(None)) -> tuple[Te
     return tokens[part], targets[part], torch.rand(count, generator=words)[part]
 
 
-def loss_sum(model: Any, replica: int, micro: int, divisor: float, part: slice = slice(None)) -> Tensor:
+def loss_sum(
+    model: Any, replica: int, micro: int, divisor: float, part: slice = slice(None)
+) -> Tensor:
     """Return a micro batch's part of the summed loss."""
     tokens, targets, weights = micro_batch(replica, micro, part)
     losses = nn.functional.cross_entropy(model(tokens).float(), targets, reduction="none")
@@ -138,7 +152,9 @@ def loss_sum(model: Any, replica: int, micro: int, divisor: float, part: slice =
 def wanted_gradients(replicas: int, dtype: torch.dtype) -> Weights:
     """Return the gradient of the sum of all losses, by one process. The summands are added in float64."""
     model = Model().to(dtype)
-    sums = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in model.named_parameters()}
+    sums = {
+        name: torch.zeros_like(one, dtype=torch.float64) for name, one in model.named_parameters()
+    }
     for replica in range(replicas):
         for micro in range(NUM_MICRO):
             model.zero_grad()
@@ -153,7 +169,8 @@ def largest_error(before: Weights, after: Weights, wanted: Weights) -> float:
     assert before.keys() == wanted.keys()
     errors = {
         name: float(
-            (start.double() - after[name].double() - wanted[name]).abs().max() / wanted[name].abs().max()
+            (start.double() - after[name].double() - wanted[name]).abs().max()
+            / wanted[name].abs().max()
         )
         for name, start in before.items()
     }
@@ -177,7 +194,10 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         trainer = ModuleTrainer(Model, ("", ["up"]), case["kind"], **case["options"])
     try:
         divisor, before = gradient_divisor(trainer.trained), trainer.weights()
-        sequence, tensor = case.get("sequence", 1) * case.get("mesh", [1, 1])[1], case.get("tensor", 1)
+        sequence, tensor = (
+            case.get("sequence", 1) * case.get("mesh", [1, 1])[1],
+            case.get("tensor", 1),
+        )
         replica, place = divmod(dist.get_rank(), sequence * tensor)
         for micro in range(NUM_MICRO):
             count = len(micro_batch(replica, micro)[0]) // sequence
@@ -187,7 +207,10 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         trainer.step()
         dtype = next(iter(before.values())).dtype
         wanted = wanted_gradients(dist.get_world_size() // (sequence * tensor), dtype)
-        wanted = {name: tensor_slice(name, one, before[name], place, tensor) for name, one in wanted.items()}
+        wanted = {
+            name: tensor_slice(name, one, before[name], place, tensor)
+            for name, one in wanted.items()
+        }
         return {"divisor": divisor, "error": largest_error(before, trainer.weights(), wanted)}
     except ConfigError as error:
         return {"refused": str(error)}

@@ -32,7 +32,10 @@ LOOP = 250  # steps of the loop of statistics.md
 UNITS = {"prioritized": "step", "uniform": "step", "epoch": "trajectory"}
 STAGES = {0: "uniform", 1: "prioritized", 3: "epoch"}  # the samplers of their runs
 TRAINERS = {  # where they get the sizes from
-    "GearTrainer": {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"},
+    "GearTrainer": {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+    },
     "DummyOptim": {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2},
 }
 PACKED, FSDP = "PackedTrainer", "fully_shard"
@@ -61,11 +64,15 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ra
     """Train half of the steps on one rank and the rest on two, and all of them on one; by world."""
     out = tmp_path_factory.mktemp("pages")
     sizes = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": MICRO}
-    runs = {f"zero{stage}": ds_config(dataset, kind, stage, **sizes) for stage, kind in STAGES.items()}
+    runs = {
+        f"zero{stage}": ds_config(dataset, kind, stage, **sizes) for stage, kind in STAGES.items()
+    }
     whole = {f"whole.{kind}": (STEPS, ds_config(dataset, kind, 0, **sizes)) for kind in UNITS}
     for mark, own in TRAINERS.items():
         (out / mark).mkdir()
-        (out / mark / "ds_config.json").write_text(json.dumps(ds_config(dataset, "uniform", 1, **own)))
+        (out / mark / "ds_config.json").write_text(
+            json.dumps(ds_config(dataset, "uniform", 1, **own))
+        )
     (out / PACKED).mkdir()
     (out / PACKED / "ds_config.json").write_text(json.dumps(packed_config(out / "text")))
     first = {name: (HALF, config) for name, config in runs.items()} | whole
@@ -73,7 +80,9 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Ra
     progress = ds_config(dataset, "uniform", 0, **sizes)
     (out / FSDP).mkdir()
     gear = packed_config(out / "texts")["gear"]
-    (out / FSDP / "gear.json").write_text(json.dumps(gear | {"shared_memory": {"prefix": prefix()}}))
+    (out / FSDP / "gear.json").write_text(
+        json.dumps(gear | {"shared_memory": {"prefix": prefix()}})
+    )
     trainers = [*TRAINERS, PACKED, FSDP] if HAS_TRAINERS else []
     return {
         1: call_on_ranks(1, run_pages, out, first, [], timeout_s=280.0),
@@ -86,7 +95,9 @@ def packed_config(data: Path) -> dict[str, Any]:
     with DatasetWriter(data, Schema([Column("tokens", "int32", role="token")])) as writer:
         for number in range(STEPS * BATCH):
             writer.add({"tokens": np.full(number % 9 + 2, number + 1, np.int32)})
-    config = ds_config(data, "epoch", 1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
+    config = ds_config(
+        data, "epoch", 1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1
+    )
     gear = {
         "pack": {"tokens": 32, "pad": {"multiple": 8}},
         "batch": {"trajectories": BATCH},
@@ -99,16 +110,22 @@ def seen(ran: Ran, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the samples of each global batch, in their order, and its loss. [N, B, 3], [N]."""
     samples = np.array(sorted(sample for rank in ran for sample in rank[name][0]))
     losses = np.mean([rank[name][1] for rank in ran], axis=0)
-    return samples.reshape(-1, BATCH, 3), losses.reshape(-1, BATCH // MICRO // len(ran)).mean(axis=1)
+    return samples.reshape(-1, BATCH, 3), losses.reshape(-1, BATCH // MICRO // len(ran)).mean(
+        axis=1
+    )
 
 
-def alone(gear: dict[str, Any], batches: int, batch_size: int = BATCH, state: Any = None) -> np.ndarray:
+def alone(
+    gear: dict[str, Any], batches: int, batch_size: int = BATCH, state: Any = None
+) -> np.ndarray:
     """Return the samples of one process without an engine. [N, B, 3]."""
     return samples_of(batch_records.alone({**gear, "batch_size": batch_size}, batches, state=state))
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_train_continues_on_another_number_of_ranks(stage: int, ran: dict[int, Ran], dataset: Path) -> None:
+def test_train_continues_on_another_number_of_ranks(
+    stage: int, ran: dict[int, Ran], dataset: Path
+) -> None:
     kind = STAGES[stage]
     first, second = seen(ran[1], f"zero{stage}"), seen(ran[2], f"zero{stage}")
     wanted, losses = seen(ran[1], f"whole.{kind}")
@@ -119,9 +136,13 @@ def test_train_continues_on_another_number_of_ranks(stage: int, ran: dict[int, R
 
 @pytest.mark.skipif(not HAS_TRAINERS, reason="transformers and accelerate are not installed")
 @pytest.mark.parametrize("mark", TRAINERS)
-def test_a_trainer_resumes_at_the_next_sample(mark: str, ran: dict[int, Ran], dataset: Path) -> None:
+def test_a_trainer_resumes_at_the_next_sample(
+    mark: str, ran: dict[int, Ran], dataset: Path
+) -> None:
     codes = alone(section(dataset, "uniform"), STEPS)[..., 1:] @ [STEP, 1]  # of trajectory and step
-    batches = np.concatenate([np.reshape(rank[mark], (STEPS, BATCH // 2)) for rank in ran[2]], axis=1)
+    batches = np.concatenate(
+        [np.reshape(rank[mark], (STEPS, BATCH // 2)) for rank in ran[2]], axis=1
+    )
     assert (np.sort(batches) == np.sort(codes)).all()
 
 
@@ -138,7 +159,9 @@ def test_a_trainer_of_packed_batches_resumes(ran: dict[int, Ran]) -> None:
 def test_fsdp_goes_on_as_if_it_had_not_ended(ran: dict[int, Ran]) -> None:
     """Every text of the epoch comes once; the weights are those of a run in one piece."""
     for name in ("resumed", "whole"):
-        texts = sorted(text for rank in ran[2] for text in rank[FSDP][name][0] if text)  # 0 is padding
+        texts = sorted(
+            text for rank in ran[2] for text in rank[FSDP][name][0] if text
+        )  # 0 is padding
         assert texts == list(range(1, STEPS * BATCH + 1))
     weights = [rank[FSDP][name][1] for rank in ran[2] for name in ("resumed", "whole")]
     assert all(np.array_equal(weights[0], one) for one in weights[1:])
@@ -184,16 +207,24 @@ def run_pages(
     out: Path, runs: dict[str, Any], trainers: list[str], progress: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Run train.py and the loop of statistics.md with their configs, and programs of hugging-face.md."""
-    found: dict[str, Any] = {name: train(name, config, steps, out) for name, (steps, config) in runs.items()}
+    found: dict[str, Any] = {
+        name: train(name, config, steps, out) for name, (steps, config) in runs.items()
+    }
     if progress is not None:
         found["progress"] = with_progress(progress)
     if trainers:
         use_gloo()
     sharded = {FSDP: with_fsdp(out / FSDP)} if FSDP in trainers else {}
-    return found | {mark: with_trainer(mark, out / mark) for mark in trainers if mark != FSDP} | sharded
+    return (
+        found
+        | {mark: with_trainer(mark, out / mark) for mark in trainers if mark != FSDP}
+        | sharded
+    )
 
 
-def train(name: str, config: dict[str, Any], steps: int, out: Path) -> tuple[list[Any], list[float]]:
+def train(
+    name: str, config: dict[str, Any], steps: int, out: Path
+) -> tuple[list[Any], list[float]]:
     """Run train.py, or continue it; return samples and losses."""
     samples, losses = [], []
 
@@ -209,7 +240,9 @@ def train(name: str, config: dict[str, Any], steps: int, out: Path) -> tuple[lis
     file = out / f"{name}.config.{dist.get_rank()}.json"
     file.write_text(json.dumps(config))
     helpers = {"loss_of": loss_of, "make_model": lambda: Model(12)}
-    run_program("change-ranks.md", "load_universal", [str(file), str(out / name), str(steps)], **helpers)
+    run_program(
+        "change-ranks.md", "load_universal", [str(file), str(out / name), str(steps)], **helpers
+    )
     return samples, losses
 
 
@@ -247,7 +280,9 @@ def with_fsdp(folder: Path) -> dict[str, Any]:
     for name, ends in {"resumed": (HALF, STEPS), "whole": (STEPS,)}.items():
         texts, models = list[int](), list[torch.nn.Module]()
 
-        def make_model(texts: list[int] = texts, models: list[torch.nn.Module] = models) -> torch.nn.Module:
+        def make_model(
+            texts: list[int] = texts, models: list[torch.nn.Module] = models
+        ) -> torch.nn.Module:
             torch.manual_seed(0)
             models.append(text_model(texts))
             return models[-1]
@@ -268,7 +303,9 @@ def text_model(texts: list[int]) -> torch.nn.Module:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=99, hidden_size=16, intermediate_size=32, **heads))
+    model = Qwen2ForCausalLM(
+        Qwen2Config(vocab_size=99, hidden_size=16, intermediate_size=32, **heads)
+    )
     keep = lambda _, args, given: texts.extend(given["input_ids"].unique().tolist())  # noqa: E731
     model.register_forward_pre_hook(keep, with_kwargs=True)
     return model
@@ -279,7 +316,9 @@ def with_progress(config: dict[str, Any]) -> str:
     known: dict[str, Any] = {}
     exec(page_code("statistics.md", "engine.gear.progress()"), known)
     model = Model(12)
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         known["train"](engine, lambda engine, batch: engine(batch), LOOP)
     engine.destroy()

@@ -20,7 +20,12 @@ from deepspeed_gear.engine import whole_tags
 from deepspeed_gear.errors import GearError
 
 KINDS = ["zero0", "zero1", "zero2", "zero3", "pipeline"]
-ENDS = {"zero0": 1, "zero1": 3, "zero2": 3, "zero3": 4}  # files of DeepSpeed's in a tag of two ranks
+ENDS = {
+    "zero0": 1,
+    "zero1": 3,
+    "zero2": 3,
+    "zero3": 4,
+}  # files of DeepSpeed's in a tag of two ranks
 
 
 def engine_of(kind: str) -> Any:
@@ -81,7 +86,10 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         text = refused(at, engine)
         assert str(lost) in text
         assert "no such file" in text
-        assert f"the newest whole one in {at} is second: load_checkpoint({str(at)!r}, tag='second')" in text
+        assert (
+            f"the newest whole one in {at} is second: load_checkpoint({str(at)!r}, tag='second')"
+            in text
+        )
         engine.load_checkpoint(str(at), tag="second")
         if lost.name.endswith("optim_states.pt") and kind != "zero3":
             engine.load_checkpoint(str(at), load_optimizer_states=False)  # the weights are there
@@ -91,9 +99,13 @@ def checkpoints(folder: Path) -> dict[str, Any]:
             latest.write_text("gone")
         dist.barrier()
         text = refused(at, engine)
-        assert re.search(f"{at}/gone must be the folder .*`latest` names; .* is global_step0: load", text)
+        assert re.search(
+            f"{at}/gone must be the folder .*`latest` names; .* is global_step0: load", text
+        )
         text = refused(at, engine, tag="second")
-        assert re.search(r"slots.npy must be as it was saved; .*newest whole one .* is global_step0: ", text)
+        assert re.search(
+            r"slots.npy must be as it was saved; .*newest whole one .* is global_step0: ", text
+        )
         dist.barrier()
         if leads:  # as one that is saved without gear
             (at / "global_step0" / "gear" / whole_tags.RECORD).unlink()

@@ -40,10 +40,14 @@ def test_a_rollout_batch_goes_on_on_other_ranks(tmp_path: Path) -> None:
     for world in (1, 4):
         found = call_with_engines(world, load, gear, str(tmp_path))
         assert {rank["first"] for rank in found} == {1}
-        assert in_plan_order([rank["steps"] for rank in found]) == wanted  # ids and columns, to the bit
+        assert (
+            in_plan_order([rank["steps"] for rank in found]) == wanted
+        )  # ids and columns, to the bit
         assert {tuple(rank["following"]) for rank in found} == {tuple(saved[0]["following"])}
         for one, other in zip(found[0]["weights"], saved[0]["weights"], strict=True):
-            assert np.array(one) == pytest.approx(np.array(other), abs=1e-6)  # sums in another order
+            assert np.array(one) == pytest.approx(
+                np.array(other), abs=1e-6
+            )  # sums in another order
     assert shared_files(gear["shared_memory"]["prefix"]) == []
 
 
@@ -71,7 +75,9 @@ def wanted(model: Scores) -> dict[str, Tensor]:
             sums, count = sums + scores[:-1][counted].sum(), count + int(counted.sum())
     (sums / count).backward()
     return {
-        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+        name: parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
@@ -99,7 +105,9 @@ def one_step(gear: dict[str, Any]) -> None:
     train(engine, step)
     for name, gradient in wanted(Scores()).items():
         change = before[name] - engine.module.get_parameter(name).detach()
-        bound = EPSILON * (before[name].abs().max() + 8 * gradient.abs().max())  # of weights and of sums
+        bound = EPSILON * (
+            before[name].abs().max() + 8 * gradient.abs().max()
+        )  # of weights and of sums
         assert bound < 1e-2 * gradient.abs().max()
         assert (change - gradient).abs().max() <= bound, name
     assert engine.global_samples == whole
@@ -143,7 +151,9 @@ def a_loop_that_ends_early(gear: dict[str, Any]) -> None:
     """It ends the rollout batch on all ranks; an absent column of one is an error on both."""
     size = {"trajectories": 12, "minibatches": 3}
     sampler = {"kind": "epoch"}
-    engine = engine_of({**gear, "rollout": size, "sampler": sampler}, zero_optimization={"stage": 1})
+    engine = engine_of(
+        {**gear, "rollout": size, "sampler": sampler}, zero_optimization={"stage": 1}
+    )
     fill(engine)
     first = engine.gear_rollout()
     for step in first:
@@ -154,7 +164,11 @@ def a_loop_that_ends_early(gear: dict[str, Any]) -> None:
     assert not set(first.trajectory_id.tolist()) & set(second.trajectory_id.tolist())
     dist.barrier()  # a failure is raised on all ranks, also on one that has not left the barrier before
     name = "reward" if dist.get_rank() else "other"  # of one rank: the other gets its error
-    refused(ConfigError, "column 'other' must be a column of table", lambda: second.advantages(reward=name))
+    refused(
+        ConfigError,
+        "column 'other' must be a column of table",
+        lambda: second.advantages(reward=name),
+    )
     second.advantages("dr_grpo")
     assert sum(step.num_trajectories for step in second) == 12
     progress = engine.gear.progress()

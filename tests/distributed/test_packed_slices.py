@@ -42,7 +42,11 @@ def trained(replay: Replay) -> dict[str, Any]:
             ratio = torch.exp(micro.per_sequence(x - micro["logp"], "mean"))  # GSPO's
             loss = micro.sum(ratio * micro["by_token"] + 0.1 * micro.per_sequence(x, "sum") * x)
             (gradient,) = torch.autograd.grad(loss, x)
-            for name, value in (("loss", loss), ("ratio", micro.sum(ratio)), ("one", micro.sum(x * 0 + 1))):
+            for name, value in (
+                ("loss", loss),
+                ("ratio", micro.sum(ratio)),
+                ("one", micro.sum(x * 0 + 1)),
+            ):
                 sums[name].append(value.detach())
             is_real = micro.sequence[0] >= 0
             ids = micro.trajectory_id[micro.sequence[0][is_real]]
@@ -51,7 +55,11 @@ def trained(replay: Replay) -> dict[str, Any]:
             rows = torch.cat([ratio.detach(), gradient / first, *columns])
             found.append(rows.T[is_real])
         metrics.append(step.mean(**sums))
-    return {"places": torch.cat(places).numpy(), "values": torch.cat(found).numpy(), "metrics": metrics}
+    return {
+        "places": torch.cat(places).numpy(),
+        "values": torch.cat(found).numpy(),
+        "metrics": metrics,
+    }
 
 
 def on_slices(sections: dict[str, Any], sequence: int) -> dict[str, Any]:
@@ -79,7 +87,9 @@ def by_place(ranks: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
 def test_slices_are_those_of_one_rank(replicas: int) -> None:
     """Filled and whitened columns, means over sequences with their gradients, and metrics of steps."""
     size = {"trajectories": 30, "minibatches": 2}
-    sections = {name: section(rollout=size, loss={"normalize": name}) for name in ("token", "sequence")}
+    sections = {
+        name: section(rollout=size, loss={"normalize": name}) for name in ("token", "sequence")
+    }
     ran = call_on_ranks(2 * replicas, on_slices, sections, 2)
     for name, config in sections.items():
         assert shared_files(config["shared_memory"]["prefix"]) == []

@@ -23,7 +23,9 @@ from deepspeed_gear import Batch
 from deepspeed_gear.errors import GearError
 
 TIMEOUT_S = 8.0
-LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
+LONG = pytest.mark.skipif(
+    os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
+)
 
 
 def section(dataset: Path, **options: Any) -> dict[str, Any]:
@@ -40,7 +42,9 @@ def test_what_attach_refuses(dataset: Path) -> None:
         "mpu": "rank 0: data 0 of 1, tensor 0 of 2; rank 1: data 0 of 1, tensor 0 of 2",
     }
     for found in call_with_engines(2, refusals, section(dataset)):
-        assert {name: error[0] for name, error in found.items()} == dict.fromkeys(wanted, "ConfigError")
+        assert {name: error[0] for name, error in found.items()} == dict.fromkeys(
+            wanted, "ConfigError"
+        )
         for name, text in wanted.items():
             assert text in found[name][1]
 
@@ -53,7 +57,9 @@ def test_a_rank_that_fails_or_ends_early(mode: str, dataset: Path) -> None:
     by_error = mode.startswith("pipe")
     found = call_with_engines(ranks, stepping, mode, section(dataset, verify_every=1), by_error)
     text = "a fault in the user's transform"
-    differs = None if replicas == ranks else f"rank {ranks - 1} must have the samples of its replica (0)"
+    differs = (
+        None if replicas == ranks else f"rank {ranks - 1} must have the samples of its replica (0)"
+    )
     for rank, result in enumerate(found):
         failed = None if rank == ranks - 1 else f"[raised on rank {ranks - 1}]"
         errors = dict(enumerate(result["errors"]))
@@ -65,7 +71,10 @@ def test_a_rank_that_fails_or_ends_early(mode: str, dataset: Path) -> None:
         if failed:
             kind, message = result["end"]
             assert kind == "PeerError"
-            rule, had = "must take as many batches as this rank", "it ended after 7 of 8 batch barriers"
+            rule, had = (
+                "must take as many batches as this rank",
+                "it ended after 7 of 8 batch barriers",
+            )
             if by_error:
                 rule = "must train as long as the others"
                 had = "it failed after 7 of 8 batch barriers: KeyError: 'of this test'"
@@ -82,7 +91,9 @@ def test_a_cut_that_fails_is_an_error_on_all_at_once(dataset: Path) -> None:
         assert found["end"] is None
 
 
-@pytest.mark.parametrize(("kind", "mode", "victim"), [("killed", "pipe:3", 1), ("stopped", "zero:1x2", 0)])
+@pytest.mark.parametrize(
+    ("kind", "mode", "victim"), [("killed", "pipe:3", 1), ("stopped", "zero:1x2", 0)]
+)
 def test_a_rank_that_dies_or_stands_still(
     kind: str, mode: str, victim: int, dataset: Path, tmp_path: Path
 ) -> None:

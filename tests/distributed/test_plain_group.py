@@ -19,7 +19,9 @@ from deepspeed_gear.errors import CheckpointError, DataError, PeerError
 
 
 @pytest.fixture(scope="module")
-def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Arrays]], Arrays]:
+def ran(
+    dataset: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Arrays]], Arrays]:
     """Run four ranks, staged to a device; return what they see, and what one process sees."""
     section = config_of(dataset, batch_size=12, prefetch=1, sampler={"unit": "step"}, seed=9)
     staged = {**section, "transfer": {"way": "staged"}}
@@ -28,7 +30,9 @@ def ran(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[d
     return found, alone(section, 6, transform=with_keys)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("all", [0, 1, 2, 3]), ("pair", [0, 1]), ("pair", [2, 3])])
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("all", [0, 1, 2, 3]), ("pair", [0, 1]), ("pair", [2, 3])]
+)
 def test_ranks_share_what_one_process_sees(
     ran: tuple[list[dict[str, Arrays]], Arrays], name: str, ranks: list[int]
 ) -> None:

@@ -33,7 +33,10 @@ SAMPLER = {
 BY_TRAJECTORY = {**SAMPLER, "unit": "trajectory", "stratified": True, "normalize": "table"}
 TOP = {"kind": "top_k", "unit": "step"}
 FIELDS = {"code": {"offset": -2, "length": 3}, "observation": {}, "return_to_go": {}}
-HINDSIGHT = {"hindsight": {}, "fields": {"goal": {"column": "code", "hindsight": "code"}, "observation": {}}}
+HINDSIGHT = {
+    "hindsight": {},
+    "fields": {"goal": {"column": "code", "hindsight": "code"}, "observation": {}},
+}
 PREFETCHES = (0, 2)
 Ran = dict[int, list[dict[str, Arrays]]]  # by world: what each rank has seen of each case
 pytestmark = pytest.mark.timeout(600)  # of three launches
@@ -41,7 +44,13 @@ pytestmark = pytest.mark.timeout(600)  # of three launches
 
 def section(**options: Any) -> dict[str, Any]:
     tables = {"main": {"capacity_steps": 500, "capacity_trajectories": 24}}
-    given = {"sampler": SAMPLER, "fields": FIELDS, "batch_size": GLOBAL_BATCH, "seed": 4, "tables": tables}
+    given = {
+        "sampler": SAMPLER,
+        "fields": FIELDS,
+        "batch_size": GLOBAL_BATCH,
+        "seed": 4,
+        "tables": tables,
+    }
     return config_of(**{**given, **options})
 
 
@@ -69,7 +78,9 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
         data = write_dataset(folder / "set", lengths_of(20))
         found["late"] = {
             "sections": [
-                config_of(data, **options, prefetch=prefetch, gradient_accumulation_steps=accumulation)
+                config_of(
+                    data, **options, prefetch=prefetch, gradient_accumulation_steps=accumulation
+                )
                 for prefetch in PREFETCHES
                 for accumulation in (1, 2)
             ]
@@ -97,7 +108,11 @@ def batches(ran: Ran, name: str, world: int) -> Arrays:
     [
         *(("plain", "plain", world) for world in (2, 4)),
         *(("accumulated", "plain", world) for world in (1, 2, 4)),
-        *((name, name, world) for name in ("ahead", "trajectories", "top", "relabelled") for world in (2, 4)),
+        *(
+            (name, name, world)
+            for name in ("ahead", "trajectories", "top", "relabelled")
+            for world in (2, 4)
+        ),
     ],
 )
 def test_a_run_is_the_same_in_every_division(ran: Ran, name: str, like: str, world: int) -> None:
@@ -107,17 +122,28 @@ def test_a_run_is_the_same_in_every_division(ran: Ran, name: str, like: str, wor
 
 @pytest.mark.parametrize("prefetch", PREFETCHES)
 @pytest.mark.parametrize("world", [1, 4])
-def test_a_resumed_run_has_the_batches_that_would_have_come(ran: Ran, prefetch: int, world: int) -> None:
+def test_a_resumed_run_has_the_batches_that_would_have_come(
+    ran: Ran, prefetch: int, world: int
+) -> None:
     name = f"resumed.{prefetch}"
     wanted = batches(ran, name, 2)
-    assert wanted["sample_number"][:, 0].tolist() == [GLOBAL_BATCH * key for key in range(SAVED, NUM_BATCHES)]
+    assert wanted["sample_number"][:, 0].tolist() == [
+        GLOBAL_BATCH * key for key in range(SAVED, NUM_BATCHES)
+    ]
     assert_same(batches(ran, name, world), wanted)
 
 
 def test_the_runs_show_something(ran: Ran) -> None:
     """Priorities concentrate and change, the lag is seen, and so are items that come and go."""
     plain, ahead = batches(ran, "plain", 1), batches(ran, "ahead", 1)
-    assert set(plain) >= {"trajectory_id", "anchor", "probability", "is_weight", "code", "return_to_go"}
+    assert set(plain) >= {
+        "trajectory_id",
+        "anchor",
+        "probability",
+        "is_weight",
+        "code",
+        "return_to_go",
+    }
     assert (plain["probability"][0] == plain["probability"][0, 0]).all()
     assert plain["probability"][20].max() > 5 * plain["probability"][20].min()
     assert plain["is_weight"].max() == 1
@@ -265,7 +291,9 @@ def batches_of(section: dict[str, Any], is_late: bool) -> list[list[int]]:
             found.append(batch.sample_number.tolist() + batch.trajectory_id.tolist())
             values = (batch.sample_number % 13 + 1).float() * (batch.anchor + 1)
             if (turn + rank) % 5 != 4:  # no process has to report
-                replay.update_priorities(batch, values.as_subclass(Elsewhere) if is_late else values)
+                replay.update_priorities(
+                    batch, values.as_subclass(Elsewhere) if is_late else values
+                )
     dist.barrier()
     return found
 
@@ -281,7 +309,9 @@ def reporting_late(sections: list[dict[str, Any]]) -> None:
         batch = replay.sample()
         values = torch.full((batch.num_samples,), torch.nan if rank == 1 else 1.0)
         replay.update_priorities(batch, values.as_subclass(Elsewhere))
-        wrong = pytest.raises(DataError if rank == 1 else PeerError, match="priority 0 must be finite")
+        wrong = pytest.raises(
+            DataError if rank == 1 else PeerError, match="priority 0 must be finite"
+        )
         with tempfile.TemporaryDirectory() as where, wrong:
             replay.save(where)
         replay.sample()

@@ -27,7 +27,9 @@ pytestmark = [
 
 def test_ranks_with_divided_parameters_generate_together(tmp_path: Path) -> None:
     """No more than the 3 groups of a batch are open, and each of 2 ranks leases up to 2: one has fewer."""
-    with DatasetWriter(tmp_path / "prompts", Schema([Column("tokens", "int32", role="token")])) as writer:
+    with DatasetWriter(
+        tmp_path / "prompts", Schema([Column("tokens", "int32", role="token")])
+    ) as writer:
         for number in range(20):
             writer.add({"tokens": np.arange(1, 3 + number % 3, dtype=np.int32)})
     found = call_on_ranks(2, rollouts, str(tmp_path / "prompts"), prefix(), timeout_s=240)
@@ -53,7 +55,12 @@ def rollouts(data: str, name: str) -> dict[str, Any]:
         "reward": {"dtype": "float32", "rows": "1"},
         "prompt_id": {"dtype": "int64", "rows": "1"},
     }
-    table = {"capacity_trajectories": 64, "capacity_steps": 4096, "max_length": 16, "max_times_sampled": 1}
+    table = {
+        "capacity_trajectories": 64,
+        "capacity_steps": 4096,
+        "max_length": 16,
+        "max_times_sampled": 1,
+    }
     table |= {"remove": "fifo", "writers": 4, "group": {"column": "prompt_id", "size": SIZE}}
     table |= {"prompts": {"data": data, "max_lag": 0}, "schema": {"columns": columns}}
     gear = {
@@ -74,7 +81,9 @@ def rollouts(data: str, name: str) -> dict[str, Any]:
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=64, **sizes, **heads))
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     torch.manual_seed(dist.get_rank())
     generator = HybridEngineRollout(engine, SimpleNamespace(pad_token_id=0, eos_token_id=63))
     rewards = lambda _, responses: [{"reward": 1.0} for _ in responses]  # noqa: E731

@@ -15,8 +15,12 @@ from process_support import call_on_ranks
 
 import deepspeed_gear
 
-Run = tuple[list[dict[str, float]], np.ndarray]  # what the trainer has logged by step, and the last weights
-HAS_TRL = all(importlib.util.find_spec(name) for name in ("trl", "datasets", "transformers", "accelerate"))
+Run = tuple[
+    list[dict[str, float]], np.ndarray
+]  # what the trainer has logged by step, and the last weights
+HAS_TRL = all(
+    importlib.util.find_spec(name) for name in ("trl", "datasets", "transformers", "accelerate")
+)
 pytestmark = [
     pytest.mark.skipif(not HAS_TRL, reason="trl is not installed"),
     pytest.mark.timeout(600),
@@ -32,7 +36,13 @@ CLIPPED = {
     "clip_ratio/high_mean",
     "clip_ratio/region_mean",
 }  # of tokens; of TRL, what the ratio is of
-EQUAL = CLIPPED | {"reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "num_tokens"}
+EQUAL = CLIPPED | {
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "num_tokens",
+}
 EQUAL |= {"entropy", "kl", "grad_norm", "loss"}
 
 
@@ -64,7 +74,9 @@ def test_a_run_resumes_inside_a_rollout_batch(ran: dict[str, Run]) -> None:
     Both ranks add at the same time: the order of groups in the table differs, and with it that of sums.
     """
     whole, rest = ran["whole"], ran["rest"]
-    assert [entry["step"] for entry in rest[0]] == list(range(1, STEPS + 1))  # with the history of the save
+    assert [entry["step"] for entry in rest[0]] == list(
+        range(1, STEPS + 1)
+    )  # with the history of the save
     check_equal(whole, rest, ran["begin"][1])
     assert whole[0][SAVED].get("reward") is None  # a second epoch generates nothing
     assert whole[0][SAVED + 1]["reward"] > 0
@@ -102,12 +114,20 @@ def train_all(out: Path) -> dict[str, Run]:
             found[name] = train(trl_grpo, kind, out, name, 2, loss_type=loss_type, **options)
     packed = {"save_steps": SAVED, "num_iterations": 2}
     found["whole"] = train(trl_grpo, "packed", out, "whole", STEPS, **packed)
-    found["rest"] = train(trl_grpo, "packed", out, "whole", STEPS, resume=f"checkpoint-{SAVED}", **packed)
+    found["rest"] = train(
+        trl_grpo, "packed", out, "whole", STEPS, resume=f"checkpoint-{SAVED}", **packed
+    )
     return found
 
 
 def train(
-    example: Any, kind: str, out: Path, name: str, steps: int, resume: str | None = None, **options: Any
+    example: Any,
+    kind: str,
+    out: Path,
+    name: str,
+    steps: int,
+    resume: str | None = None,
+    **options: Any,
 ) -> Run:
     """Train by SGD with a trainer; return its log entries and the weights."""
     from trl import GRPOConfig, GRPOTrainer

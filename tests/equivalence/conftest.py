@@ -101,7 +101,9 @@ def through_device(ops: Ops, device: torch.device) -> Ops:
         if not isinstance(value, Tensor):
             return value
         shift = value.data_ptr() % 16
-        buffer = torch.empty(shift + value.numel() * value.element_size(), dtype=torch.uint8, device=device)
+        buffer = torch.empty(
+            shift + value.numel() * value.element_size(), dtype=torch.uint8, device=device
+        )
         there = buffer[shift:].view(value.dtype).view(value.shape)
         there.copy_(value)
         moved.append((value, there))

@@ -98,11 +98,27 @@ NO_PRIORITY = r"priority 1 must be finite and at least 0, got -?(1|inf|nan)"
 EXTENT, NO_ROW = "extent 1 must lie in", "coordinate 0 must hit a row"
 ANY_SAMPLE, EVERY = "sample 0 must be a step of a trajectory", slice(None)
 OUTSIDE = r"resolution 2 .*must lie in the columns"
-RECORDS = [(3, -LENGTH), (3, NUM_SLOTS * LENGTH), (3, 1 << 62), (4, 0), (4, 2**63 - 1), (5, -1), (5, LENGTH)]
+RECORDS = [
+    (3, -LENGTH),
+    (3, NUM_SLOTS * LENGTH),
+    (3, 1 << 62),
+    (4, 0),
+    (4, 2**63 - 1),
+    (5, -1),
+    (5, LENGTH),
+]
 # Op, text, and changes of its arguments that are refused: by every backend in host memory,
 HOST_CASES = [
-    ("suffix_sum_", EXTENT, *bad("extents", (1, (-1, 2)), (1, (0, -1)), (1, (NUM_SLOTS * LENGTH - 1, 2)))),
-    ("suffix_sum_", EXTENT, *bad("extents", (1, (0, 1 << 20)), (1, (1 << 62, 1 << 62)), (1, (1, 2**63 - 1)))),
+    (
+        "suffix_sum_",
+        EXTENT,
+        *bad("extents", (1, (-1, 2)), (1, (0, -1)), (1, (NUM_SLOTS * LENGTH - 1, 2))),
+    ),
+    (
+        "suffix_sum_",
+        EXTENT,
+        *bad("extents", (1, (0, 1 << 20)), (1, (1 << 62, 1 << 62)), (1, (1, 2**63 - 1))),
+    ),
     ("gather_", r"order must have every index of \[0, 33\) once", *bad("order", (1, -1), (32, 33))),
     ("mass_", NO_PRIORITY, *bad("priorities", *FLOATS)),
     *((op, OUTSIDE, *words("resolutions", 2, *RECORDS)) for op in ("gather_", "n_step_")),
@@ -123,21 +139,48 @@ CAREFUL_CASES = [
     ("mass_", "alpha must be in", {"alpha": -1}, {"alpha": ONE_Q62 + 1}),
     ("mass_", r"most_bits must be in \[1, 40\], got", {"most_bits": 0}, {"most_bits": 41}),
     ("importance_", "beta must be in", {"beta": -1}, {"beta": ONE_Q62 + 1}),
-    ("importance_", "numerator and count must be", {"numerator": 0}, {"count": 0}, {"numerator": -1}),
-    ("importance_", "mass of resolution 1 must be positive", *words("resolutions", 1, (6, 0), (6, -5))),
+    (
+        "importance_",
+        "numerator and count must be",
+        {"numerator": 0},
+        {"count": 0},
+        {"numerator": -1},
+    ),
+    (
+        "importance_",
+        "mass of resolution 1 must be positive",
+        *words("resolutions", 1, (6, 0), (6, -5)),
+    ),
     ("append_reports_", "the log must hold 7 reports, got 6", {"log": first(6)}),
     ("append_reports_", NO_PRIORITY, *bad("priorities", *FLOATS)),
     (
         "prioritize_",
         r"(update 0|items) must.* in \[0, ",
-        {"priorities": first(1), "sums": first(32), "minima": first(0), "updates": at((EVERY, 3), 0)},
+        {
+            "priorities": first(1),
+            "sums": first(32),
+            "minima": first(0),
+            "updates": at((EVERY, 3), 0),
+        },
     ),
     ("prioritize_", NO_PRIORITY, *bad("updates", *BITS)),
-    ("gather_", OUTSIDE, *words("resolutions", 2, (1, -1))),  # a kernel needs no slot for rows of steps
+    (
+        "gather_",
+        OUTSIDE,
+        *words("resolutions", 2, (1, -1)),
+    ),  # a kernel needs no slot for rows of steps
     ("slot_priorities_", "entries must be in a log of 2", {"last": 5}),
     ("slot_priorities_", "must lie in", {"log": at(1, 40)}),
-    ("gather_", r"order must have every index of \[0, 33\) once", {"order": torch.zeros(33).long()}),
-    ("pack_", "resolution 1", *words("resolutions", 1, (3, -99), (3, 1 << 50), (4, 0), (4, 1 << 50))),
+    (
+        "gather_",
+        r"order must have every index of \[0, 33\) once",
+        {"order": torch.zeros(33).long()},
+    ),
+    (
+        "pack_",
+        "resolution 1",
+        *words("resolutions", 1, (3, -99), (3, 1 << 50), (4, 0), (4, 1 << 50)),
+    ),
     ("pack_", "packed field|must hold", {"spec": WINDOWS}),
     ("plan_packs_", "length 1 must be in", *bad("lengths", (1, 0), (1, -1), (1, 10))),
     ("plan_packs_", "tokens must be in", {"tokens": 0}, {"tokens": 1 << 31}),
@@ -147,11 +190,20 @@ CAREFUL_CASES = [
     ("plan_packs_", "not both", {"linear": 0, "quadratic": 0}),
     ("plan_packs_", "trajectories must be in", {"trajectories": 0}, {"trajectories": 1 << 31}),
     ("plan_packs_", "must be below 2", {"linear": 1 << 61}),
-    ("plan_packs_", "must be below 2", {"lengths": at(0, 1 << 30), "tokens": MOST_31, "quadratic": 4}),
     (
         "plan_packs_",
         "must be below 2",
-        {"lengths": at(0, MOST_31), "tokens": MOST_31, "linear": (1 << 62) - 1, "quadratic": (1 << 62) - 1},
+        {"lengths": at(0, 1 << 30), "tokens": MOST_31, "quadratic": 4},
+    ),
+    (
+        "plan_packs_",
+        "must be below 2",
+        {
+            "lengths": at(0, MOST_31),
+            "tokens": MOST_31,
+            "linear": (1 << 62) - 1,
+            "quadratic": (1 << 62) - 1,
+        },
     ),
     (
         "encode_rows_",
@@ -162,7 +214,10 @@ CAREFUL_CASES = [
     (
         "decode_rows_",
         "messages must hold the rows of samples",
-        *({"messages": [torch.zeros(size).long() for size in held]} for held in ((1, 3), (2, 1), (0, 0))),
+        *(
+            {"messages": [torch.zeros(size).long() for size in held]}
+            for held in ((1, 3), (2, 1), (0, 0))
+        ),
     ),
 ]
 # and by the C++ alone: shapes and dtypes.
@@ -175,7 +230,11 @@ CPU_CASES = [
     ("prioritize_", "counts must have 5 values, got 4", {"counts": first(4)}),
     ("prioritize_", "minima of 40 items must have 32 words, got 5", {"minima": first(5)}),
     ("prioritize_", "unit must be 0 or 1, got 2", {"unit": 2}),
-    ("prioritize_", r"updates must be \[n, 4\], or reports \[n, 6\]", {"updates": torch.ones(3, 3).long()}),
+    (
+        "prioritize_",
+        r"updates must be \[n, 4\], or reports \[n, 6\]",
+        {"updates": torch.ones(3, 3).long()},
+    ),
     ("gather_", "order must have 33 values, got 2", {"order": torch.arange(2)}),
     ("gather_", "order must be Long", {"order": torch.arange(33, dtype=torch.int32)}),
     ("plan_packs_", "must have [17] values, got", {"micro": first(6)}, {"rank": first(6)}),
@@ -183,11 +242,23 @@ CPU_CASES = [
     ("plan_packs_", "lengths must be", {"lengths": torch.ones(HOST_COUNT, dtype=torch.int32)}),
     ("encode_draws_", "readers must be nodes", {"readers": torch.tensor([[2]])}),
     ("encode_draws_", "own must lie in", {"own": at(0, -1)}),
-    ("decode_draws_", "received must have . values, got 0", {"received": [torch.zeros(0).long()] * 2}),
+    (
+        "decode_draws_",
+        "received must have . values, got 0",
+        {"received": [torch.zeros(0).long()] * 2},
+    ),
     ("decode_draws_", "asked must lie in", {"asked": at(0, 3)}),
     ("decode_draws_", "owner must lie in", {"owner": at(0, 2)}),
-    ("encode_rows_", ANY_SAMPLE, *words("samples", 0, (0, -1), (0, 2), (1, 1), (2, 40), (2, -1), (3, 0))),
-    ("encode_rows_", ANY_SAMPLE, *words("samples", 0, (3, 1 << 50), (4, 9), (4, -1), (5, -1), (5, 10))),
+    (
+        "encode_rows_",
+        ANY_SAMPLE,
+        *words("samples", 0, (0, -1), (0, 2), (1, 1), (2, 40), (2, -1), (3, 0)),
+    ),
+    (
+        "encode_rows_",
+        ANY_SAMPLE,
+        *words("samples", 0, (3, 1 << 50), (4, 9), (4, -1), (5, -1), (5, 10)),
+    ),
     ("encode_rows_", ANY_SAMPLE, *words("samples", 0, (6, 10), (6, -2))),
     ("encode_rows_", "message must be Long", {"message": torch.zeros(7).char()}),
     ("encode_rows_", "sizes must have 2 values, got 1", {"sizes": first(1)}),

@@ -41,7 +41,9 @@ def resolutions(count: int, words: np.random.Generator) -> Tensor:
 @given(st.integers(0, 40), st.lists(st.integers(0, 1 << 60), min_size=1, max_size=4), st.data())
 def test_draws_are_assigned(count: int, totals: list[int], data: st.DataObject) -> None:
     total, index = torch.tensor(totals), data.draw(st.integers(0, len(totals) - 1))
-    points = [data.draw(st.integers(0, sum(totals) - 1)) for _ in range(count)] if sum(totals) else []
+    points = (
+        [data.draw(st.integers(0, sum(totals) - 1)) for _ in range(count)] if sum(totals) else []
+    )
     coordinates = torch.tensor(points, dtype=torch.int64)
     owner, own, within = op_wrappers.assign_draws(coordinates, total, index, ops=CPU)
     ends = list(accumulate(totals))
@@ -69,26 +71,51 @@ def test_draws_arrive_as_they_were_made(
     for replica, nodes in enumerate(readers.tolist()):
         for node in nodes:
             need_of[node, replica] = replica if node >= 0 else need_of[node, replica]
-    asks = (torch.zeros(1, num_nodes).long() + torch.arange(num_nodes), torch.zeros(num_nodes, 1).short())
+    asks = (
+        torch.zeros(1, num_nodes).long() + torch.arange(num_nodes),
+        torch.zeros(num_nodes, 1).short(),
+    )
     received: list[list[Tensor]] = []
     outgoing = []
     for node in range(num_nodes):
         own = torch.nonzero(owner == node)[:, 0]
-        more = {"steps": steps[own] if has_steps else None, "goals": goals[own], "takes_own": takes_own}
+        more = {
+            "steps": steps[own] if has_steps else None,
+            "goals": goals[own],
+            "takes_own": takes_own,
+        }
         route = (*asks, 0, node) if all_asked else (readers, need_of, offset, node)
         given = records[own], own, *route
         _, packed, ends = op_wrappers.encode_draws(*given, ops=CPU, **more)
         bounds = [0, *ends.tolist()]
-        received.append([packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)])
+        received.append(
+            [packed[bounds[to] : bounds[to + 1]].reshape(-1) for to in range(num_nodes)]
+        )
         given = records[own], own, readers, need_of, offset, node
         outgoing.append(op_wrappers.encode_draws(*given, **more)[0])
     for node in range(num_nodes):
-        own, needs = torch.nonzero(owner == node)[:, 0], need_of[node][(torch.arange(count) + offset) % 3]
+        own, needs = (
+            torch.nonzero(owner == node)[:, 0],
+            need_of[node][(torch.arange(count) + offset) % 3],
+        )
         asked = torch.arange(count) if all_asked else torch.nonzero(needs >= 0)[:, 0]
         most = len(own) + len(asked)
         ring, origins, samples, which, num_samples = compare(
-            *(CPU, "decode_draws_", zeros(count, 8), zeros(count), zeros(most, 7), zeros(most), zeros(1)),
-            *([part[node] for part in received], records[own], own, steps[own] if has_steps else None),
+            *(
+                CPU,
+                "decode_draws_",
+                zeros(count, 8),
+                zeros(count),
+                zeros(most, 7),
+                zeros(most),
+                zeros(1),
+            ),
+            *(
+                [part[node] for part in received],
+                records[own],
+                own,
+                steps[own] if has_steps else None,
+            ),
             *(owner[asked], asked, need_of, 100, offset, node, int(takes_own)),
         )
         samples, which = samples[: int(num_samples)], which[: int(num_samples)]
@@ -97,7 +124,9 @@ def test_draws_arrive_as_they_were_made(
         expected[owner != node, Resolution.FIRST_ROW] = 0  # known where they go
         assert torch.equal(ring[known], expected[known])
         assert (ring[~known, Resolution.ID] == UNKNOWN).all()
-        assert torch.equal(origins[known], (owner << SHARD_BITS | records[:, Resolution.SLOT])[known])
+        assert torch.equal(
+            origins[known], (owner << SHARD_BITS | records[:, Resolution.SLOT])[known]
+        )
         wanted = (needs >= 0) & ((owner != node) | takes_own)
         assert sorted(which.tolist()) == torch.nonzero(wanted)[:, 0].tolist()
         assert torch.equal(samples[:, RowSample.PEER], owner[which])
@@ -121,8 +150,12 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
         row[PriorityUpdate.SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
         row[PriorityUpdate.GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
         row[PriorityUpdate.ANCHOR], row[PriorityUpdate.PRIORITY] = draw(words_32), draw(words_32)
-        row[LogEntry.BATCH] = latest - draw(st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1]))
-        row[LogEntry.SAMPLE_NUMBER] = LogEntry.BY_ID if by_id else draw(st.integers(0, (1 << 48) - 3))
+        row[LogEntry.BATCH] = latest - draw(
+            st.integers(0, MOST_BACK - 1) | st.sampled_from([MOST_BACK - 1])
+        )
+        row[LogEntry.SAMPLE_NUMBER] = (
+            LogEntry.BY_ID if by_id else draw(st.integers(0, (1 << 48) - 3))
+        )
     return found, latest
 
 
@@ -172,7 +205,9 @@ class Wanted(NamedTuple):
     """What samples need of the trajectories of peers."""
 
     rows: list[set[Row]]  # of each column
-    of_sample: list[list[tuple[int, int]]]  # column and row of each sample, -1 for one row per trajectory
+    of_sample: list[
+        list[tuple[int, int]]
+    ]  # column and row of each sample, -1 for one row per trajectory
     blocks: set[Row]  # steps from the first to the last that any column of a sample reads
     trajectories: set[tuple[int, int]]
 
@@ -257,7 +292,10 @@ def test_rows_of_any_layout(cpu: Ops, count: int, seed: int) -> None:
     for num_rows, room_slots in (needs, (needs[0] - 1, needs[1]), (needs[0], needs[1] - 1)):
         if num_rows < 0:
             continue
-        lengths_of = num_rows + 4, room_slots + 5  # of columns of steps, and of one row per trajectory
+        lengths_of = (
+            num_rows + 4,
+            room_slots + 5,
+        )  # of columns of steps, and of one row per trajectory
         room = [4, num_rows, 5, room_slots, 1000, 70]
         arrivals = [
             torch.zeros(lengths_of[group < 0] * size, dtype=torch.uint8)

@@ -26,7 +26,9 @@ def resolutions_of(count: int, steps: int) -> torch.Tensor:
 
 def fields_of_some_sizes() -> list[Field]:
     return [
-        Field(random_bits(torch.uint8, ROWS, 7056), offset=-8, length=16, mask=0, dtype=torch.bfloat16),
+        Field(
+            random_bits(torch.uint8, ROWS, 7056), offset=-8, length=16, mask=0, dtype=torch.bfloat16
+        ),
         Field(random_bits(torch.float32, ROWS, 1000), offset=-3, length=10, pad="edge"),
         Field(random_bits(torch.float32, ROWS, 3), offset=-3, length=10, follows=1, mask=1),
         Field(NONE, Source.TIMESTEP, -3, 10, dtype=torch.int64),
@@ -72,7 +74,9 @@ def test_large_windows_are_launched_eight_at_once(kernels_on_host: Ops, launched
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_without_a_bound_all_is_one_launch(kernels_on_host: Ops, launched: Launched, threads: int) -> None:
+def test_without_a_bound_all_is_one_launch(
+    kernels_on_host: Ops, launched: Launched, threads: int
+) -> None:
     fields, resolutions = fields_of_some_sizes(), resolutions_of(100, 12)
     n_steps = torch.zeros(100, dtype=torch.int64)
     check(kernels_on_host, fields, resolutions, n_steps, threads)

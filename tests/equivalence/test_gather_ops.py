@@ -54,7 +54,9 @@ class Table(NamedTuple):
         first = [sum(n + 1 for n in self.lengths[:i]) for i in range(len(self.lengths))]
         known = {i: [i, i, 0, first[i], n] for i, n in enumerate(self.lengths)}
         rows = [NO_SAMPLE if at is None else [*known[at[0]], at[1], 0] for at in self.samples]
-        return torch.tensor([[*row, j] for j, row in enumerate(rows)], dtype=torch.int64).view(-1, 8)
+        return torch.tensor([[*row, j] for j, row in enumerate(rows)], dtype=torch.int64).view(
+            -1, 8
+        )
 
 
 @st.composite
@@ -138,7 +140,9 @@ def test_windows_and_their_parts(
         number, anchor = sample or (0, 0)
         first = anchor + window["offset"] + window["follows"] * n
         rows = table.lengths[number] + (source == Source.STEPS_PLUS_ONE) if sample else 0
-        wanted.append(real_places(first, length, rows, window["align"]) if sample else [False] * length)
+        wanted.append(
+            real_places(first, length, rows, window["align"]) if sample else [False] * length
+        )
     assert mask.tolist() == wanted
     if source == Source.POSITION:
         assert torch.equal(whole[:, :, 0], torch.arange(length).repeat(len(whole), 1))
@@ -174,9 +178,14 @@ def test_many_fields_at_once(native: Ops, count: int, threads: int) -> None:
         Field(random_bits(torch.int16, NUM_ROWS), **window, mask=1, align=Align.IN_PLACE),
         Field(random_bits(torch.float64, len(LENGTHS), 4), Source.TRAJECTORY, mask=2),
         Field(observation, Source.STEPS_PLUS_ONE, follows=1, mask=3),
-        Field(observation, Source.STEPS, follows=1, offset=-2, length=6, align=Align.RIGHT, pad="edge"),
+        Field(
+            observation, Source.STEPS, follows=1, offset=-2, length=6, align=Align.RIGHT, pad="edge"
+        ),
         *(Field(source=Source.TIMESTEP, offset=-4, align=a, **computed) for a in ALIGNS),
-        *(Field(source=Source.POSITION, offset=-60, align=a, follows=1, **computed) for a in ALIGNS),
+        *(
+            Field(source=Source.POSITION, offset=-60, align=a, follows=1, **computed)
+            for a in ALIGNS
+        ),
     ]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -197,7 +206,9 @@ def test_goals_are_written_where_there_are_any(cpu: Ops, share: float) -> None:
     column, follows = random_bits(torch.float32, NUM_ROWS, 3), Follows.GOAL
     fields = [
         Field(column, Source.STEPS_PLUS_ONE, follows=follows, mask=0),
-        Field(random_bits(torch.uint8, NUM_ROWS, 700), Source.STEPS_PLUS_ONE, follows=follows, mask=1),
+        Field(
+            random_bits(torch.uint8, NUM_ROWS, 700), Source.STEPS_PLUS_ONE, follows=follows, mask=1
+        ),
         Field(column, Source.STEPS_PLUS_ONE, follows=follows, mask=2, dtype=torch.float16),
     ]
     out, *_ = check(cpu, fields, resolutions, goals)
@@ -222,7 +233,13 @@ def test_order_changes_nothing(cpu: Ops, native: Ops, count: int) -> None:
     ]
     expected = gather(model_of(native), fields, resolutions, n_steps)
     by_row = resolutions[:, 3].argsort(stable=True)
-    for order in (None, torch.arange(count), torch.arange(count).flip(0), torch.randperm(count), by_row):
+    for order in (
+        None,
+        torch.arange(count),
+        torch.arange(count).flip(0),
+        torch.randperm(count),
+        by_row,
+    ):
         for ops in (model_of(native), native, cpu.on_host()):
             got = gather(ops, fields, resolutions, n_steps, 1, order)
             assert all(map(same_bits, got, expected))
@@ -246,7 +263,10 @@ def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) ->
     """Many samples without padding, of every size that has a loop of its own, and some with padding."""
     torch.manual_seed(length)
     count, slot = 600, 3  # the longest trajectory
-    sizes, zero = (1, 2, 3, 4, 8, 12, 44, 64, 65, 68, 600, 2000), torch.zeros(count, dtype=torch.int64)
+    sizes, zero = (
+        (1, 2, 3, 4, 8, 12, 44, 64, 65, 68, 600, 2000),
+        torch.zeros(count, dtype=torch.int64),
+    )
     anchor = torch.randint(length - 1, LENGTHS[slot] - 1, (count,))
     known = zero + slot, zero + slot, zero, zero + FIRST_ROWS[slot], zero + LENGTHS[slot]
     resolutions = torch.stack((*known, anchor, zero, zero), 1)
@@ -259,7 +279,9 @@ def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) ->
     fields = [Field(column, offset=1 - length, length=length, mask=0) for column in columns]
     other = random_bits(torch.float32, NUM_ROWS, 11)
     fields.append(Field(other, Source.STEPS_PLUS_ONE, 2 - length, length, mask=1))
-    fields.append(Field(other, Source.STEPS_PLUS_ONE, 1 - length, length, follows=1, mask=2, pad=3.0))
+    fields.append(
+        Field(other, Source.STEPS_PLUS_ONE, 1 - length, length, follows=1, mask=2, pad=3.0)
+    )
     check(native, fields, resolutions, n_steps)
 
 
@@ -284,7 +306,13 @@ def test_every_conversion(native: Ops, source: str, target: str) -> None:
     column, resolutions = random_bits(from_dtype, NUM_ROWS, 61), resolutions_of(33)
     scale = scaling(*torch.randn(2, 61, dtype=torch.float64))
     for shift, gain in ((NONE, NONE), scale):
-        window: dict[str, Any] = {"offset": -2, "length": 5, "dtype": to_dtype, "shift": shift, "gain": gain}
+        window: dict[str, Any] = {
+            "offset": -2,
+            "length": 5,
+            "dtype": to_dtype,
+            "shift": shift,
+            "gain": gain,
+        }
         fields = [Field(column, pad=pad, **window) for pad in (0.0, 1.0, "edge")]
         if is_allowed(from_dtype, to_dtype, len(shift) > 0):
             check(native, fields, resolutions)
@@ -311,7 +339,12 @@ def test_rounding_to_16_bits_at_every_boundary(native: Ops, target: str) -> None
     edge = torch.tensor([65519.996, 65520.0, 3.3961775e38, 1e-46, 2.0**-25], dtype=torch.float64)
     exact = torch.cat((finite, ties, edge, -edge)).float()
     nan = torch.tensor([0x7F800001, 0x7FC00000, -1], dtype=torch.int32).view(torch.float32)
-    around = [exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf)), nan]
+    around = [
+        exact,
+        exact.nextafter(torch.tensor(torch.inf)),
+        exact.nextafter(torch.tensor(-torch.inf)),
+        nan,
+    ]
     column = torch.cat(around)
     resolutions = torch.tensor([[0, 0, 0, 0, len(column), 0, 0, 0]])
     out = check(native, [Field(column, length=len(column), dtype=dtype)], resolutions)[0]
@@ -377,7 +410,9 @@ def test_frames(native: Ops, target: torch.dtype) -> None:
     for column in (at_offset(values, offset) for offset in (0, 1, 6, 15)):
         fields.append(Field(column, offset=-2, length=3, dtype=target))
         for s, g in ((shift, gain), (shift[:1], gain[:1])) if target.is_floating_point else ():
-            fields.append(Field(column, offset=-3, length=5, pad="edge", dtype=target, shift=s, gain=g))
+            fields.append(
+                Field(column, offset=-3, length=5, pad="edge", dtype=target, shift=s, gain=g)
+            )
     check(native, fields, resolutions)
 
 
@@ -387,7 +422,9 @@ def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.d
     page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
     every = torch.frombuffer(mmap.mmap(-1, 3 * page), dtype=torch.uint8)
     for start in (0, 2 * page):  # pages around the column that cannot be read
-        assert libc.mprotect(ctypes.c_void_p(every.data_ptr() + start), ctypes.c_size_t(page), 0) == 0
+        assert (
+            libc.mprotect(ctypes.c_void_p(every.data_ptr() + start), ctypes.c_size_t(page), 0) == 0
+        )
     memory = every[page : 2 * page]
     # Of each trajectory no step is read, and its rows would lie in front.
     nothing = torch.tensor([[0, 0, 0, -6, 1, 0, 0, 0]]).repeat(9, 1)
@@ -396,9 +433,13 @@ def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.d
         for length, offset in itertools.product(range(1, 40), range(4)):
             for side in (memory[: 4 * length], memory[len(memory) - 4 * length :]):
                 # The runs lie at different alignments of the batch, by the padding in front.
-                field = Field(side.view(torch.float32), offset=-offset, length=length + offset, dtype=target)
+                field = Field(
+                    side.view(torch.float32), offset=-offset, length=length + offset, dtype=target
+                )
                 gather(kernels_on_host, [field], torch.tensor([[0, 0, 0, 0, length, 0, 0, 0]]))
-        gather(kernels_on_host, [Field(memory.view(torch.float32), offset=4, dtype=target)], nothing)
+        gather(
+            kernels_on_host, [Field(memory.view(torch.float32), offset=4, dtype=target)], nothing
+        )
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -408,7 +449,9 @@ def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.d
 STEPS = 6  # of the trajectory; it has one row more
 COLUMN = torch.arange((STEPS + 1) * 3, dtype=torch.float32).view(-1, 3) + 1
 WINDOWS = [(o, n) for o in (-9, -6, -2, -1, 0, 1, 2, 6, 9) for n in (1, 3, 20)]
-CASES = list(itertools.product(WINDOWS, (0, 3, STEPS - 1), (0, 1)))  # window, anchor, whether n steps follow
+CASES = list(
+    itertools.product(WINDOWS, (0, 3, STEPS - 1), (0, 1))
+)  # window, anchor, whether n steps follow
 TWO = torch.tensor([2])
 
 
@@ -426,7 +469,9 @@ def steps_of(field: Field, anchor: int, n_step: int = 0) -> list[int]:
     return [step for step in every if 0 <= step < held]
 
 
-def is_refused(ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tensor | None = None) -> None:
+def is_refused(
+    ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tensor | None = None
+) -> None:
     given = arguments_of(fields, resolutions, n_steps)
     refuse(ops, "gather_", given, r"resolution 0 .*must lie in the columns")
 
@@ -436,7 +481,9 @@ def is_refused(ops: Ops, fields: list[Field], resolutions: Tensor, n_steps: Tens
     [(Align.IN_PLACE, 7.5), (Align.IN_PLACE, "edge"), (Align.LEFT, "edge"), (Align.RIGHT, 0.0)],
 )
 @pytest.mark.parametrize("source", [Source.STEPS, Source.STEPS_PLUS_ONE])
-def test_a_column_of_the_steps_that_are_read(native: Ops, source: int, align: int, pad: float | str) -> None:
+def test_a_column_of_the_steps_that_are_read(
+    native: Ops, source: int, align: int, pad: float | str
+) -> None:
     """It gives what the whole trajectory gives; where nothing is read, first_row may be anything."""
     for (offset, length), anchor, follows in CASES:
         field = Field(COLUMN, source, offset, length, align, follows, pad, mask=0)
@@ -461,8 +508,20 @@ def test_one_row_too_few_is_refused(on_host: Ops, source: int, pad: float | str)
 
 def test_only_the_part_is_read(native: Ops, careful: Ops) -> None:
     """The window begins 3 steps before the trajectory and ends 3 behind it; its outer parts only pad."""
-    for first, count, low, high in ((0, 2, 0, 0), (2, 3, 0, 1), (5, 3, 2, 4), (8, 2, 5, 5), (10, 2, 5, 5)):
-        parts: dict[str, Any] = {"offset": -5, "length": 12, "pad": "edge", "first": first, "count": count}
+    for first, count, low, high in (
+        (0, 2, 0, 0),
+        (2, 3, 0, 1),
+        (5, 3, 2, 4),
+        (8, 2, 5, 5),
+        (10, 2, 5, 5),
+    ):
+        parts: dict[str, Any] = {
+            "offset": -5,
+            "length": 12,
+            "pad": "edge",
+            "first": first,
+            "count": count,
+        }
         want = gather(REFERENCE, [Field(COLUMN, **parts, mask=0)], record(2, 0))
         some = Field(COLUMN[low : high + 1].clone(), **parts, mask=0)
         assert all(map(same_bits, check(native, [some], record(2, -low)), want))
@@ -491,7 +550,9 @@ def test_every_column_is_looked_at(careful: Ops) -> None:
 
 # ---- returns -----------------------------------------------------------------------------------------
 
-EXTENTS = torch.tensor([[0, 1], [1, 7], [8, 0], [9, 33], [50, 200]])  # rows 42..49 belong to no process
+EXTENTS = torch.tensor(
+    [[0, 1], [1, 7], [8, 0], [9, 33], [50, 200]]
+)  # rows 42..49 belong to no process
 NUM_REWARDS = 250
 
 
@@ -499,7 +560,9 @@ def rewards_of(dtype: torch.dtype) -> Tensor:
     torch.manual_seed(0)
     if not dtype.is_floating_point:
         return torch.randint(-(1 << 40), 1 << 40, (NUM_REWARDS,)).to(dtype)
-    reward = torch.randn(NUM_REWARDS, dtype=torch.float64) * 10.0 ** torch.randint(-3, 4, (NUM_REWARDS,))
+    reward = torch.randn(NUM_REWARDS, dtype=torch.float64) * 10.0 ** torch.randint(
+        -3, 4, (NUM_REWARDS,)
+    )
     reward[60:62], reward[100] = torch.tensor([torch.inf, -torch.inf]), torch.nan
     reward[0] = -0.0
     return reward.to(dtype)
@@ -508,7 +571,9 @@ def rewards_of(dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 def test_suffix_sum(native: Ops, dtype: torch.dtype) -> None:
     for extents in (EXTENTS, EXTENTS[:0], EXTENTS[2:3]):
-        (found,) = compare(native, "suffix_sum_", torch.full((NUM_REWARDS,), 9.0), rewards_of(dtype), extents)
+        (found,) = compare(
+            native, "suffix_sum_", torch.full((NUM_REWARDS,), 9.0), rewards_of(dtype), extents
+        )
         assert (found[42:50] == 9.0).all()
 
 
@@ -520,7 +585,9 @@ def outs_of(count: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_n_step(native: Ops, dtype: torch.dtype) -> None:
     reward = rewards_of(dtype)
     often, truncated = torch.rand(2, NUM_REWARDS) < 0.1
-    at_32 = (torch.arange(NUM_REWARDS) - 50) % 32 == 31  # a warp's last step, of windows at the first row
+    at_32 = (
+        torch.arange(NUM_REWARDS) - 50
+    ) % 32 == 31  # a warp's last step, of windows at the first row
     never = truncated & False
     for count in (0, 1, 33, 240):
         trajectory = torch.tensor([0, 1, 3, 4])[torch.randint(0, 4, (count,))]
@@ -528,7 +595,9 @@ def test_n_step(native: Ops, dtype: torch.dtype) -> None:
         zero = torch.zeros_like(first)
         anchor = torch.minimum((torch.rand(count) * length).long(), length - 1)
         anchor[: count // 3] = 0
-        resolutions = torch.stack((zero, trajectory, zero, first, length, anchor, zero, zero), dim=1)
+        resolutions = torch.stack(
+            (zero, trajectory, zero, first, length, anchor, zero, zero), dim=1
+        )
         resolutions[5::9, :7] = torch.tensor(NO_SAMPLE)
         for n, terminated, ends, gamma in (
             (1, often, None, 0.9),
@@ -554,7 +623,13 @@ def test_advantages(native: Ops, off_policy: bool) -> None:
         mask, logs = given[7], given[8:10]
         assert all((out[~mask] == 0).all() for out in found)
         compare(native, "advantages_", *given[:6], None, mask, *logs, [1.0, 1.0, 1e30, 0.5])
-        for at, special in ((3, torch.nan), (2, torch.inf), (8, -torch.inf), (8, torch.nan), (9, -torch.inf)):
+        for at, special in (
+            (3, torch.nan),
+            (2, torch.inf),
+            (8, -torch.inf),
+            (8, torch.nan),
+            (9, -torch.inf),
+        ):
             if given[at] is not None:
                 given[at].view(-1)[::5] = special
                 compare(native, "advantages_", *given, factors)
@@ -567,19 +642,35 @@ def test_n_step_of_the_steps_that_are_read(native: Ops, on_host: Ops, n: int) ->
 
         def given(reward: Tensor, first_row: int, anchor: int = anchor) -> tuple[Any, ...]:
             flags = torch.zeros_like(reward, dtype=torch.bool)
-            return *outs_of(1), reward, flags, flags, powers_of(0.9, n), record(anchor, first_row), n
+            return (
+                *outs_of(1),
+                reward,
+                flags,
+                flags,
+                powers_of(0.9, n),
+                record(anchor, first_row),
+                n,
+            )
 
         want = compare(native, "n_step_", *given(reward, 0))
-        assert all(map(same_bits, compare(native, "n_step_", *given(reward[some].clone(), -anchor)), want))
+        assert all(
+            map(same_bits, compare(native, "n_step_", *given(reward[some].clone(), -anchor)), want)
+        )
         for shift in (-1, 1):
-            refuse(on_host, "n_step_", given(reward[some].clone(), shift - anchor), "must lie in the columns")
+            refuse(
+                on_host,
+                "n_step_",
+                given(reward[some].clone(), shift - anchor),
+                "must lie in the columns",
+            )
 
 
 # ---- what is refused ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("word", "value"), [(0, 0), (0, -2), (1, 99), (1, -2), (2, 1), (3, 1), (3, -1), (4, -1), (5, 1), (6, 1)]
+    ("word", "value"),
+    [(0, 0), (0, -2), (1, 99), (1, -2), (2, 1), (3, 1), (3, -1), (4, -1), (5, 1), (6, 1)],
 )
 @pytest.mark.parametrize("source", [Source.STEPS, Source.TRAJECTORY])
 def test_a_record_that_is_almost_no_sample_is_refused(
@@ -606,9 +697,15 @@ PARTS = [(5, -1, 2), (5, 2, 0), (5, 4, 2), (5, 5, 1), (5, 0, 6), (5, (1 << 63) -
         (Field(torch.zeros(50, dtype=torch.bool), pad=2.0, offset=-1), "whole number"),
         (Field(torch.zeros(50, 2), follows=Follows.N_STEP), "n_steps"),
         (Field(torch.zeros(50, 2), follows=Follows.GOAL), "n_steps"),
-        (Field(torch.zeros(50, 2), Source.TRAJECTORY, first=1, count=1), "first and count must be a part"),
+        (
+            Field(torch.zeros(50, 2), Source.TRAJECTORY, first=1, count=1),
+            "first and count must be a part",
+        ),
         *(
-            (Field(torch.zeros(50, 2), length=n, first=first, count=count), "first and count must be a part")
+            (
+                Field(torch.zeros(50, 2), length=n, first=first, count=count),
+                "first and count must be a part",
+            )
             for n, first, count in PARTS
         ),
     ],

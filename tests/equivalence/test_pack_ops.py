@@ -49,13 +49,18 @@ def test_rows_of_a_pack(
     gaps = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
     places = torch.from_numpy(np.cumsum([0, *lengths])[:-1] + np.cumsum([0, *gaps])[1:]).long()
     column = torch.from_numpy(words.integers(-99, 99, (int(extents[-1]) + 8, elements))).to(dtype)
-    target = torch.int64 if source == Source.TIMESTEP else data.draw(st.sampled_from(TARGETS[dtype]))
+    target = (
+        torch.int64 if source == Source.TIMESTEP else data.draw(st.sampled_from(TARGETS[dtype]))
+    )
     scaled = target.is_floating_point and source != Source.TIMESTEP and data.draw(st.booleans())
     shift = torch.arange(elements, dtype=torch.float64) if scaled else torch.empty(0)
     gain = torch.full((elements,), 0.5, dtype=torch.float64) if scaled else torch.empty(0)
     first, rows = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 40))
     width = 1 if source == Source.TIMESTEP else elements
-    spec, outs = lower([GatherSpec(source, offset, elements=width)]), [torch.zeros(rows, width, dtype=target)]
+    spec, outs = (
+        lower([GatherSpec(source, offset, elements=width)]),
+        [torch.zeros(rows, width, dtype=target)],
+    )
     given = [column], [shift], [gain], records, places, spec, [1.0], first, rows
     (found,) = compare(cpu, "pack_", outs, *given)
     if source == Source.STEPS and dtype == target and not scaled:

@@ -24,7 +24,15 @@ from deepspeed_gear.ops.constants import (
 from deepspeed_gear.ops.records import LogEntry, MassUnit, Resolution, Slot, SlotState, UpdateCount
 
 ALL = [0, 0, 1, 1 << 40, 0]
-RULES = [ALL, [0, 0, 1, 1, 1], ALL, [1, 1, 2, 2, 0], ALL, [0, 0, 1, 1, 1], [1, 0, 2, 3, 1]]  # by count
+RULES = [
+    ALL,
+    [0, 0, 1, 1, 1],
+    ALL,
+    [1, 1, 2, 2, 0],
+    ALL,
+    [0, 0, 1, 1, 1],
+    [1, 0, 2, 3, 1],
+]  # by count
 
 # ---- masses, weights and the least mass --------------------------------------------------------------
 
@@ -35,7 +43,9 @@ def test_mass(native: Ops, count: int, alpha: int) -> None:
     torch.manual_seed(count)
     for priorities in (any_priorities(count), torch.rand(count) * 2):
         for most_bits in (MOST_MASS_BITS, 27, 1):
-            (found,) = compare(native, "mass_", torch.full((count,), -1), priorities, alpha, most_bits)
+            (found,) = compare(
+                native, "mass_", torch.full((count,), -1), priorities, alpha, most_bits
+            )
             assert torch.equal(found == 0, priorities == 0)
             assert (found <= 1 << most_bits).all()
 
@@ -60,7 +70,9 @@ def test_importance(cpu: Ops, count: int, beta: int) -> None:
     for numerator, num_items in ((1, 1), (1 << 50, 1000), (most, 1), (1, most), (12345, 7)):
         out = torch.full((count,), -1.0)
         (found,) = compare(cpu, "importance_", out, resolutions, numerator, num_items, beta)
-        exact = (numerator / (num_items * resolutions[:, Resolution.MASS].double())) ** (beta / ONE_Q62)
+        exact = (numerator / (num_items * resolutions[:, Resolution.MASS].double())) ** (
+            beta / ONE_Q62
+        )
         assert torch.allclose(found.double(), exact, rtol=1e-6, atol=0)
 
 
@@ -87,7 +99,9 @@ def test_minima(native: Ops, num_items: int) -> None:
     torch.manual_seed(num_items)
     masses = masses_of(num_items)
     sums = op_wrappers.tree(masses, ops=REFERENCE)
-    (minima,) = compare(native, "minima_build_", torch.full((minima_size(num_items),), 77), sums, num_items)
+    (minima,) = compare(
+        native, "minima_build_", torch.full((minima_size(num_items),), 77), sums, num_items
+    )
     assert minima.tolist() == minima_by_hand(masses)
     for count in SIZES if num_items else (0,):
         # Small ranges have many equal items; small masses are the least of their groups, and vanish again.
@@ -150,7 +164,9 @@ def updates_of(slots: Tensor, count: int) -> Tensor:
     """Updates of few slots, so that items repeat; some of each kind that must be ignored."""
     index = torch.randint(0, len(slots), (count,))
     anchor = (torch.rand(count) * slots[index, 4]).long()
-    updates = torch.stack((index, slots[index, 1], anchor, any_priorities(count).view(torch.int32).long()), 1)
+    updates = torch.stack(
+        (index, slots[index, 1], anchor, any_priorities(count).view(torch.int32).long()), 1
+    )
     kind = torch.randint(0, 14, (count,))
     updates[kind == 0, 0] = -1
     updates[kind == 1, 0] = len(slots)
@@ -174,7 +190,8 @@ def arrays(num_items: int, keeps_minima: bool) -> list[Tensor]:
 
 @pytest.mark.parametrize("alpha", [0, round(0.6 * ONE_Q62), ONE_Q62])
 @pytest.mark.parametrize(
-    ("unit", "keeps_minima"), [(MassUnit.TRAJECTORY, True), (MassUnit.STEP, True), (MassUnit.STEP, False)]
+    ("unit", "keeps_minima"),
+    [(MassUnit.TRAJECTORY, True), (MassUnit.STEP, True), (MassUnit.STEP, False)],
 )
 @pytest.mark.parametrize("num_slots", [1, 33, 1025])
 def test_prioritize(cpu: Ops, num_slots: int, unit: int, keeps_minima: bool, alpha: int) -> None:
@@ -224,8 +241,15 @@ def test_report(cpu: Ops, size: int) -> None:
         (found,) = compare(cpu, "append_reports_", log, samples, priorities, tail, count - 2)
         bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
         for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
-            update = [sample[Resolution.SLOT], sample[Resolution.GENERATION], sample[Resolution.ANCHOR], word]
-            log[(tail + i) % size] = torch.tensor([*update, count - 2, sample[Resolution.SAMPLE_NUMBER]])
+            update = [
+                sample[Resolution.SLOT],
+                sample[Resolution.GENERATION],
+                sample[Resolution.ANCHOR],
+                word,
+            ]
+            log[(tail + i) % size] = torch.tensor(
+                [*update, count - 2, sample[Resolution.SAMPLE_NUMBER]]
+            )
         assert torch.equal(found, log)
         tail += count
 
@@ -237,7 +261,11 @@ def test_slot_priorities(cpu: Ops, data: st.DataObject) -> None:
     num_slots, length = 6, 7
     num_items = num_slots * length if by_step else num_slots
     rule = data.draw(st.sampled_from([[0, 0, 1, 1 << 40, 0], [1, 0, 2, 2, 0], [0, 2, 1, 3, 1]]))
-    unit = MassUnit.STEP if by_step else data.draw(st.sampled_from([MassUnit.TRAJECTORY, MassUnit.LENGTH]))
+    unit = (
+        MassUnit.STEP
+        if by_step
+        else data.draw(st.sampled_from([MassUnit.TRAJECTORY, MassUnit.LENGTH]))
+    )
     slots = torch.zeros(num_slots, Slot.NUM_WORDS, dtype=torch.int64)
     slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_ROWS] = torch.arange(num_slots) * length, length
     kept = [

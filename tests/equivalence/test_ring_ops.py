@@ -62,7 +62,9 @@ VALUES = torch.tensor([0.0, 0.5, 1.0, 3.0, 1e9, float("nan"), -1.0, float("inf")
 @pytest.mark.parametrize("kind", KINDS)
 @given(actions=st.lists(ACTIONS, min_size=1, max_size=14), seed=st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
-def test_equals_the_reference(native: Ops, kind: tuple[Any, ...], actions: list[Any], seed: int) -> None:
+def test_equals_the_reference(
+    native: Ops, kind: tuple[Any, ...], actions: list[Any], seed: int
+) -> None:
     both, latest = Both(ring_of(kind, model_of(native)), ring_of(kind, native)), list[Tensor]()
     for what, number in actions:
         if what == "remove":
@@ -103,7 +105,9 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
         placed = ring.add(argument)
         lengths += [steps for steps in argument if 0 < steps <= 7]
         refused += sum(not 0 <= steps <= 7 for steps in argument)
-        assert (placed[:, PlacedTrajectory.SLOT] >= 0).tolist() == [0 < steps <= 7 for steps in argument]
+        assert (placed[:, PlacedTrajectory.SLOT] >= 0).tolist() == [
+            0 < steps <= 7 for steps in argument
+        ]
         state = ring.state.tolist()
         stored = ring.slots[ring.slots[:, Slot.STATE] == SlotState.COMMITTED]
         stored = stored[stored[:, Slot.ID].argsort()]
@@ -111,7 +115,10 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
         assert state[RingState.NEXT] == len(lengths)
         assert stored[:, Slot.ID].tolist() == list(range(state[RingState.TAIL], len(lengths)))
         assert stored[:, Slot.NUM_STEPS].tolist() == held
-        assert [state[word] for word in (RingState.STEPS, RingState.REFUSED)] == [sum(held), refused]
+        assert [state[word] for word in (RingState.STEPS, RingState.REFUSED)] == [
+            sum(held),
+            refused,
+        ]
         rows = torch.zeros(50, dtype=torch.int64)
         for first, count in stored[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist():
             rows[first : first + count] += 1
@@ -123,7 +130,9 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
         assert torch.equal(compare(cpu, "tree_build_", ring.sums, items)[0], ring.sums)
         assert int((ring.sums[:items] > 0).sum()) == state[RingState.COUNTS + UpdateCount.DRAWABLE]
         if ring.with_minima and minima_size(items):
-            assert torch.equal(compare(cpu, "minima_build_", ring.minima, ring.sums, items)[0], ring.minima)
+            assert torch.equal(
+                compare(cpu, "minima_build_", ring.minima, ring.sums, items)[0], ring.minima
+            )
 
 
 # Slots, longest trajectory, and most of an add and of a batch: all by one launch, and by several.
@@ -164,7 +173,9 @@ def test_the_highest_of_a_full_ring_begin_with_the_oldest(kernels: Ops, unit: in
 
     def ranked() -> list[tuple[float, int, int]]:
         rows = zip(both.priorities.tolist(), ids_of(both).tolist(), strict=True)
-        return sorted((-value, number, item) for item, (value, number) in enumerate(rows) if number >= 0)
+        return sorted(
+            (-value, number, item) for item, (value, number) in enumerate(rows) if number >= 0
+        )
 
     for turn in range(14):
         both.add(torch.randint(0, 10, (200,)).tolist(), [ONE, HIGHEST_SO_FAR][turn % 2])
@@ -175,7 +186,9 @@ def test_the_highest_of_a_full_ring_begin_with_the_oldest(kernels: Ops, unit: in
                 assert (records[:, Resolution.ID] == -1).all()
                 assert not weights.any()
                 break
-            assert records[:, Resolution.ID].tolist() == [number for _, number, _ in expected[:count]]
+            assert records[:, Resolution.ID].tolist() == [
+                number for _, number, _ in expected[:count]
+            ]
             if unit == MassUnit.STEP:
                 rows = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
                 assert rows.tolist() == [item for *_, item in expected[:count]]
@@ -216,7 +229,9 @@ def test_transitions_of_one_row_evict_as_many(kernels: Ops, num_rows: int) -> No
     torch.manual_seed(0)
     both = both_of(kernels, num_rows, num_rows + 9, 0, 1, MassUnit.STEP, ALL_ANCHORS, True, True)
     for _ in range(8):
-        both.add(torch.randint(0, 2, (int(torch.randint(num_rows // 3, num_rows // 2, ())),)).tolist())
+        both.add(
+            torch.randint(0, 2, (int(torch.randint(num_rows // 3, num_rows // 2, ())),)).tolist()
+        )
         both.assert_alike()
     assert int(both.state[RingState.TAIL]) > 0
 
@@ -229,7 +244,16 @@ def some_lengths(count: int, most: int) -> list[int]:
 
 
 PLACES = [0, 1, 31, 32, 33, 63, 64, 992, 993, 1023, 1024, 1025, 2047, 2048, 2049, 3072]
-COUNTS = [1, 31, 32, 33, 64, 1023, 1025, *([1024, 2081, 4096] if LONG else [])]  # as a block takes them
+COUNTS = [
+    1,
+    31,
+    32,
+    33,
+    64,
+    1023,
+    1025,
+    *([1024, 2081, 4096] if LONG else []),
+]  # as a block takes them
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -240,7 +264,9 @@ def test_many_trajectories_are_placed_at_once(native: Ops, count: int) -> None:
     torch.manual_seed(count)
     most, num_slots, num_rows = 5, count + 40, (count + 2) * 6 + 7
     lengths = some_lengths(count, most)
-    ahead = torch.tensor([0, *(steps + 1 if 0 < steps <= most else 0 for steps in lengths)]).cumsum(0)
+    ahead = torch.tensor([0, *(steps + 1 if 0 < steps <= most else 0 for steps in lengths)]).cumsum(
+        0
+    )
     places = [place for place in (*PLACES, count) if place <= count]
     sizes = num_rows, num_slots, 1, most, MassUnit.TRAJECTORY, ALL_ANCHORS, False
     for place in places[:: -1 - count // 1000]:
@@ -256,7 +282,9 @@ def test_many_trajectories_are_placed_at_once(native: Ops, count: int) -> None:
 
 @pytest.mark.parametrize("why", ["new", "only lengths that add nothing", "no priority above 0"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_ring_without_masses_gives_none_and_goes_on(native: Ops, kind: tuple[Any, ...], why: str) -> None:
+def test_a_ring_without_masses_gives_none_and_goes_on(
+    native: Ops, kind: tuple[Any, ...], why: str
+) -> None:
     if why == "no priority above 0" and not kind[2]:
         pytest.skip("such items have no priorities")
     both = Both(ring_of(kind, model_of(native)), ring_of(kind, native))
@@ -287,10 +315,14 @@ def test_a_ring_without_masses_gives_none_and_goes_on(native: Ops, kind: tuple[A
 
 
 @given(
-    st.lists(st.integers(0, 5), min_size=1, max_size=6), st.sampled_from([1, 3, 11, 16]), st.integers(0, 3)
+    st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    st.sampled_from([1, 3, 11, 16]),
+    st.integers(0, 3),
 )
 @settings(max_examples=20, deadline=None)
-def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width: int, shift: int) -> None:
+def test_rows_are_written_to_their_places(
+    native: Ops, lengths: list[int], width: int, shift: int
+) -> None:
     placed = Ring(REFERENCE, 60, 20, 1, 5, MassUnit.STEP, ALL_ANCHORS, False).add(lengths)
     n = len(lengths)
     values = [
@@ -301,7 +333,12 @@ def test_rows_are_written_to_their_places(native: Ops, lengths: list[int], width
     place = at_offset(torch.zeros(60, width, dtype=torch.uint8), shift)
     columns = [place, torch.zeros(60, width), torch.zeros(20, 2).double()]
     compare(
-        native, "scatter_", columns, values, placed, [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY]
+        native,
+        "scatter_",
+        columns,
+        values,
+        placed,
+        [Source.STEPS, Source.STEPS_PLUS_ONE, Source.TRAJECTORY],
     )
 
 
@@ -335,11 +372,17 @@ def test_what_cannot_be_is_refused(careful: Ops) -> None:
     ],
 )
 def test_nodes_of_a_graph(
-    kernels_on_host: Ops, launched: Launched, count: int, most_steps: int, nodes: tuple[int, int, int]
+    kernels_on_host: Ops,
+    launched: Launched,
+    count: int,
+    most_steps: int,
+    nodes: tuple[int, int, int],
 ) -> None:
     """Adding, drawing and updating: one launch where one block, or its last one, can do the rest."""
     num_rows = 1024 + (count + 2) * most_steps
-    ring = Ring(kernels_on_host, num_rows, 1100, 0, most_steps, MassUnit.STEP, ALL_ANCHORS, True, True)
+    ring = Ring(
+        kernels_on_host, num_rows, 1100, 0, most_steps, MassUnit.STEP, ALL_ANCHORS, True, True
+    )
     assert 1024 < num_rows <= 1024 * 32  # three levels
     ring.add([1] * count)
     added = launched()
@@ -353,13 +396,21 @@ def test_nodes_of_a_graph(
 
 
 @pytest.mark.parametrize("added", [0, 100, 900])
-def test_nodes_of_limited_draws_and_top_k(kernels_on_host: Ops, launched: Launched, added: int) -> None:
+def test_nodes_of_limited_draws_and_top_k(
+    kernels_on_host: Ops, launched: Launched, added: int
+) -> None:
     """As many in every table: a captured step is one graph, with anything to draw or nothing."""
     ring = Ring(kernels_on_host, 4000, 1000, 0, 4, MassUnit.TRAJECTORY, ALL_ANCHORS, True, True)
     ring.add([1] * added)
     launched()
     ring.ops.ring_select_limited_(
-        *(ring.state, torch.zeros(200, 8, dtype=torch.int64), torch.zeros(200), ring.slots, ring.sums),
+        *(
+            ring.state,
+            torch.zeros(200, 8, dtype=torch.int64),
+            torch.zeros(200),
+            ring.slots,
+            ring.sums,
+        ),
         *(ring.minima, torch.tensor([0]), ALL_ANCHORS, ring.shape, [1, 2, 1, 0, 0, 1], 0, 2),
     )
     assert launched() == [1]
@@ -391,19 +442,29 @@ def flags(num_envs: int, share: float, generator: torch.Generator) -> Tensor:
 )
 @settings(max_examples=12, deadline=None)
 def test_steps_equal_the_reference(
-    native: Ops, kind: tuple[Any, ...], seed: int, num_envs: int, shares: tuple[float, float], next_step: bool
+    native: Ops,
+    kind: tuple[Any, ...],
+    seed: int,
+    num_envs: int,
+    shares: tuple[float, float],
+    next_step: bool,
 ) -> None:
     """`shares` of the environments end, and take part in a call."""
     both = Both(*(Environments(ops, num_envs, kind) for ops in (model_of(native), native)))
     (ends, present), generator = shares, torch.Generator().manual_seed(seed)
     for turn in range(30):
-        terminated, truncated = flags(num_envs, ends, generator), flags(num_envs, ends / 2, generator)
+        terminated, truncated = (
+            flags(num_envs, ends, generator),
+            flags(num_envs, ends / 2, generator),
+        )
         mask = None if present == 1 else flags(num_envs, present, generator)
         both.step(terminated, None if turn % 5 == 0 else truncated, mask, next_step)
         if turn % 4 == 3:
             drawn, _ = both.select(20, [seed + turn, 1, 1, 0, 0, Normalize.BATCH], [ONE_Q62])
         if kind[2] and turn > 3 and turn % 4 < 2:  # late: a step that was an anchor may be none
-            both.update(drawn, torch.rand(20, generator=torch.Generator().manual_seed(seed + turn)) * 4)
+            both.update(
+                drawn, torch.rand(20, generator=torch.Generator().manual_seed(seed + turn)) * 4
+            )
         if turn % 6 == 5:
             both.rings[0].check()
         both.assert_alike()
@@ -412,7 +473,9 @@ def test_steps_equal_the_reference(
 @pytest.mark.parametrize("num_envs", [1024, 1025])
 def test_more_environments_than_threads_of_a_block(kernels: Ops, num_envs: int) -> None:
     kind = (MassUnit.TRAJECTORY, ALL_ANCHORS, False, False, 1)
-    both = Both(*(Environments(ops, num_envs, kind, most=2) for ops in (model_of(kernels), kernels)))
+    both = Both(
+        *(Environments(ops, num_envs, kind, most=2) for ops in (model_of(kernels), kernels))
+    )
     generator = torch.Generator().manual_seed(num_envs)
     for _ in range(4):
         both.step(flags(num_envs, 0.4, generator), None, flags(num_envs, 0.8, generator))
@@ -456,7 +519,9 @@ def test_a_step_whose_call_evicts_its_trajectory_is_dropped_and_counted(native: 
     for _ in range(11):  # 0, 2 and 3, in the rows of 0
         ring.step(never, None, first)
     assert (ring.state[RingState.TAIL], ring.state[RingState.DROPPED]) == (1, 0)
-    placed, _ = ring.step(torch.tensor([False, True]), None, None)  # 4, in the rows of 2: 1 is older
+    placed, _ = ring.step(
+        torch.tensor([False, True]), None, None
+    )  # 4, in the rows of 2: 1 is older
     assert placed[:, PlacedStep.SLOT].tolist() == [4, -1]
     assert (ring.state[RingState.TAIL], ring.state[RingState.DROPPED]) == (3, 1)
     assert ring.tensors["opened"][1, OpenTrajectory.ENDED] == 1

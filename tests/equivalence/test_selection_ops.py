@@ -30,12 +30,18 @@ RULES = {
 @pytest.mark.parametrize("count", SIZES)
 def test_draw(cpu: Ops, count: int) -> None:
     for total in TOTALS:
-        for seed, stream, first in ((0, 0, 0), ((1 << 63) - 1, (1 << 32) - 1, 5), (7, 1, (1 << 63) - 40)):
+        for seed, stream, first in (
+            (0, 0, 0),
+            ((1 << 63) - 1, (1 << 32) - 1, 5),
+            (7, 1, (1 << 63) - 40),
+        ):
             (out,) = compare(cpu, "draw_", torch.full((count,), -1), seed, stream, first, total)
             assert ((out >= 0) & (out < total)).all()
 
 
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 33, 1 << 10, (1 << 10) + 1, (1 << 40) - 1, 1 << 61])
+@pytest.mark.parametrize(
+    "size", [0, 1, 2, 3, 4, 5, 33, 1 << 10, (1 << 10) + 1, (1 << 40) - 1, 1 << 61]
+)
 def test_permute(cpu: Ops, size: int) -> None:
     for count in {min(count, size) for count in SIZES}:
         for seed, stream, epoch, first in ((0, 0, 0, 0), ((1 << 63) - 1, 3, 1 << 40, size - count)):
@@ -46,7 +52,9 @@ def test_permute(cpu: Ops, size: int) -> None:
 def test_tree(native: Ops, num_items: int) -> None:
     torch.manual_seed(num_items)
     sums = torch.randint(1, 99, (tree_size(num_items),))  # the inner nodes must not matter
-    sums[num_items:] = torch.where(torch.arange(len(sums) - num_items) < -num_items % 32, 0, sums[num_items:])
+    sums[num_items:] = torch.where(
+        torch.arange(len(sums) - num_items) < -num_items % 32, 0, sums[num_items:]
+    )
     (built,) = compare(native, "tree_build_", sums, num_items)
     for count in SIZES if num_items else ():
         items = torch.randint(0, min(num_items, 20), (count,))  # many equal ones: the last wins
@@ -61,7 +69,10 @@ def test_tree(native: Ops, num_items: int) -> None:
 def anchors_by_hand(rule: tuple[int, ...], lengths: list[int]) -> list[list[int]]:
     first, trim, stride, most, from_end = rule
     forward = [list(range(first, length - trim, stride))[:most] for length in lengths]
-    return [[n - 1 - a for a in some] if from_end else some for some, n in zip(forward, lengths, strict=True)]
+    return [
+        [n - 1 - a for a in some] if from_end else some
+        for some, n in zip(forward, lengths, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
@@ -70,13 +81,18 @@ def test_slot_masses(cpu: Ops, rule: tuple[int, ...], num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
-    log, sums = torch.randint(0, num_slots, (50,)), op_wrappers.tree(torch.full((num_slots,), 7), ops=cpu)
+    log, sums = (
+        torch.randint(0, num_slots, (50,)),
+        op_wrappers.tree(torch.full((num_slots,), 7), ops=cpu),
+    )
     lengths = slots[:, 4].tolist()
     anchors = [len(some) for some in anchors_by_hand(rule, lengths)]
     masses = {
         MassUnit.TRAJECTORY: [int(count > 0) for count in anchors],
         MassUnit.STEP: anchors,
-        MassUnit.LENGTH: [steps * (count > 0) for steps, count in zip(lengths, anchors, strict=True)],
+        MassUnit.LENGTH: [
+            steps * (count > 0) for steps, count in zip(lengths, anchors, strict=True)
+        ],
     }
     for unit, wanted in masses.items():
         for first, last in ((0, 0), (3, 40), (130, 180)):  # the last one: all round the ring
@@ -114,7 +130,10 @@ def test_resolve_rows(cpu: Ops, num_slots: int) -> None:
     masses[row_slots == 0] += 1  # one of them at least can be drawn
     sums, total = op_wrappers.tree(masses, ops=cpu), int(masses.sum())
     for count in (*SIZES, 200):
-        coordinates, out = torch.randint(0, total, (count,)), torch.full((count, Resolution.NUM_WORDS), -1)
+        coordinates, out = (
+            torch.randint(0, total, (count,)),
+            torch.full((count, Resolution.NUM_WORDS), -1),
+        )
         (found,) = compare(cpu, "resolve_rows_", out, sums, slots, row_slots, coordinates, 1 << 40)
         row, slot = found[:, 3] + found[:, 5], found[:, 1]
         assert torch.equal(row_slots[row].long(), slot)
@@ -129,7 +148,9 @@ def test_resolve_rows(cpu: Ops, num_slots: int) -> None:
 LARGEST = (1 << 62) - 1
 
 
-def descend(ops: Ops, sums: Tensor, num_items: int, coordinates: list[int]) -> list[tuple[int, int]]:
+def descend(
+    ops: Ops, sums: Tensor, num_items: int, coordinates: list[int]
+) -> list[tuple[int, int]]:
     """Item and rest of every coordinate, through the op: where the unit is a step, the rest is the anchor."""
     slots = torch.zeros(num_items, 8, dtype=torch.int64)
     out = op_wrappers.resolve(
@@ -138,11 +159,15 @@ def descend(ops: Ops, sums: Tensor, num_items: int, coordinates: list[int]) -> l
     return [(item, rest) for item, rest in out[:, (1, 5)].tolist()]
 
 
-MASSES = st.lists(st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 1 << 55)), min_size=1, max_size=70)
+MASSES = st.lists(
+    st.one_of(st.just(0), st.integers(0, 5), st.integers(0, 1 << 55)), min_size=1, max_size=70
+)
 
 
 @given(masses=MASSES, data=st.data())
-def test_coordinate_hits_the_item_that_holds_it(careful: Ops, masses: list[int], data: st.DataObject) -> None:
+def test_coordinate_hits_the_item_that_holds_it(
+    careful: Ops, masses: list[int], data: st.DataObject
+) -> None:
     total = sum(masses)
     sums = op_wrappers.tree(torch.tensor(masses), ops=careful)
     assert op_wrappers.tree_total(sums, len(masses)) == total
@@ -170,4 +195,8 @@ def test_the_largest_total(careful: Ops) -> None:
     masses = [0] * 40
     masses[7], masses[39] = LARGEST - 1, 1
     sums = op_wrappers.tree(torch.tensor(masses), ops=careful)
-    assert descend(careful, sums, 40, [0, LARGEST - 2, LARGEST - 1]) == [(7, 0), (7, LARGEST - 2), (39, 0)]
+    assert descend(careful, sums, 40, [0, LARGEST - 2, LARGEST - 1]) == [
+        (7, 0),
+        (7, LARGEST - 2),
+        (39, 0),
+    ]

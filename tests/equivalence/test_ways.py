@@ -40,7 +40,10 @@ COLUMNS = {  # dtype, shape, rows, and the dtypes of fields
 }
 SCHEMA = Schema(
     [
-        *(Column(name, dtype, shape, "other", rows) for name, (dtype, shape, rows, _) in COLUMNS.items()),
+        *(
+            Column(name, dtype, shape, "other", rows)
+            for name, (dtype, shape, rows, _) in COLUMNS.items()
+        ),
         Column("reward", "float32", (), "reward"),
         Column("terminated", "bool", (), "terminated"),
         Column("truncated", "bool", (), "truncated"),
@@ -107,7 +110,18 @@ def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
     for number in range(count):
         slot = draw(st.integers(0, len(LENGTHS) - 1))
         first = int(table.slots[slot, Slot.FIRST_ROW])
-        rows.append([slot, slot, 0, first, LENGTHS[slot], draw(st.integers(0, LENGTHS[slot] - 1)), 1, number])
+        rows.append(
+            [
+                slot,
+                slot,
+                0,
+                first,
+                LENGTHS[slot],
+                draw(st.integers(0, LENGTHS[slot] - 1)),
+                1,
+                number,
+            ]
+        )
     return torch.tensor(rows)
 
 
@@ -163,7 +177,9 @@ def test_parts_of_a_batch_from_several_gatherers(
     parts = [(gatherer, records, None) for gatherer, records in zip(gatherers, some, strict=True)]
     got = gatherers[0].gather_from(parts)
     for expected, found in zip(plain, got, strict=True):
-        assert all(same_bits(found[name], expected[name]) for name in expected), ways_in(gatherers[0])
+        assert all(same_bits(found[name], expected[name]) for name in expected), ways_in(
+            gatherers[0]
+        )
 
 
 def test_what_cannot_go_a_way_goes_another(table: Table) -> None:

@@ -25,7 +25,9 @@ pytest.importorskip("transformers", reason="the models are those of transformers
 EXAMPLES, CONFIG = ROOT / "examples", ROOT / "configs" / "grpo_async.json"
 SERVER = Path(__file__).parent / "programs" / "completion_server.py"
 EOS = 12
-LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
+LONG = pytest.mark.skipif(
+    os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
+)
 
 
 @pytest.fixture
@@ -56,7 +58,9 @@ def log_probabilities(model: Any, prompt: list[int], response: list[int]) -> lis
 
 def section(folder: Path, **prompts: Any) -> dict[str, Any]:
     """Return the example's table with groups of 2, and two of them in a rollout batch, of a few prompts."""
-    with DatasetWriter(folder / "prompts", Schema([Column("tokens", "uint8", role="token")])) as writer:
+    with DatasetWriter(
+        folder / "prompts", Schema([Column("tokens", "uint8", role="token")])
+    ) as writer:
         for prompt in ([1, 2, 10, 3, 4, 11], [5, 6, 10, 7, 8, 11], [9] * 13):
             writer.add({"tokens": np.array(prompt, np.uint8)})
     gear: dict[str, Any] = json.loads(CONFIG.read_text())["gear"]
@@ -96,11 +100,15 @@ def test_continuous_batches_are_what_each_prompt_generates_alone(
         assert response.logp == pytest.approx(log_probabilities(model, prompt, tokens), abs=1e-5)
         for length in range(len(tokens) if temperature == 0 else 0):
             with torch.no_grad():
-                logits = model(input_ids=torch.tensor([prompt + tokens[:length]]), use_cache=False).logits
+                logits = model(
+                    input_ids=torch.tensor([prompt + tokens[:length]]), use_cache=False
+                ).logits
             assert tokens[length] == logits[0, -1].argmax()
 
 
-def test_a_temperature_is_that_of_the_log_probabilities(task: ModuleType, worker_module: ModuleType) -> None:
+def test_a_temperature_is_that_of_the_log_probabilities(
+    task: ModuleType, worker_module: ModuleType
+) -> None:
     model = task.policy()
     generation = worker_module.Generation(model, places=2, max_tokens=1, temperature=0.5)
     generation.start(0, [1, 2], 2)
@@ -114,12 +122,16 @@ def test_weights_change_between_two_steps(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard
 ) -> None:
     reader = PolicyBoard.attach(board.name)
-    generation = worker_module.Generation(task.policy(), board=reader, places=64, max_tokens=3, seed=1)
+    generation = worker_module.Generation(
+        task.policy(), board=reader, places=64, max_tokens=3, seed=1
+    )
     generation.start(0, [1, 2], 64)
     first = generation.step()
     board.publish(task.policy(), 5)
     rest = generation.step() + generation.step()
-    assert {tuple(response.versions) for response in first} == {(1,)}  # those that have ended at once
+    assert {tuple(response.versions) for response in first} == {
+        (1,)
+    }  # those that have ended at once
     assert {tuple(response.versions) for response in rest} >= {(1, 5), (1, 5, 5)}
     reader.close()
 
@@ -135,7 +147,9 @@ def test_a_worker_commits_groups_and_drops_prompts(
     options = {"size": 2, "max_prompt": 12, "heartbeat_s": 0.0}
     with Replay(section(tmp_path)) as replay, replay.rollout_worker() as leases:
         generation = worker_module.Generation(model, board=reader, places=4, max_tokens=4)
-        worker = worker_module.Worker(leases, generation, lambda prompt, tokens: len(tokens), **options)
+        worker = worker_module.Worker(
+            leases, generation, lambda prompt, tokens: len(tokens), **options
+        )
         while worker.num_groups < 4:
             worker.turn()
         assert leases.lease(timeout_s=0) == []  # max_lag admits none
@@ -147,12 +161,20 @@ def test_a_worker_commits_groups_and_drops_prompts(
                 assert (logp[trained] < 0).all()
                 assert (version[~trained] == 0).all()
         books = replay.statistics()["prompts"]["rollouts"]
-        assert (books["trained"], books["waiting"], list(books["dropped"])) == (2, 2, ["prompt too long"])
+        assert (books["trained"], books["waiting"], list(books["dropped"])) == (
+            2,
+            2,
+            ["prompt too long"],
+        )
 
-        strict = worker_module.Worker(leases, generation, lambda *_: 0.0, drop_truncated=True, **options)
+        strict = worker_module.Worker(
+            leases, generation, lambda *_: 0.0, drop_truncated=True, **options
+        )
         board.publish(model, 2)
         while (
-            strict.num_groups + replay.statistics()["prompts"]["rollouts"]["dropped"].get("too long", 0) < 2
+            strict.num_groups
+            + replay.statistics()["prompts"]["rollouts"]["dropped"].get("too long", 0)
+            < 2
         ):
             strict.turn()
         assert generation.free == 4
@@ -167,18 +189,29 @@ def test_a_worker_generates_by_a_server(
     task.policy().save_pretrained(served)  # what the server begins with
     newest, reader = task.policy(), PolicyBoard.attach(board.name)
     board.publish(newest)
-    parts = {"model": task.policy(), "board": reader, "folder": served, "places": 4, "max_tokens": 4}
+    parts = {
+        "model": task.policy(),
+        "board": reader,
+        "folder": served,
+        "places": 4,
+        "max_tokens": 4,
+    }
     with WarmProcess([str(SERVER), str(served)], environment(), PIPE, None, cwd=ROOT) as server:
         try:
             url = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-            vllm, sglang = (http.HttpGeneration(url, kind, **parts) for kind in (http.VLLM, http.SGLANG))
+            vllm, sglang = (
+                http.HttpGeneration(url, kind, **parts) for kind in (http.VLLM, http.SGLANG)
+            )
             with Replay(section(tmp_path)) as replay, replay.rollout_worker() as leases:
                 worker = worker_module.Worker(leases, vllm, lambda *_: 0.0, size=2, max_prompt=12)
                 while worker.num_groups < 4:
                     worker.turn()
                 for group in replay.read(replay.rollout().trajectory_id.tolist()):
                     begin = group["loss_mask"].tolist().index(True)
-                    prompt, tokens = group["tokens"][:begin].tolist(), group["tokens"][begin:].tolist()
+                    prompt, tokens = (
+                        group["tokens"][:begin].tolist(),
+                        group["tokens"][begin:].tolist(),
+                    )
                     expected = log_probabilities(newest, prompt, tokens)
                     assert group["logp"][begin:].tolist() == pytest.approx(expected, abs=1e-5)
                     assert group["version"].tolist() == [0] * begin + [2] * len(tokens)
@@ -194,7 +227,9 @@ def test_a_worker_generates_by_a_server(
                 found += sglang.step()
             for one in found:
                 assert (one.key, one.versions) == (7, [3] * len(one.tokens))
-                assert one.logp == pytest.approx(log_probabilities(newest, [1, 2], one.tokens), abs=1e-5)
+                assert one.logp == pytest.approx(
+                    log_probabilities(newest, [1, 2], one.tokens), abs=1e-5
+                )
             assert sglang._post("/calls", {}) == [
                 "/pause?mode=keep",
                 "/collective_rpc",
@@ -221,11 +256,32 @@ def grpo(tmp_path: Path) -> list[str]:
     config = json.loads(CONFIG.read_text())
     config["gear"]["shared_memory"] = {"prefix": prefix()}
     config["gear"]["rollout"]["groups"] = 4
-    config["gear"]["tables"]["rollouts"]["group"].pop("where")  # so few right answers make few such groups
+    config["gear"]["tables"]["rollouts"]["group"].pop(
+        "where"
+    )  # so few right answers make few such groups
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    options = ["--out", str(tmp_path), "--warm-accuracy", "0", "--goal", "2", "--evaluate-every", "2"]
-    return ["--config", str(path), *options, "--workers", "1", "--max-lag", "1", "--save-every", "1"]
+    options = [
+        "--out",
+        str(tmp_path),
+        "--warm-accuracy",
+        "0",
+        "--goal",
+        "2",
+        "--evaluate-every",
+        "2",
+    ]
+    return [
+        "--config",
+        str(path),
+        *options,
+        "--workers",
+        "1",
+        "--max-lag",
+        "1",
+        "--save-every",
+        "1",
+    ]
 
 
 def check_result(output: str, iterations: int) -> None:
@@ -261,7 +317,9 @@ def test_a_worker_in_an_actor_of_ray(
     class Rollouts:
         def __init__(self, board: str) -> None:
             sys.path.insert(0, examples)
-            module, task = (importlib.import_module(name) for name in ("rollout_worker", "grpo_model"))
+            module, task = (
+                importlib.import_module(name) for name in ("rollout_worker", "grpo_model")
+            )
             reader = PolicyBoard.attach(board)
             generation = module.Generation(task.policy(), board=reader, places=4, max_tokens=4)
             self.leases = RolloutWorker.attach(config)
@@ -285,10 +343,14 @@ def test_a_worker_in_an_actor_of_ray(
                 assert all((micro["version"][micro.loss_mask] == 1).all() for micro in step)
             held = ray.get(actor.hold.remote())
             ray.kill(actor)
-            wait_until(lambda: not replay.statistics()["prompts"]["rollouts"]["leased"], "the return")
+            wait_until(
+                lambda: not replay.statistics()["prompts"]["rollouts"]["leased"], "the return"
+            )
             with replay.rollout_worker() as leases:
                 again = leases.lease(2)
-                assert [(lease.number, lease.attempt) for lease in again] == [(number, 2) for number in held]
+                assert [(lease.number, lease.attempt) for lease in again] == [
+                    (number, 2) for number in held
+                ]
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)

@@ -26,9 +26,15 @@ PAGE = ROOT / "docs" / "how-to" / "transition-buffer.md"
 
 #: Text before and after, each in one place of a program.
 PORT = (
-    ("from cleanrl_utils.buffers import ReplayBuffer", "from deepspeed_gear import TransitionBuffer"),
+    (
+        "from cleanrl_utils.buffers import ReplayBuffer",
+        "from deepspeed_gear import TransitionBuffer",
+    ),
     ("ReplayBuffer(", "TransitionBuffer("),
-    ("handle_timeout_termination=False", 'batch_size=args.batch_size,\n        autoreset="same_step"'),
+    (
+        "handle_timeout_termination=False",
+        'batch_size=args.batch_size,\n        autoreset="same_step"',
+    ),
     ("terminations, infos)", "terminations, truncations)"),
 )
 
@@ -58,12 +64,16 @@ def run(program: Path, *options: str, cwd: Path) -> str:
 @pytest.mark.parametrize("program", ["dqn", "sac", "td3"])
 def test_the_projects_own_programs_run(program: str, tmp_path: Path) -> None:
     options = ["--steps", str(STEPS), "--random-steps", str(STEPS - 50)]
-    result = json.loads(run(ROOT / "examples" / f"{program}.py", *options, cwd=tmp_path).splitlines()[-1])
+    result = json.loads(
+        run(ROOT / "examples" / f"{program}.py", *options, cwd=tmp_path).splitlines()[-1]
+    )
     results = [result["plain"], result["gear"]] if program == "td3" else [result]
     assert all(math.isfinite(one["return"]) for one in results)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tyro") is None, reason="CleanRL needs tyro: pip install tyro")
+@pytest.mark.skipif(
+    importlib.util.find_spec("tyro") is None, reason="CleanRL needs tyro: pip install tyro"
+)
 @pytest.mark.skipif(not FOLDER, reason="GEAR_CLEANRL names no checkout of CleanRL")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_port_of_cleanrl_changes_at_most_5_lines_and_runs(program: str, tmp_path: Path) -> None:
@@ -74,7 +84,9 @@ def test_a_port_of_cleanrl_changes_at_most_5_lines_and_runs(program: str, tmp_pa
     ported.write_text(after)
     options = ["--total-timesteps", str(STEPS), "--learning-starts", "150", "--buffer-size", "2000"]
     options += ["--batch-size", "32"] + ([] if program == "dqn" else ["--env-id", "Pendulum-v1"])
-    printed = run(ROOT / "tests/examples/programs/run_cleanrl.py", str(ported), *options, cwd=tmp_path)
+    printed = run(
+        ROOT / "tests/examples/programs/run_cleanrl.py", str(ported), *options, cwd=tmp_path
+    )
     assert "SPS:" in printed, "it has learnt"
 
 

@@ -19,7 +19,9 @@ from deepspeed_gear import Dataset
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
-LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
+LONG = pytest.mark.skipif(
+    os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
+)
 
 
 def own(config: str, folder: Path, change: Callable[[dict[str, Any]], object] = dict) -> str:
@@ -61,7 +63,16 @@ def test_the_time_limit_is_no_failure(cartpole: Path) -> None:
 
 def test_priorities_concentrate_on_two_ranks(cartpole: Path, tmp_path: Path) -> None:
     config, steps = str(CONFIGS / "cartpole_dqn.json"), 100
-    options = ["--config", config, "--data", str(cartpole), "--steps", str(steps), "--out", str(tmp_path)]
+    options = [
+        "--config",
+        config,
+        "--data",
+        str(cartpole),
+        "--steps",
+        str(steps),
+        "--out",
+        str(tmp_path),
+    ]
     result = result_of("cartpole_dqn.py", 2, *options)
     assert (result["ranks"], result["steps"]) == (2, steps)
     # Uniform would be a share of 0.1 for the top tenth, and an effective sample size of all steps.
@@ -81,7 +92,12 @@ def test_ddp_workers_with_one_prioritized_buffer() -> None:
     run_ranks(promises, workers, str(EXAMPLES / "ddp_prioritized.py"), "24")
 
 
-PARALLEL = {"tensor": (2, 1), "pipeline": (2, 1), "sequence": (2, 1), "expert": (2, 2)}  # ranks, replicas
+PARALLEL = {
+    "tensor": (2, 1),
+    "pipeline": (2, 1),
+    "sequence": (2, 1),
+    "expert": (2, 2),
+}  # ranks, replicas
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +110,9 @@ def test_an_example_of_a_parallelism_learns(mode: str, hopper: Path, tmp_path: P
     (ranks, replicas), steps = PARALLEL[mode], 12
     # A few steps see no warm-up.
     config = own(
-        f"{mode}_parallel.json", tmp_path, lambda c: c["scheduler"]["params"].update(warmup_num_steps=2)
+        f"{mode}_parallel.json",
+        tmp_path,
+        lambda c: c["scheduler"]["params"].update(warmup_num_steps=2),
     )
     options = ["--config", config, "--data", str(hopper), "--steps", str(steps)]
     output = "".join(run_ranks(EXAMPLES / f"{mode}_parallel.py", ranks, *options))
@@ -127,7 +145,14 @@ def test_packed_and_padded_episodes_train_the_same_model() -> None:
 def test_online(tmp_path: Path) -> None:
     options = ["--steps", "30", "--evaluate-every", "15", "--out", str(tmp_path), "--seed", "3"]
     result = result_of("online.py", 2, *options, "--config", own("online.json", tmp_path))
-    assert set(result) >= {"return_before", "return_after", "seconds", "seed", "env_steps", "batches"}
+    assert set(result) >= {
+        "return_before",
+        "return_after",
+        "seconds",
+        "seed",
+        "env_steps",
+        "batches",
+    }
     assert (result["ranks"], result["actors"], result["batches"], result["seed"]) == (2, 2, 30, 3)
     assert result["env_steps"] >= 2000  # what the table's rate asks for before the first batch
     assert len(json.loads((tmp_path / "result.json").read_text())["curves"]["return"]) == 3
@@ -146,7 +171,13 @@ def test_ppo(tmp_path: Path) -> None:
 
 def test_ranks_and_actors_end_with_the_launcher(tmp_path: Path) -> None:
     """However early SIGTERM comes; the reapers remove what killed processes leave."""
-    command = [str(EXAMPLES / "online.py"), "--config", own("online.json", tmp_path), "--steps", "100000"]
+    command = [
+        str(EXAMPLES / "online.py"),
+        "--config",
+        own("online.json", tmp_path),
+        "--steps",
+        "100000",
+    ]
     with WarmProcess(command, environment(), PIPE, PIPE, cwd=ROOT) as process:
         wait_until(lambda: len(shared_files(prefix())) == 2, "a store and a board")
         process.send_signal(signal.SIGTERM)

@@ -39,8 +39,19 @@ def ran(out: Path) -> subprocess.CompletedProcess[str]:
     config["gear"]["shared_memory"] = {"prefix": prefix()}
     (out / "config.json").write_text(json.dumps(config))
     port = str(free_port())
-    command = [str(Path(sys.executable).parent / "deepspeed"), *launch_options(), "--master_port", port]
-    command += ["examples/hopper.py", "--config", str(out / "config.json"), "--out", str(out / "run")]
+    command = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        *launch_options(),
+        "--master_port",
+        port,
+    ]
+    command += [
+        "examples/hopper.py",
+        "--config",
+        str(out / "config.json"),
+        "--out",
+        str(out / "run"),
+    ]
     command += ["--steps", str(STEPS), "--evaluate-every", str(EVERY)]
     try:
         done = run_warm(*command, env=environment(), cwd=ROOT)
@@ -100,7 +111,11 @@ def test_what_it_names_is_there_and_the_result_ends_stdout(
     assert Path(paths[0]).read_bytes().startswith(b"\x89PNG")
     assert all((Path(path) / "gear" / "position.json").is_file() for path in paths[1:])
     result: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    assert (result["steps"], result["ranks"], result["checkpoint"]) == (STEPS, 2, f"global_step{STEPS}")
+    assert (result["steps"], result["ranks"], result["checkpoint"]) == (
+        STEPS,
+        2,
+        f"global_step{STEPS}",
+    )
     assert math.isfinite(result["return_after"])
     curves = json.loads((out / "run" / "result.json").read_text())["curves"]
     returns = dict(curves["return"])
@@ -109,14 +124,25 @@ def test_what_it_names_is_there_and_the_result_ends_stdout(
     assert result["return_best"] == round(returns[result["best_step"]], 1)
 
 
-def test_a_resumed_run_ends_as_the_whole_one(ran: subprocess.CompletedProcess[str], out: Path) -> None:
+def test_a_resumed_run_ends_as_the_whole_one(
+    ran: subprocess.CompletedProcess[str], out: Path
+) -> None:
     """From the save in the middle, with the evaluations before it."""
     shutil.copytree(out / "run" / "checkpoint", out / "again" / "checkpoint")
     (out / "again" / "checkpoint" / "latest").write_text(f"global_step{EVERY}")
-    options = ["--config", str(out / "config.json"), "--out", str(out / "again"), "--steps", str(STEPS)]
+    options = [
+        "--config",
+        str(out / "config.json"),
+        "--out",
+        str(out / "again"),
+        "--steps",
+        str(STEPS),
+    ]
     options += ["--evaluate-every", str(EVERY), "--resume"]
     output = run_ranks(ROOT / "examples" / "hopper.py", 2, *options)[0]
-    whole, again = (json.loads((out / name / "result.json").read_text()) for name in ("run", "again"))
+    whole, again = (
+        json.loads((out / name / "result.json").read_text()) for name in ("run", "again")
+    )
     assert again["curves"]["return"] == whole["curves"]["return"], output
     for name in ("returns", "return_best", "best_step", "return_before", "episode_steps"):
         assert again[name] == whole[name], output
@@ -149,7 +175,9 @@ def test_a_quiet_start_hides_known_warnings_only(
     common, logger = importlib.import_module("common"), logging.getLogger("DeepSpeed")
     monkeypatch.setattr(logger, "filters", list(logger.filters))
     logged: list[str] = []
-    monkeypatch.setattr(logger, "handle", lambda r: logged.append(r.msg) if logger.filter(r) else None)
+    monkeypatch.setattr(
+        logger, "handle", lambda r: logged.append(r.msg) if logger.filter(r) else None
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(ValueError, match="mine"):

@@ -45,19 +45,33 @@ def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> Non
     else:
         ingest([ROOT / "examples" / "data" / "hopper_medium.hdf5"], data)
     config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
-    config |= {"train_batch_size": 16, "gear": {**config["gear"], "shared_memory": {"prefix": prefix()}}}
+    config |= {
+        "train_batch_size": 16,
+        "gear": {**config["gear"], "shared_memory": {"prefix": prefix()}},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    options = ["--config", str(tmp_path / "config.json"), "--data", str(data), "--out", str(tmp_path)]
+    options = [
+        "--config",
+        str(tmp_path / "config.json"),
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path),
+    ]
     options += ["--steps", "4", "--evaluate-every", "2", "--seed", "3"]
     output = run_ranks(ROOT / "examples" / f"{name}.py", 1, *options)[0]
     assert shared_files(prefix()) == []
     result, saves = json.loads((tmp_path / "result.json").read_text()), tmp_path / "checkpoint"
     assert json.loads(output.splitlines()[-1]).items() <= result.items()
     assert result.get("agents") == (3 if name == "mat" else None)
-    assert all((saves / tag / "gear/normalizer.json").is_file() for tag in ("global_step2", "global_step4"))
+    assert all(
+        (saves / tag / "gear/normalizer.json").is_file() for tag in ("global_step2", "global_step4")
+    )
     best = torch.load(saves / "best" / STATES, weights_only=False)
     assert best["global_steps"] == result["best_step"]
-    if name == "iql":  # the targets follow the critics by a part; the schedule begins after two steps
+    if (
+        name == "iql"
+    ):  # the targets follow the critics by a part; the schedule begins after two steps
         files = (saves / f"global_step{step}" / STATES for step in (2, 4))
         before, after = (torch.load(file, weights_only=False)["module"] for file in files)
         critic, target = "critics.0.0.weight", "targets.0.0.weight"
@@ -117,9 +131,13 @@ def test_an_action_depends_on_those_of_the_agents_before(load: Load) -> None:
         assert differs.tolist() == [agent > changed for agent in range(3)]
     seen = observation.clone()
     seen[:, 2] += 1
-    assert (model.decode(model.encode(seen), action) != means).any(-1).all(), "all agents' observations"
+    assert (model.decode(model.encode(seen), action) != means).any(-1).all(), (
+        "all agents' observations"
+    )
     normal = torch.distributions.Normal(means, model.log_std.exp())
     expected = normal.log_prob(action).sum((1, 2))
     assert torch.allclose(model(observation, action), expected, rtol=1e-5)
     acted = model.act(observation).view(5, 3, 2)
-    assert torch.allclose(model.decode(encoded, acted), acted, atol=1e-6), "one pass with these finds them"
+    assert torch.allclose(model.decode(encoded, acted), acted, atol=1e-6), (
+        "one pass with these finds them"
+    )

@@ -130,7 +130,17 @@ def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: in
         counters = torch.zeros(3, dtype=torch.int64, device=device)
         spec = window(column, -4, 9)
         ops.gather_(
-            [out], [mask], counters, [column], [none], [none], resolutions.to(device), None, spec, [7.0], 1
+            [out],
+            [mask],
+            counters,
+            [column],
+            [none],
+            [none],
+            resolutions.to(device),
+            None,
+            spec,
+            [7.0],
+            1,
         )
         if device == "cpu":
             expected.copy_(out)
@@ -155,16 +165,24 @@ def test_converted_rows_at_any_address(
     torch.manual_seed(elements)
     samples = (20 << 20) // (9 * elements * source.itemsize) if elements > 1000 else 700
     resolutions, order = resolutions_of(samples, slots=10), torch.randperm(samples)
-    rows, spec = torch.randint(-99, 99, (400, elements)).to(source), window(torch.zeros(1, elements), -4, 9)
+    rows, spec = (
+        torch.randint(-99, 99, (400, elements)).to(source),
+        window(torch.zeros(1, elements), -4, 9),
+    )
     scale = torch.rand(2, elements, dtype=torch.float64)
 
-    def gather(ops: Ops, device: str, start: int, threads: int, shift: Tensor, gain: Tensor) -> list[Tensor]:
+    def gather(
+        ops: Ops, device: str, start: int, threads: int, shift: Tensor, gain: Tensor
+    ) -> list[Tensor]:
         column, out = (
             torch.zeros(start + size, dtype=dtype, device=device)[start:]
             for size, dtype in ((rows.numel(), source), (samples * 9 * elements, target))
         )
         column.view(rows.shape).copy_(rows)
-        out, mask = out.view(samples, 9, elements), torch.zeros(samples, 9, dtype=torch.bool, device=device)
+        out, mask = (
+            out.view(samples, 9, elements),
+            torch.zeros(samples, 9, dtype=torch.bool, device=device),
+        )
         counters = torch.zeros(3, dtype=torch.int64, device=device)
         lists = [column.view(rows.shape)], [shift.to(device)], [gain.to(device)]
         places = resolutions.to(device), None, spec, [7.0], threads, order.to(device)
@@ -186,9 +204,14 @@ def test_column_beyond_4_gib(cuda: Ops) -> None:
     column[-40:] = torch.arange(40, dtype=torch.uint8, device=DEVICE)
     resolutions = torch.tensor([[0, 0, 0, rows - 40, 40, 5, 0, 0]], device=DEVICE)
     none = torch.empty(0)
-    out, counters = torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE), torch.zeros(3, dtype=torch.int64)
+    out, counters = (
+        torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE),
+        torch.zeros(3, dtype=torch.int64),
+    )
     spec = [Source.STEPS, 0, 20, 0, 0, 0, 1, -1, 0, 20]
-    cuda.gather_([out], [], counters.to(DEVICE), [column], [none], [none], resolutions, None, spec, [0.0], 1)
+    cuda.gather_(
+        [out], [], counters.to(DEVICE), [column], [none], [none], resolutions, None, spec, [0.0], 1
+    )
     assert torch.equal(out[0].cpu(), torch.arange(5, 25, dtype=torch.uint8))
 
 

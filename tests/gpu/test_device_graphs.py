@@ -52,10 +52,13 @@ def captured(replay: DeviceReplay, batch: Any, added: dict[str, Tensor]) -> Call
 
 
 @pytest.mark.parametrize(
-    ("turns", "run"), [(300, plainly), (300, captured), pytest.param(6, plainly, marks=pytest.mark.sanitize)]
+    ("turns", "run"),
+    [(300, plainly), (300, captured), pytest.param(6, plainly, marks=pytest.mark.sanitize)],
 )
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
-def test_a_gpu_gives_the_batches_of_the_host(sampler: str, turns: int, run: Callable[..., Any]) -> None:
+def test_a_gpu_gives_the_batches_of_the_host(
+    sampler: str, turns: int, run: Callable[..., Any]
+) -> None:
     """Also when the ring is full many times over; a memory checker has the time for few turns."""
     assert_equal(run_on(DEVICE, sampler, turns, run), run_on("cpu", sampler, turns, plainly))
 
@@ -173,7 +176,9 @@ def environment_steps(sampler: str, rows: str, device: str, captures: bool) -> l
 
 @pytest.mark.parametrize("rows", ["device", "host"])
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_captured_steps_of_environments_give_the_batches_of_the_host(sampler: str, rows: str) -> None:
+def test_captured_steps_of_environments_give_the_batches_of_the_host(
+    sampler: str, rows: str
+) -> None:
     expected = environment_steps(sampler, "device", "cpu", False)
     assert_equal(environment_steps(sampler, rows, DEVICE, False), expected)
     assert_equal(environment_steps(sampler, rows, DEVICE, True), expected)

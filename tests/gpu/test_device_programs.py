@@ -22,9 +22,13 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("flags", [(), ("--cudagraphs",), ("--compile", "--cudagraphs")], ids=" ".join)
+@pytest.mark.parametrize(
+    "flags", [(), ("--cudagraphs",), ("--compile", "--cudagraphs")], ids=" ".join
+)
 @pytest.mark.parametrize("algorithm", PROGRAMS)
-def test_an_example(run_python: Run, checkout: Path, algorithm: str, flags: tuple[str, ...]) -> None:
+def test_an_example(
+    run_python: Run, checkout: Path, algorithm: str, flags: tuple[str, ...]
+) -> None:
     pytest.importorskip("gymnasium", reason="the examples act in its environments")
     program = f"examples/{algorithm}_device.py"
     paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
@@ -35,12 +39,17 @@ def test_an_example(run_python: Run, checkout: Path, algorithm: str, flags: tupl
     low, high = (-2000, 0) if algorithm in ("td3", "sac") else (0, 501)
     assert low < result["return"] < high
     assert result["held"] > 0
-    assert (result["compile"], result["cudagraphs"]) == ("--compile" in flags, "--cudagraphs" in flags)
+    assert (result["compile"], result["cudagraphs"]) == (
+        "--compile" in flags,
+        "--cudagraphs" in flags,
+    )
     assert result["device"] != "cpu"
 
 
 def test_the_benchmark(run_python: Run, tmp_path: Path) -> None:
-    run = run_python("benchmarks/gpu.py", "--smoke", "--json", str(tmp_path / "gpu.json"), timeout_s=LONG_S)
+    run = run_python(
+        "benchmarks/gpu.py", "--smoke", "--json", str(tmp_path / "gpu.json"), timeout_s=LONG_S
+    )
     assert run.returncode == 0, run.stderr
     document = json.loads((tmp_path / "gpu.json").read_text())
     assert document["device"]["name"] != "cpu"

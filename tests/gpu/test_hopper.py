@@ -39,7 +39,11 @@ def test_the_batches_of_a_whole_run_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("placement", CONFIGS)
 def test_it_trains_to_the_return_of_the_cpu(
-    run_python: Run, checkout: Path, tmp_path: Path, placement: str, capsys: pytest.CaptureFixture[str]
+    run_python: Run,
+    checkout: Path,
+    tmp_path: Path,
+    placement: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The time in `gear_sample()` is printed, not judged."""
     for package in ("gymnasium", "mujoco", "matplotlib", "tensorboard"):
@@ -62,8 +66,15 @@ def run_job(run_python: Run, checkout: Path, folder: Path, config: str) -> dict[
     """Run the example on one rank in a folder that has its data; return its last line."""
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "DS_ACCELERATOR": "cuda"}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    place["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    command = ["-u", str(checkout / "examples" / "hopper.py"), "--config", str(checkout / "configs" / config)]
+    place["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(checkout), os.environ.get("PYTHONPATH")))
+    )
+    command = [
+        "-u",
+        str(checkout / "examples" / "hopper.py"),
+        "--config",
+        str(checkout / "configs" / config),
+    ]
     run = run_python(*command, env=place, cwd=folder, timeout_s=600.0)
     assert run.returncode == 0, run.stderr
     return dict(json.loads(run.stdout.splitlines()[-1]))

@@ -69,8 +69,17 @@ def trajectory(steps: int) -> dict[str, Any]:
 
 
 def replay_of(device: str, gather: dict[str, Any] | None = None, **options: Any) -> Replay:
-    section = {"fields": FIELDS, "n_step": {"n": 3, "gamma": 0.9}, "batch_size": 64, "sampler": PRIORITIZED}
-    section |= {"tables": {"main": {"capacity_steps": 100_000}}, "transfer": gather or {}, **options}
+    section = {
+        "fields": FIELDS,
+        "n_step": {"n": 3, "gamma": 0.9},
+        "batch_size": 64,
+        "sampler": PRIORITIZED,
+    }
+    section |= {
+        "tables": {"main": {"capacity_steps": 100_000}},
+        "transfer": gather or {},
+        **options,
+    }
     replay = Replay(
         config_of(**section), schemas={"main": SCHEMA}, device=device, engine_dtype=torch.bfloat16
     )
@@ -86,7 +95,15 @@ def assert_same(got: Batch, expected: Batch) -> None:
         assert torch.equal(got[name].cpu(), expected[name]), name
         if name in expected.mask:
             assert torch.equal(got.mask[name].cpu(), expected.mask[name]), name
-    for name in ("trajectory_id", "anchor", "sample_number", "is_weight", "epoch", "valid", "probability"):
+    for name in (
+        "trajectory_id",
+        "anchor",
+        "sample_number",
+        "is_weight",
+        "epoch",
+        "valid",
+        "probability",
+    ):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
     assert not got.host_records.is_cuda
     assert torch.equal(got.host_records, expected.host_records)
@@ -107,7 +124,9 @@ def expected() -> list[Batch]:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("way", ["auto", *WAYS])
-def test_every_way_gives_the_batches_of_the_cpu(expected: list[Batch], way: str, prefetch: int) -> None:
+def test_every_way_gives_the_batches_of_the_cpu(
+    expected: list[Batch], way: str, prefetch: int
+) -> None:
     with replay_of("cuda", {"way": way}, prefetch=prefetch) as replay:
         told = replay.statistics()["transfer"]
         assert told["way"] == (DIRECT if way == "auto" else way)
@@ -210,7 +229,9 @@ def test_host_memory_is_not_captured(expected: list[Batch]) -> None:
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_priorities_and_transforms_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
     def transform(batch: Batch, keys: torch.Tensor) -> Batch:
-        batch["action"] = batch["action"] + keys.remainder(7)[:, None, None]  # they are where the batch is
+        batch["action"] = (
+            batch["action"] + keys.remainder(7)[:, None, None]
+        )  # they are where the batch is
         return batch
 
     found = []
@@ -276,8 +297,12 @@ def memory() -> Iterator[SharedMemory]:
     made.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64])
-def test_registered_memory_is_a_tensor_of_the_device(memory: SharedMemory, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float64]
+)
+def test_registered_memory_is_a_tensor_of_the_device(
+    memory: SharedMemory, dtype: torch.dtype
+) -> None:
     data = torch.from_numpy(np.frombuffer(memory.buffer, np.uint8))
     data.copy_(torch.randint(0, 2, data.shape, dtype=torch.uint8))
     column = data[128 : 128 + 8000].view(dtype).view(-1, 4)

@@ -46,7 +46,9 @@ def test_any_schema_round_trips(schema: Schema, lengths: list[int], seed: int) -
 
     def make(column: Column, length: int) -> np.ndarray:
         rows = {"T": (length,), "T+1": (length + 1,), "1": ()}[column.rows]
-        raw = np.frombuffer(random.bytes(int(np.prod(rows, dtype=int)) * column.row_bytes), np.uint8)
+        raw = np.frombuffer(
+            random.bytes(int(np.prod(rows, dtype=int)) * column.row_bytes), np.uint8
+        )
         if column.dtype == "bool":
             raw = raw & 1
         return raw.view(column.numpy_dtype).reshape((*rows, *column.shape))
@@ -105,8 +107,12 @@ def test_any_d4rl_file_round_trips(lengths: list[int], seed: int, data: st.DataO
             fragment = trailing and i == len(lengths) - 1
             assert trajectory["terminated"].tolist() == flags["terminals"][rows].tolist()
             truncated = flags["timeouts"][rows].tolist()
-            assert trajectory["truncated"].tolist() == ([*truncated[:-1], True] if fragment else truncated)
-            np.testing.assert_allclose(trajectory["return"], rewards[rows].sum(), rtol=1e-12, atol=1e-12)
+            assert trajectory["truncated"].tolist() == (
+                [*truncated[:-1], True] if fragment else truncated
+            )
+            np.testing.assert_allclose(
+                trajectory["return"], rewards[rows].sum(), rtol=1e-12, atol=1e-12
+            )
 
 
 # ---- parts: any bounds, and the tables of shards are slices of its table ------------------------------
@@ -135,12 +141,18 @@ def test_parts_and_shards_of_any_bounds(lengths: list[int], data: st.DataObject)
         whole = Dataset.open(write_dataset(Path(folder) / "whole", lengths))
         parts = write_parts(whole, Path(folder) / "out", bounds)
         for name, column in whole.columns.items():
-            assert np.concatenate([part.columns[name] for part in parts]).tobytes() == column.tobytes()
+            assert (
+                np.concatenate([part.columns[name] for part in parts]).tobytes() == column.tobytes()
+            )
         shards = shard_of_node([part.part for part in parts], bounds)
         assert shards == shard_of_node([None] * len(parts), bounds)
-        everything: dict[str, list[np.ndarray]] = {name: [] for name in (*whole.schema.names, RETURN_TO_GO)}
+        everything: dict[str, list[np.ndarray]] = {
+            name: [] for name in (*whole.schema.names, RETURN_TO_GO)
+        }
         for shard, part in zip(shards, parts, strict=True):
-            of_whole, of_part = (rows_of(dataset, shard, in_memory, arrivals) for dataset in (whole, part))
+            of_whole, of_part = (
+                rows_of(dataset, shard, in_memory, arrivals) for dataset in (whole, part)
+            )
             for name, rows in of_part.items():
                 np.testing.assert_array_equal(rows, of_whole[name])
                 everything[name].append(rows)

@@ -27,7 +27,10 @@ def regions(num_slots: int, log_size: int) -> dict[str, np.ndarray]:
         "log": (log_size,),
     }
     retention = np.ones((num_slots, SlotRetention.NUM_WORDS), np.int64)  # a commit sets it to 0
-    return {**{name: np.zeros(shape, np.int64) for name, shape in shapes.items()}, "retention": retention}
+    return {
+        **{name: np.zeros(shape, np.int64) for name, shape in shapes.items()},
+        "retention": retention,
+    }
 
 
 NATIVE = load_backend("cpu").native
@@ -37,7 +40,9 @@ def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
     """Open lists that never lock: their mutex is not initialised."""
     memory: Any = SimpleNamespace(buffer=bytearray(HEADER_BYTES), peer=PEER)
     schema, columns = Schema([Column("x", "int64")]), {"x": np.zeros(num_rows, np.int64)}
-    spec = TableSpec("main", schema, len(views["slots"]), num_rows, None, True, False, 1, Shard(*IDS))
+    spec = TableSpec(
+        "main", schema, len(views["slots"]), num_rows, None, True, False, 1, Shard(*IDS)
+    )
     return RowAllocator(NATIVE, spec, memory, views, columns, list(columns.values()))
 
 
@@ -67,7 +72,9 @@ def free_slots(extents: RowAllocator) -> list[int]:
 class ExtentsMachine(RuleBasedStateMachine):
     """The oracle: `held` says what each slot holds, `old` and `gone` in which order they came and went."""
 
-    @initialize(num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9))
+    @initialize(
+        num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9)
+    )
     def make(self, num_slots: int, num_rows: int, log_size: int) -> None:
         self.num_rows, self.num_slots = num_rows, num_slots
         self.views = regions(num_slots, log_size)
@@ -106,7 +113,10 @@ class ExtentsMachine(RuleBasedStateMachine):
     @rule(num_rows=st.integers(1, 20))
     def reserve(self, num_rows: int) -> None:
         where = self._next_fit(num_rows)
-        free, longest = self.num_rows - sum(rows for _, rows, _ in self.held.values()), self._longest_run()
+        free, longest = (
+            self.num_rows - sum(rows for _, rows, _ in self.held.values()),
+            self._longest_run(),
+        )
         slot = self.extents.reserve(num_rows, max(1, num_rows - 1))
         if len(self.held) == self.num_slots:
             assert slot == Refusal.NO_SLOT
@@ -200,7 +210,9 @@ class ExtentsMachine(RuleBasedStateMachine):
             assert slots[slot, Slot.FIRST_ROW] >= end
             end = int(slots[slot, Slot.FIRST_ROW] + slots[slot, Slot.NUM_ROWS])
         assert end <= self.num_rows
-        assert control[Control.FREE_ROWS] == self.num_rows - sum(rows for _, rows, _ in self.held.values())
+        assert control[Control.FREE_ROWS] == self.num_rows - sum(
+            rows for _, rows, _ in self.held.values()
+        )
         assert extents.longest_run == self._longest_run()
         assert sorted([*free_slots(extents), *self.held]) == list(range(self.num_slots))
         assert ring(extents, extents.ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
@@ -221,7 +233,10 @@ class ExtentsMachine(RuleBasedStateMachine):
         assert inserted == [self.inserted, self.steps_inserted]
         assert control[Control.NEXT_ID] == self.inserted
         reserved = [self.held[slot][2] for slot in self._of(SlotState.RESERVED)]
-        assert control[[Control.PENDING, Control.STEPS_PENDING]].tolist() == [len(reserved), sum(reserved)]
+        assert control[[Control.PENDING, Control.STEPS_PENDING]].tolist() == [
+            len(reserved),
+            sum(reserved),
+        ]
         assert control[Control.CHANGED] == len(self.noted)
         seen = max(0, len(self.noted) - len(self.extents.log))
         assert self.extents.changed_since(seen).tolist() == sorted(set(self.noted[seen:]))
@@ -240,11 +255,19 @@ class ExtentsMachine(RuleBasedStateMachine):
         copy.rebuild()
         assert sorted(free_slots(copy)) == sorted(free_slots(self.extents))
         ends = self.extents.ends
-        by_address = [ring(one, ends, SlotLink.AFTER, SlotLink.BEFORE) for one in (copy, self.extents)]
+        by_address = [
+            ring(one, ends, SlotLink.AFTER, SlotLink.BEFORE) for one in (copy, self.extents)
+        ]
         assert by_address[0] == by_address[1]
         assert ring(copy, ends, SlotLink.NEWER, SlotLink.OLDER) == self.old
         assert sorted(copy.retired().tolist()) == sorted(self.gone)
-        words = [*derived, Control.NEXT_ID, Control.CHANGED, Control.INSERTED, Control.STEPS_INSERTED]
+        words = [
+            *derived,
+            Control.NEXT_ID,
+            Control.CHANGED,
+            Control.INSERTED,
+            Control.STEPS_INSERTED,
+        ]
         assert (copy.control[words] == self.extents.control[words]).all()
 
 

@@ -46,11 +46,18 @@ def values(dtype: str, shape: tuple[int, ...], random: np.random.Generator) -> t
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
     random = np.random.default_rng(draw(st.integers(0, 2**32)))
-    columns = [Column("reward", draw(st.sampled_from(["float32", "float64", "int32"])), (), "reward")]
+    columns = [
+        Column("reward", draw(st.sampled_from(["float32", "float64", "int32"])), (), "reward")
+    ]
     columns += [Column(flag, "bool", (), flag) for flag in ("terminated", "truncated")]
     for i in range(draw(st.integers(1, 4))):
-        dtype, shape = draw(st.sampled_from(list(DTYPES))), draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
-        columns.append(Column(f"c{i}", dtype, shape, "other", draw(st.sampled_from(["T", "T+1", "1"]))))
+        dtype, shape = (
+            draw(st.sampled_from(list(DTYPES))),
+            draw(st.sampled_from([(), (1,), (3,), (2, 2)])),
+        )
+        columns.append(
+            Column(f"c{i}", dtype, shape, "other", draw(st.sampled_from(["T", "T+1", "1"])))
+        )
     if draw(st.booleans()):
         name, dtype = draw(st.sampled_from(NEXT)), draw(st.sampled_from(list(DTYPES)))
         role = "next_observation" if name == "after" else "observation"
@@ -84,7 +91,9 @@ def draw_fields(draw: st.DrawFn, schema: Schema, has_n_step: bool) -> dict[str, 
         computed = source in ("timestep", "position")
         if column is None or column.rows != "1":
             follows = has_n_step and (column is None or column.rows == "T+1" or source in NEXT)
-            field["offset"] = draw(st.integers(-12, 12) | st.sampled_from(["n_step"] * follows or [0]))
+            field["offset"] = draw(
+                st.integers(-12, 12) | st.sampled_from(["n_step"] * follows or [0])
+            )
             if source == "position" or draw(st.booleans()):
                 field["length"] = draw(st.integers(1, 12))
                 field["align"] = draw(st.sampled_from(["in_place", "left", "right"]))
@@ -159,19 +168,32 @@ class Oracle:
         if not real:
             nearest = rows[0 if wanted[0] < 0 else -1]
             return [nearest if edge else None] * len(wanted), [False] * len(wanted)
-        before = {"in_place": sum(row < 0 for row in wanted), "left": 0, "right": len(wanted) - len(real)}
+        before = {
+            "in_place": sum(row < 0 for row in wanted),
+            "left": 0,
+            "right": len(wanted) - len(real),
+        }
         front = before[field.get("align", "in_place")]
         behind = len(wanted) - len(real) - front
-        pads = [rows[real[0]] if edge else None] * front, [rows[real[-1]] if edge else None] * behind
+        pads = (
+            [rows[real[0]] if edge else None] * front,
+            [rows[real[-1]] if edge else None] * behind,
+        )
         mask = [False] * front + [True] * len(real) + [False] * behind
         return [*pads[0], *(rows[row] for row in real), *pads[1]], mask
 
-    def convert(self, value: torch.Tensor, field: dict[str, Any], target: torch.dtype) -> torch.Tensor:
+    def convert(
+        self, value: torch.Tensor, field: dict[str, Any], target: torch.dtype
+    ) -> torch.Tensor:
         if field["scale"] == 1.0 and not field.get("normalize"):
             return value.to(target)
         shift, gain = (torch.as_tensor(x, dtype=torch.float64) for x in self.affine(field))
         found = (value.double() - shift) * gain
-        return found.float().to(target) if target in (torch.float16, torch.bfloat16) else found.to(target)
+        return (
+            found.float().to(target)
+            if target in (torch.float16, torch.bfloat16)
+            else found.to(target)
+        )
 
     def affine(self, field: dict[str, Any]) -> tuple[Any, Any]:
         if not field.get("normalize"):
@@ -200,7 +222,11 @@ class Oracle:
                 parts = [constant if v is None else self.convert(v, field, target) for v in wanted]
                 if field.get("derived") == "position":
                     parts = list(torch.arange(len(wanted)))
-                assert torch.equal(found, torch.stack([p.to(target) for p in parts])), (name, field, i)
+                assert torch.equal(found, torch.stack([p.to(target) for p in parts])), (
+                    name,
+                    field,
+                    i,
+                )
         self.check_n_step(batch)
 
     def dtype(self, field: dict[str, Any]) -> torch.dtype:
@@ -209,7 +235,11 @@ class Oracle:
         derived = DERIVED.get(str(field.get("derived")))
         own = derived or self.scene.schema[field["column"]].dtype
         converted = field["scale"] != 1.0 or field.get("normalize")
-        return torch.float32 if own == "float64" or (converted and own not in FLOATING) else DTYPES[own]
+        return (
+            torch.float32
+            if own == "float64" or (converted and own not in FLOATING)
+            else DTYPES[own]
+        )
 
     def check_n_step(self, batch: Batch) -> None:
         """Check n-step returns, discounts and steps."""
@@ -249,10 +279,16 @@ def test_normalised_fields_of_data_sets(scene: Scene, in_memory: bool, normalize
     with TemporaryDirectory() as folder:
         with DatasetWriter(Path(folder) / "d", scene.schema) as writer:
             for trajectory in scene.trajectories:
-                bits = {n: v.view(torch.uint16) for n, v in trajectory.items() if v.dtype == torch.bfloat16}
+                bits = {
+                    n: v.view(torch.uint16)
+                    for n, v in trajectory.items()
+                    if v.dtype == torch.bfloat16
+                }
                 writer.add({name: value.numpy() for name, value in {**trajectory, **bits}.items()})
         data = {"path": f"{folder}/d", "load": "memory" if in_memory else "mmap"}
-        section = {k: v for k, v in config_of(batch_size=BATCH, **scene.options).items() if k != "tables"}
+        section = {
+            k: v for k, v in config_of(batch_size=BATCH, **scene.options).items() if k != "tables"
+        }
         with Replay({**section, "data": data}) as replay:
             Oracle(scene, replay.datasets["main"].statistics).check(replay.sample())
 
@@ -261,7 +297,9 @@ def test_normalised_fields_of_data_sets(scene: Scene, in_memory: bool, normalize
 def test_anchors_of_a_config(anchors: Any) -> None:
     """No window of an anchor that fits is padded; the others stand where they say."""
     places: dict[str, Callable[[int], set[int]]] = {
-        "fits": lambda steps: set(range(2, steps - 1)),  # x: [-2, +2), observation: [0, +3) of T + 1 rows
+        "fits": lambda steps: set(
+            range(2, steps - 1)
+        ),  # x: [-2, +2), observation: [0, +3) of T + 1 rows
         "start": lambda _: {0},
         "end": lambda steps: {steps - 1},
         "every": lambda steps: set(range(0, steps, 3)),
@@ -269,7 +307,9 @@ def test_anchors_of_a_config(anchors: Any) -> None:
     fields = {"x": {"offset": -2, "length": 4}, "observation": {"length": 3}}
     sampler = {"unit": "step", "anchors": anchors}
     section = config_of(fields=fields, sampler=sampler, batch_size=400)
-    schema = Schema([Column("observation", "float32", (2,), "observation", "T+1"), Column("x", "int64")])
+    schema = Schema(
+        [Column("observation", "float32", (2,), "observation", "T+1"), Column("x", "int64")]
+    )
     with Replay(section, schemas={"main": schema}) as replay:
         lengths = [1, 3, 4, 7, 12]
         for steps in lengths:
@@ -312,7 +352,11 @@ def n_step_replay(form: str, placement: str, **sampler: Any) -> tuple[Any, dict[
     rows = {"observation": states, "after": states[1:], "next_observation.a": states[1:]}
     episode = {**rows, "reward": torch.ones(5), "terminated": ends, "truncated": ends & False}
     options = {"schemas": {"main": schema}}
-    made = Replay(section, **options) if placement == "host" else DeviceReplay(section, "cpu", **options)
+    made = (
+        Replay(section, **options)
+        if placement == "host"
+        else DeviceReplay(section, "cpu", **options)
+    )
     return made, {name: episode[name] for name in schema.names}
 
 

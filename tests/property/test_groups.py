@@ -112,12 +112,16 @@ def test_groups_are_evicted_whole(remove: str, kind: str, sizes: list[int], seed
     if remove == "keep_best":
         options["keep_best"] = "weight"
     words = np.random.default_rng(seed)
-    config = section({"column": "prompt", "size": 3}, {"kind": kind}, batch={"groups": 2}, **options)
+    config = section(
+        {"column": "prompt", "size": 3}, {"kind": kind}, batch={"groups": 2}, **options
+    )
     config["tables"]["main"].update(capacity_steps=90, capacity_trajectories=24, max_length=9)
     with Replay(config) as replay:
         stream, key, held = train(replay), 0, dict[int, set[int]]()
         order = np.repeat(np.arange(len(sizes)), 3)
-        order = order[np.argsort(order * 3 + words.integers(0, 9, len(order)), kind="stable")].tolist()
+        order = order[
+            np.argsort(order * 3 + words.integers(0, 9, len(order)), kind="stable")
+        ].tolist()
         for prompt in order:
             try:
                 number = add(replay, prompt, steps=sizes[prompt], weight=prompt % 5)
@@ -131,7 +135,9 @@ def test_groups_are_evicted_whole(remove: str, kind: str, sizes: list[int], seed
             if words.integers(0, 4) == 0 and replay.can_sample() and replay.missing_groups() == 0:
                 for ids in take(stream, key):
                     assert len(ids) == 3
-                    assert set(ids) in held.values() or kind == "epoch"  # which keeps what was evicted
+                    assert (
+                        set(ids) in held.values() or kind == "epoch"
+                    )  # which keeps what was evicted
                 key += 1
             check_groups(replay)
         assert key > 0 or kind == "epoch"

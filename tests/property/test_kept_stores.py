@@ -62,18 +62,25 @@ class Store(NodeStore):
         extents: Any = self.extents
         self.ledger = KeptLedger(self.spec, self.views, self.numbers, self.memory, extents)
 
-    def write(self, slot: int, number: int, state: int, drawn: int, present: int, version: int) -> None:
+    def write(
+        self, slot: int, number: int, state: int, drawn: int, present: int, version: int
+    ) -> None:
         control, spec = self.extents.control, self.spec
         self.slots[slot, Slot.ID] = control[Control.NEXT_ID] * spec.num_stores + spec.store
         self.slots[slot, Slot.STATE] = state
         control[Control.NEXT_ID] += 1
         self.numbers[slot], self.drawn[slot], self.leaders[slot] = number, drawn, 0
-        self.retention[slot, [SlotRetention.PRESENT, SlotRetention.POLICY_VERSION]] = present, version
+        self.retention[slot, [SlotRetention.PRESENT, SlotRetention.POLICY_VERSION]] = (
+            present,
+            version,
+        )
 
     def rows(self) -> list[tuple[int, ...]]:
         """Return what a checkpoint has of the groups: those that wait, and those in training."""
         slots = [*self.slots_in(SlotState.COMMITTED), *self.slots_in(SlotState.EVICTED)]
-        words = np.column_stack([self.numbers, self.slots[:, Slot.STATE], self.drawn, self.retention[:, 1:3]])
+        words = np.column_stack(
+            [self.numbers, self.slots[:, Slot.STATE], self.drawn, self.retention[:, 1:3]]
+        )
         found = [tuple(words[slot].tolist()) for slot in slots]
         return [row for row in found if row[1] == SlotState.COMMITTED or row[2] >= self.consumed[0]]
 
@@ -83,9 +90,13 @@ class Store(NodeStore):
             self.fill(slot)
 
     def leave(self, number: int, counter: int) -> None:
-        (slot,) = (slot for slot in self.slots_in(SlotState.COMMITTED) if self.numbers[slot] == number)
+        (slot,) = (
+            slot for slot in self.slots_in(SlotState.COMMITTED) if self.numbers[slot] == number
+        )
         self.drawn[slot] = self.position[Head.KEY] - 1 if counter == Left.DRAWN else -1
-        self.slots[slot, Slot.STATE] = SlotState.EVICTED if counter == Left.DRAWN else SlotState.FREE
+        self.slots[slot, Slot.STATE] = (
+            SlotState.EVICTED if counter == Left.DRAWN else SlotState.FREE
+        )
         self.ledger.leave(np.array([number]), counter)
 
     def make_room(self) -> bool:
@@ -102,7 +113,11 @@ class Run:
 
     def __init__(self, seed: int, count: int, **how: Any) -> None:
         self.words, self.how, self.now = random.Random(seed), how, 0.0
-        self.groups, self.max_lag, self.by_lease = how["groups"], how["max_lag"], how["order"] == "lease"
+        self.groups, self.max_lag, self.by_lease = (
+            how["groups"],
+            how["max_lag"],
+            how["order"] == "lease",
+        )
         self.stores = [Store(index, count, **how) for index in range(count)]
         self.held: list[tuple[float, Store, LeaseRecord, int]] = []  # end, store, lease, worker
         self.trained, self.gone, self.saved = list[int](), set[int](), None
@@ -187,7 +202,9 @@ class Run:
     def die(self) -> None:
         store, worker = self.words.choice(self.stores), self.words.choice(WORKERS)
         store.alive.discard(worker)
-        self.held = [one for one in self.held if one[1] is not store or one[3] != worker or worker == GATEWAY]
+        self.held = [
+            one for one in self.held if one[1] is not store or one[3] != worker or worker == GATEWAY
+        ]
         store.ledger.recover(store.extents.retire)
         self.note_dropped(store)
 
@@ -206,7 +223,9 @@ class Run:
         for store in self.words.sample(self.stores, len(self.stores)):
             found[store.spec.store] = call(store)
             for _ in range(self.words.choice([0, 0, 1, 3]) * (len(self.stores) > 1)):
-                self.words.choice([self.lease, self.lease, self.work, self.work, self.fill, self.train])()
+                self.words.choice(
+                    [self.lease, self.lease, self.work, self.work, self.fill, self.train]
+                )()
         return [found[index] for index in range(len(found))]
 
     def agree(self, draws: bool = False) -> list[int]:
@@ -254,7 +273,9 @@ class Run:
         store = self.words.choice(self.stores)
         if store.consumed[0] < self.selected and store.consumed[0] <= self.num_trained:
             store.consumed += 1
-        is_known = store.ledger.counts[PromptCount.TRAINED] >= 0  # else no rank has one since the load
+        is_known = (
+            store.ledger.counts[PromptCount.TRAINED] >= 0
+        )  # else no rank has one since the load
         if is_known and self.num_trained >= self.selected - 1:
             store.ledger.note_trained(self.selected - 1)
 
@@ -300,7 +321,9 @@ class Run:
         for store in self.stores:
             for slot in store.slots_in(SlotState.EVICTED).tolist():
                 if store.drawn[slot] < 0 and self.words.random() < 0.5:
-                    version = self.words.randint(self.selected - self.max_lag - 1, self.selected + 1)
+                    version = self.words.randint(
+                        self.selected - self.max_lag - 1, self.selected + 1
+                    )
                     store.retention[slot, SlotRetention.POLICY_VERSION] = max(version, 0)
             self.ask(store)
             assert len(self.stores) == 1 or not self.lease(store)
@@ -311,7 +334,13 @@ class Run:
     def save(self) -> None:
         ledger = merge([store.ledger.export() for store in self.stores])
         rows = [store.rows() for store in self.stores]
-        self.saved = ledger, rows, list(self.trained), set(self.gone), (self.selected, self.num_trained)
+        self.saved = (
+            ledger,
+            rows,
+            list(self.trained),
+            set(self.gone),
+            (self.selected, self.num_trained),
+        )
 
     def load(self) -> None:
         if self.saved is not None:
@@ -322,7 +351,9 @@ class Run:
                 store.position[Head.KEY], store.consumed[:] = at
                 store.drawn[:] = -1
                 store.ledger.begin()
-                placed, _ = store.ledger.place(np.zeros((len(own), Slot.NUM_WORDS), np.int64), ledger)
+                placed, _ = store.ledger.place(
+                    np.zeros((len(own), Slot.NUM_WORDS), np.int64), ledger
+                )
                 for slot, row in zip(placed.tolist(), own, strict=True):
                     store.write(slot, *row)
                 store.ledger.restore(ledger, drawn)
@@ -352,7 +383,9 @@ def drive(run: Run) -> None:
     """Let workers and ranks go on, with saves, loads and other jobs; then without failures."""
     for turn in range(500):
         works = [run.work] * 12 + [run.fill] * 8
-        run.words.choice([run.lease] * 6 + works + [run.select] * 3 + [run.train] * 2 * len(run.stores))()
+        run.words.choice(
+            [run.lease] * 6 + works + [run.select] * 3 + [run.train] * 2 * len(run.stores)
+        )()
         if turn % 20 == 19:
             rare = [run.save], [run.die, run.check], [run.load, run.load, run.restart]
             run.words.choice(rare[turn // 20 % 3])()
@@ -400,7 +433,10 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
     stores = [Store(index, 2, **how) for index in range(2)]
     selected = 3 if case == "too old" else 2
     for store in stores:
-        store.position[Head.KEY], store.consumed[:] = selected, 1 if case == "more are trained" else 2
+        store.position[Head.KEY], store.consumed[:] = (
+            selected,
+            1 if case == "more are trained" else 2,
+        )
         for number in range(2 * selected + store.spec.store, 2 * selected + 6, 2):
             store.write(number // 2, number, SlotState.EVICTED, -1, 1, 0)
         store.ledger.counts[PromptCount.ISSUED] = selected
@@ -412,7 +448,10 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
         store.ledger.agree(known)
         assert case != "begun" or not store.ledger.lease(1)  # before the second exchange
     exchange(
-        stores, lambda call: [call(store) for store in stores], lambda store: store.ledger.progress(), False
+        stores,
+        lambda call: [call(store) for store in stores],
+        lambda store: store.ledger.progress(),
+        False,
     )
     for store in stores:
         if case == "an exchange":

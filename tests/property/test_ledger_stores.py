@@ -35,10 +35,14 @@ class Store(NodeStore):
 
     def __init__(self, index: int, count: int, **how: Any) -> None:
         how = {"lease_s": LEASE_S, "attempts": ATTEMPTS, "keep_bytes": 1, **how}
-        super().__init__(index, count, 2, range(WORKERS), **how)  # as little room as a config may give
+        super().__init__(
+            index, count, 2, range(WORKERS), **how
+        )  # as little room as a config may give
         self.ledger = PromptLedger(self.spec, self.views, self.numbers, self.memory)
 
-    def put(self, number: int, state: int = SlotState.COMMITTED, key: int = -1, completed: int = 0) -> int:
+    def put(
+        self, number: int, state: int = SlotState.COMMITTED, key: int = -1, completed: int = 0
+    ) -> int:
         """Write a group; `completed`: complete groups ever, up to it, or 0: it lacks a late column."""
         slot = int(self.slots_in(SlotState.FREE)[0])
         self.numbers[slot], self.slots[slot, Slot.STATE], self.drawn[slot] = number, state, key
@@ -148,9 +152,13 @@ class Run:
 
     def commit(self, store: Store, lease: LeaseRecord) -> None:
         store.ledger.own(lease)
-        while not len(store.slots_in(SlotState.FREE)) and not len(store.slots_in(SlotState.COMMITTED)):
+        while not len(store.slots_in(SlotState.FREE)) and not len(
+            store.slots_in(SlotState.COMMITTED)
+        ):
             self.train()  # all rows of the store are in training
-        if not len(store.slots_in(SlotState.FREE)):  # of other stores: more than this one would issue
+        if not len(
+            store.slots_in(SlotState.FREE)
+        ):  # of other stores: more than this one would issue
             assert self.counts["loads"]
             self.counts["evicted"] += 1
             oldest = int(store.numbers[store.slots_in(SlotState.COMMITTED)].min())
@@ -204,7 +212,9 @@ class Run:
         self.last = max(self.places.values(), default=0)
         order = exchange(self.stores, partial(self.each, races=races), self.progress)
         self.num_gone = len(self.gone)
-        assert not self.stores[0].spec.is_joint or {*order} <= {*self.places}  # none was completed since
+        assert not self.stores[0].spec.is_joint or {*order} <= {
+            *self.places
+        }  # none was completed since
         return order
 
     def progress(self, store: Store) -> np.ndarray:
@@ -239,13 +249,19 @@ class Run:
         races = self.stores[0].spec.is_joint and self.words.random() < 0.5
         known, batch = self.agree(races), self.selected
         if self.by_lease:
-            lacking = [number for store in self.stores for number in store.numbers[store.lacking].tolist()]
+            lacking = [
+                number for store in self.stores for number in store.numbers[store.lacking].tolist()
+            ]
             assert max(known, default=-1) < min(lacking, default=1 << 40)
-            complete = max(int(store.numbers[store.complete].max(initial=-1)) for store in self.stores)
+            complete = max(
+                int(store.numbers[store.complete].max(initial=-1)) for store in self.stores
+            )
             self.counts["waits"] += min(lacking, default=complete) < complete
         elif len(self.stores) > 1 and not races:
             assert known == self.order_of_one()
-            self.counts["waits"] += not known and sum(len(one.complete) for one in self.stores) >= self.groups
+            self.counts["waits"] += (
+                not known and sum(len(one.complete) for one in self.stores) >= self.groups
+            )
             places = [self.places[number] for number in known]
             self.counts["first"] += places != sorted(places)
         numbers = known[: self.groups]
@@ -261,7 +277,9 @@ class Run:
         self.trained += numbers
         assert max(batch - self.versions[number] for number in numbers) <= self.max_lag
         if self.by_lease:
-            assert set(range(numbers[-1] + 1)) == {*self.trained} | {n for n in self.gone if n <= numbers[-1]}
+            assert set(range(numbers[-1] + 1)) == {*self.trained} | {
+                n for n in self.gone if n <= numbers[-1]
+            }
         return True
 
     def train(self) -> None:
@@ -294,7 +312,9 @@ class Run:
         for store in self.stores:
             while self.lease(store, 9):
                 pass
-            following = int(store.ledger.counts[PromptCount.ISSUED]) * len(self.stores) + store.spec.store
+            following = (
+                int(store.ledger.counts[PromptCount.ISSUED]) * len(self.stores) + store.spec.store
+            )
             is_known = all(store.owns(n) for n in self.gone if first <= n < following)
             if not self.by_lease:
                 is_known = len(self.gone) == self.num_gone
@@ -347,7 +367,9 @@ class Run:
             for row in own:
                 store.put(*row)
             store.ledger.restore(ledger, drawn)
-            assert len(self.stores) == 1 or not store.ledger.lease(9)  # before the stores have agreed
+            assert len(self.stores) == 1 or not store.ledger.lease(
+                9
+            )  # before the stores have agreed
             store.position[Head.KEY], store.consumed[:] = at
         self.agree()
         self.counts["loads"] += 1
@@ -387,7 +409,13 @@ def test_stores_share_an_order_a_lag_and_an_account(
 ) -> None:
     sums = dict.fromkeys(("exact", "waits", "first", "too old"), 0)
     for seed in range(4):
-        how = {"groups": groups, "max_lag": max_lag, "order": order, "late": late, "needs": seed % 2 > 0}
+        how = {
+            "groups": groups,
+            "max_lag": max_lag,
+            "order": order,
+            "late": late,
+            "needs": seed % 2 > 0,
+        }
         how["lease_s"] = LEASE_S if order == "lease" else 300.0  # slow ones are to be due
         run = Run(100 * count + seed, count, **how)
         clock = SimpleNamespace(monotonic_ns=lambda run=run: int(run.now * 1e9))
@@ -396,7 +424,9 @@ def test_stores_share_an_order_a_lag_and_an_account(
             works = [run.work] * 12 + [run.fill] * (8 * run.needs)
             run.words.choice([run.lease] * 6 + works + [run.select] * 2 + [run.train] * 4)()
             if turn % 15 == 14:
-                loads = [run.load] if seed > 1 else []  # without one, a table never evicts what waits
+                loads = (
+                    [run.load] if seed > 1 else []
+                )  # without one, a table never evicts what waits
                 run.words.choice([run.die, run.save, run.save, run.check_admission, *loads])()
             if turn % 5 == 0:
                 run.check()

@@ -31,7 +31,9 @@ def test_each_table_has_its_share_within_a_sample_at_all_times(
     assert (counts >= 0).all()
     wanted = np.arange(1, num_batches + 1)[:, None] * batch * np.array(shares)
     assert (np.abs(counts.cumsum(0) - wanted) < 1 + 1e-9).all()
-    other = mixture(shares, batch)  # as after a resume: counts do not depend on which batches were counted
+    other = mixture(
+        shares, batch
+    )  # as after a resume: counts do not depend on which batches were counted
     at = num_batches // 2
     assert [other.counts(number).tolist() for number in (at, num_batches - 1, at)] == [
         counts[number].tolist() for number in (at, num_batches - 1, at)
@@ -40,7 +42,8 @@ def test_each_table_has_its_share_within_a_sample_at_all_times(
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=1), st.integers(1, 9)
+    st.lists(st.lists(st.integers(0, 9), min_size=4, max_size=4).filter(any), min_size=1),
+    st.integers(1, 9),
 )
 def test_shares_that_change_hold_within_two_samples(weights: list[list[int]], batch: int) -> None:
     shares = np.array([normalised(row) for row in weights])
@@ -74,5 +77,7 @@ def test_shares_of_a_schedule_must_sum_to_one_at_every_batch() -> None:
     shares = [lambda n: 0.5, lambda n: 0.5 + 0.1 * (n > 3)]
     mine = Mixture(["a", "b"], shares, 10)
     assert mine.count(0, 3) == 5
-    with pytest.raises(ConfigError, match=r"gear.sampler.shares at global batch 4 must sum to 1, got "):
+    with pytest.raises(
+        ConfigError, match=r"gear.sampler.shares at global batch 4 must sum to 1, got "
+    ):
         mine.counts(4)

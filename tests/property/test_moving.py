@@ -78,7 +78,9 @@ def set_priorities(scene: StoreScene, records: np.ndarray) -> dict[tuple[int, in
 def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> None:
     """Each step has the priority that was reported for it, or the first one."""
     masses, table = scene.streams[0].masses, scene.table
-    for slot in np.nonzero(masses.applied * (table.slots[:, Slot.STATE] == SlotState.COMMITTED))[0].tolist():
+    for slot in np.nonzero(masses.applied * (table.slots[:, Slot.STATE] == SlotState.COMMITTED))[
+        0
+    ].tolist():
         number, first, steps = table.slots[slot, [Slot.ID, Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()
         wanted = [known.get((number, step), 0.5) for step in range(steps)]
         assert masses.values[first : first + steps].tolist() == wanted
@@ -88,7 +90,9 @@ def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> 
 @settings(max_examples=12)
 @given(data=st.data())
 def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.DataObject) -> None:
-    spare_rows = data.draw(st.sampled_from([LONGEST + 1, 5, 2]))  # extents move as a whole, or in pieces
+    spare_rows = data.draw(
+        st.sampled_from([LONGEST + 1, 5, 2])
+    )  # extents move as a whole, or in pieces
     with scene_of(removal, spare_rows=spare_rows) as scene:
         key, by, known = 0, inserter(scene), dict[Any, float]()
         late: np.ndarray | None = None  # of a selection that is not consumed yet
@@ -122,7 +126,9 @@ def test_a_store_of_random_lengths_is_as_full_as_it_can_be(
     with scene_of(removal, num_slots=400, num_rows=4000, spare_rows=spare_rows) as scene:
         by, levels = inserter(scene), list[float]()
         count, first = (600, 300) if longest == 40 else (300, 50)
-        for number, steps in enumerate(np.random.default_rng(0).integers(1, longest + 1, count).tolist()):
+        for number, steps in enumerate(
+            np.random.default_rng(0).integers(1, longest + 1, count).tolist()
+        ):
             by.add(trajectory(number, steps))
             levels.append(1 - int(scene.table.control[Control.FREE_ROWS]) / 4000)
         assert min(levels[first:]) >= least
@@ -165,7 +171,9 @@ def test_what_must_stay_stays(why: str) -> None:
     elif why == "drawn":
         scene.streams[0].state.last_drawn[:] = 0
     elif why == "reserved":
-        table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.STATE] = SlotState.RESERVED
+        table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.STATE] = (
+            SlotState.RESERVED
+        )
     elif why == "cutting":
         table.control[Control.SELECTING] = 1
     before = table.slots.copy()
@@ -178,7 +186,11 @@ def test_what_must_stay_stays(why: str) -> None:
 
 def test_a_table_that_lets_nobody_go_has_no_spare_rows() -> None:
     assert spare_rows_for(Retention(), 1000, 50) == 0
-    assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [50, 125, 125]
+    assert [spare_rows_for(Retention("fifo"), 1000, longest) for longest in (50, 300, None)] == [
+        50,
+        125,
+        125,
+    ]
     with scattered(spare_rows=0) as scene, scene.table.lock:
         assert not make_run(scene.table, SelectionPins(scene.table), 11)
 
@@ -201,7 +213,9 @@ def test_the_cheapest_run_is_found(gaps: list[int], wanted: int, data: st.DataOb
         for j in range(i, len(gaps))
         if sum(gaps[i : j + 1]) >= wanted and all(can_move[i:j])
     }
-    found = cheapest_run(np.array(gaps), np.array(lengths, np.int64), np.array(can_move, bool), wanted)
+    found = cheapest_run(
+        np.array(gaps), np.array(lengths, np.int64), np.array(can_move, bool), wanted
+    )
     assert (found is None) == (not costs)
     if found is None:
         return

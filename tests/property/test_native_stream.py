@@ -58,7 +58,10 @@ def outcome(work: Any, *arguments: Any, **named: Any) -> Any:
 @st.composite
 def configs(draw: st.DrawFn, num_envs: int) -> dict[str, Any]:
     unit = draw(st.sampled_from(["trajectory", "step"]))
-    sampler: dict[str, Any] = {"kind": draw(st.sampled_from(["uniform", "prioritized"])), "unit": unit}
+    sampler: dict[str, Any] = {
+        "kind": draw(st.sampled_from(["uniform", "prioritized"])),
+        "unit": unit,
+    }
     if sampler["kind"] == "prioritized":
         sampler["normalize"] = draw(st.sampled_from(["batch", "table", None]))
         sampler["initial"] = draw(st.sampled_from([None, 0.5]))
@@ -109,7 +112,9 @@ def scenes(draw: st.DrawFn) -> tuple[dict[str, Any], int, str, list[tuple[str, A
             "resets": st.sampled_from([False] * 5 + [True]),
         }
     )
-    action = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)) | st.tuples(st.just("step"), step)
+    action = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)) | st.tuples(
+        st.just("step"), step
+    )
     mode = draw(st.sampled_from(["next_step", "same_step", "disabled"]))
     return draw(configs(num_envs)), num_envs, mode, draw(st.lists(action, min_size=12, max_size=50))
 
@@ -167,7 +172,9 @@ class Side:
         if not native:
             self.stream._native = None
             in_python(self.writer)
-        self.zeros = nested({n: np.zeros((num_envs, *SCHEMA[n].shape), SCHEMA[n].dtype) for n in OBSERVED})
+        self.zeros = nested(
+            {n: np.zeros((num_envs, *SCHEMA[n].shape), SCHEMA[n].dtype) for n in OBSERVED}
+        )
         self.writer.reset(**self.zeros, info={"task": np.arange(num_envs, dtype=np.int16)})
         self.ids: list[int] = []
         self.at = 0
@@ -217,7 +224,9 @@ class Side:
             self.batch = replay.sample().clone()
             return values_of(self.batch)
         elif action == "update" and self.batch is not None:
-            replay.update_priorities(self.batch, torch.from_numpy(rng.random(self.batch.num_samples) * 3))
+            replay.update_priorities(
+                self.batch, torch.from_numpy(rng.random(self.batch.num_samples) * 3)
+            )
         elif action == "remove":
             ids = [known[0] for known in stored(replay)]
             return replay.remove([ids[int(rng.integers(len(ids)))]] if ids else [])
@@ -237,8 +246,21 @@ class Side:
     def state(self) -> list[Any]:
         """Return what the store holds of the stream, and its rows; and what the writer has counted."""
         views = self.replay.tables["main"].views
-        names = ("position", "heads", "consumed", "sums", "priorities", "counts", "window", "last_drawn")
-        found = [views["stream/train/" + name].tolist() for name in names if "stream/train/" + name in views]
+        names = (
+            "position",
+            "heads",
+            "consumed",
+            "sums",
+            "priorities",
+            "counts",
+            "window",
+            "last_drawn",
+        )
+        found = [
+            views["stream/train/" + name].tolist()
+            for name in names
+            if "stream/train/" + name in views
+        ]
         return [*found, stored(self.replay), self.writer.num_steps, self.writer.num_trajectories]
 
 
@@ -248,7 +270,12 @@ OBSERVED, FLAGS = ("observation.place", "observation.parts.0"), ("terminated", "
 def values_of(batch: Batch) -> list[Any]:
     tensors = {**dict(batch), **{"mask." + name: mask for name, mask in batch.mask.items()}}
     found = [(name, tensor.tolist()) for name, tensor in tensors.items()]
-    return [*found, batch.host_records.tolist(), batch.is_weight.tolist(), batch.probability.tolist()]
+    return [
+        *found,
+        batch.host_records.tolist(),
+        batch.is_weight.tolist(),
+        batch.probability.tolist(),
+    ]
 
 
 @settings(max_examples=80)
@@ -275,7 +302,10 @@ def test_a_plain_stream_is_native(kind: str) -> None:
         "fields": {"reward": {}},
         "batch_size": 4,
     }
-    side, step = Side(config, native=True), {"form": "", "publish": True, "some": None, "resets": False}
+    side, step = (
+        Side(config, native=True),
+        {"form": "", "publish": True, "some": None, "resets": False},
+    )
     step |= {"nested": False, "terminated": [False], "truncated": [False]}
     with side.replay:
         assert side.could == (True, True)
@@ -301,8 +331,12 @@ def transitions(draw: st.DrawFn) -> tuple[int, str, int, list[dict[str, Any]]]:
         {
             "terminated": flags,
             "truncated": flags,
-            "jumps": st.lists(st.sampled_from([False] * 9 + [True]), min_size=num_envs, max_size=num_envs),
-            "form": st.sampled_from(("plain",) * 12 + ("lists", "wide", "nan", "column", "negative zero")),
+            "jumps": st.lists(
+                st.sampled_from([False] * 9 + [True]), min_size=num_envs, max_size=num_envs
+            ),
+            "form": st.sampled_from(
+                ("plain",) * 12 + ("lists", "wide", "nan", "column", "negative zero")
+            ),
             "sample": st.booleans(),
         }
     )
@@ -311,20 +345,33 @@ def transitions(draw: st.DrawFn) -> tuple[int, str, int, list[dict[str, Any]]]:
 
 
 @given(transitions())
-def test_native_transitions_are_those_of_python(scene: tuple[int, str, int, list[dict[str, Any]]]) -> None:
+def test_native_transitions_are_those_of_python(
+    scene: tuple[int, str, int, list[dict[str, Any]]],
+) -> None:
     """With gaps, ends of both kinds, parts of `max_length`, and a table that evicts and compacts."""
     spaces = pytest.importorskip("gymnasium").spaces
     num_envs, mode, longest, steps = scene
     space, actions = spaces.Box(-1e6, 1e6, (2,), np.float32), spaces.Discrete(5)
-    options = {"n_envs": num_envs, "autoreset": mode, "batch_size": 4, "table": {"max_length": longest}}
+    options = {
+        "n_envs": num_envs,
+        "autoreset": mode,
+        "batch_size": 4,
+        "table": {"max_length": longest},
+    }
     buffers = [TransitionBuffer(12, space, actions, **options) for _ in range(2)]
     in_python(buffers[1]._writer)
     obs = np.zeros((num_envs, 2), np.float32)
     for at, step in enumerate(steps):
-        base = np.repeat(np.arange(num_envs) * 100 + at + 1, 2).reshape(num_envs, 2).astype(np.float32)
+        base = (
+            np.repeat(np.arange(num_envs) * 100 + at + 1, 2).reshape(num_envs, 2).astype(np.float32)
+        )
         ended = np.array(step["terminated"]) | step["truncated"]
         rows: dict[str, Any] = {name: np.array(step[name]) for name in ("terminated", "truncated")}
-        rows |= {"next_obs": base, "action": np.full(num_envs, at % 5), "reward": np.full(num_envs, at / 2)}
+        rows |= {
+            "next_obs": base,
+            "action": np.full(num_envs, at % 5),
+            "reward": np.full(num_envs, at / 2),
+        }
         match step["form"]:
             case "lists":
                 rows = {name: value.tolist() for name, value in rows.items()}
@@ -333,7 +380,10 @@ def test_native_transitions_are_those_of_python(scene: tuple[int, str, int, list
             case "nan":
                 rows["next_obs"] = np.where(base == base.max(), np.float32("nan"), base)
             case "column":
-                rows["reward"], rows["action"] = rows["reward"].reshape(-1, 1), rows["action"].reshape(-1, 1)
+                rows["reward"], rows["action"] = (
+                    rows["reward"].reshape(-1, 1),
+                    rows["action"].reshape(-1, 1),
+                )
             case "negative zero":
                 rows["next_obs"] = base * np.float32(-0.0)
         found = [outcome(held.add, obs=obs, **rows) for held in buffers]

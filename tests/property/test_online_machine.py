@@ -97,7 +97,9 @@ class OnlineMachine(Machine):
         self.opened: dict[int, Any] = {}
         self.appended: dict[int, int] = {}  # steps of the open ones
         self.first: dict[int, int] = {}  # the first of them that is not another trajectory's
-        self.known: dict[tuple[int, int], float] = {}  # priorities of items that a selection has seen
+        self.known: dict[
+            tuple[int, int], float
+        ] = {}  # priorities of items that a selection has seen
         self.reports: list[tuple[int, list[tuple[int, int]], np.ndarray]] = []
         self.unknown: set[int] = set()  # open ones whose writer does not know that its part is gone
         self.batches: list[tuple[int, Batch]] = []
@@ -140,7 +142,9 @@ class OnlineMachine(Machine):
         return self.next_id - 1
 
     def ready(self) -> dict[int, Stored]:
-        return {key: held for key, held in self.stored.items() if held.is_filled or not self.wants_late}
+        return {
+            key: held for key, held in self.stored.items() if held.is_filled or not self.wants_late
+        }
 
     def open_id(self, number: int) -> int | None:
         """Return the id of an open trajectory's published part, if it is there."""
@@ -177,7 +181,9 @@ class OnlineMachine(Machine):
         self.count += 1
         self.opened[number] = self.writer.trajectory(number=number)
         self.appended[number] = self.first[number] = 0
-        self.opened[number].append(state=1000 * number)  # so that a step is whole as soon as it is appended
+        self.opened[number].append(
+            state=1000 * number
+        )  # so that a step is whole as soon as it is appended
         for _ in range(steps):
             self.append_to(number, True)
 
@@ -259,7 +265,12 @@ class OnlineMachine(Machine):
         for _ in range(count if ready else 0):
             batch = self.replay.sample()
             self.settle()
-            samples = batch.trajectory_id.tolist(), batch.anchor.tolist(), batch["state"], batch["action"]
+            samples = (
+                batch.trajectory_id.tolist(),
+                batch.anchor.tolist(),
+                batch["state"],
+                batch["action"],
+            )
             for key, anchor, state, action in zip(*samples, strict=True):
                 held = ready[key]
                 assert 0 <= anchor < held.steps
@@ -271,7 +282,9 @@ class OnlineMachine(Machine):
                 assert batch.probability.tolist() == [1 / items] * BATCH
             elif self.kind == "length":
                 total = sum(held.steps for held in ready.values())
-                assert batch.probability.tolist() == [ready[key].steps / total for key in samples[0]]
+                assert batch.probability.tolist() == [
+                    ready[key].steps / total for key in samples[0]
+                ]
             self.batches = [*self.batches[-2:], (self.num_batches, batch.clone())]
             self.num_batches += 1
 
@@ -280,8 +293,12 @@ class OnlineMachine(Machine):
         count = {key: held.steps if self.by_step else 1 for key, held in self.ready().items()}
         items = {(key, step) for key, steps in count.items() for step in range(steps)}
         self.known = {item: self.known.get(item, 1.0) for item in items}
-        for _, reported, values in sorted(self.reports, key=lambda report: report[0]):  # the last batch wins
-            self.known.update({i: float(v) for i, v in zip(reported, values, strict=True) if i in items})
+        for _, reported, values in sorted(
+            self.reports, key=lambda report: report[0]
+        ):  # the last batch wins
+            self.known.update(
+                {i: float(v) for i, v in zip(reported, values, strict=True) if i in items}
+            )
         self.reports = []
         if self.kind == "prioritized" and items:
             keys, steps = (list(part) for part in zip(*items, strict=True))
@@ -296,7 +313,9 @@ class OnlineMachine(Machine):
         values = np.random.default_rng(seed).choice(PRIORITIES, BATCH)
         self.replay.update_priorities(batch, torch.from_numpy(values))
         anchors = batch.anchor.tolist() if self.by_step else [0] * BATCH
-        self.reports.append((which, list(zip(batch.trajectory_id.tolist(), anchors, strict=True)), values))
+        self.reports.append(
+            (which, list(zip(batch.trajectory_id.tolist(), anchors, strict=True)), values)
+        )
         self.batches.remove(drawn)
 
     # ---- death -----------------------------------------------------------------------------------
@@ -351,7 +370,9 @@ class OnlineMachine(Machine):
     @rule(data=st.data())
     def die_while_it_fills(self, data: st.DataObject) -> None:
         """Be killed behind the rows of a late column, before they are said to be there."""
-        missing = [key for key, held in self.stored.items() if not held.is_filled and not held.is_open]
+        missing = [
+            key for key, held in self.stored.items() if not held.is_filled and not held.is_open
+        ]
         key = data.draw(st.sampled_from(missing))
 
         def work(writer: TrajectoryWriter, _: Any) -> None:
@@ -433,7 +454,11 @@ class EpochMachine(Machine):
     def make(self, seed: int) -> None:
         table = {"capacity_steps": CAPACITY_STEPS, "capacity_trajectories": NUM_SLOTS}
         sampler = {"kind": "epoch", "unit": self.unit}
-        section = {"tables": {"main": table}, "sampler": sampler, "fields": {"state": {}, "action": {}}}
+        section = {
+            "tables": {"main": table},
+            "sampler": sampler,
+            "fields": {"state": {}, "action": {}},
+        }
         section |= {"batch_size": EPOCH_BATCH, "seed": seed}
         self.replay = Replay(section, schemas={"main": SCHEMA})
         self.change([], [4, 7, 1, 5], 0)
@@ -506,7 +531,9 @@ class EpochMachine(Machine):
         self.replay.load(self.folder, state)
         for batch in wanted:
             again = self.replay.sample()
-            assert torch.equal(again.host_records[:, [0, 4, 5, 6, 7]], batch.host_records[:, [0, 4, 5, 6, 7]])
+            assert torch.equal(
+                again.host_records[:, [0, 4, 5, 6, 7]], batch.host_records[:, [0, 4, 5, 6, 7]]
+            )
             assert torch.equal(again.epoch, batch.epoch)
             assert all(torch.equal(again[name], batch[name]) for name in batch)
         self.replay.load(self.folder, state)

@@ -83,7 +83,9 @@ def test_every_plan_holds(
         packs = plan.packs(rank)
         assert len(packs) == plan.num_micro, "as many on every rank"
         for micro, (one, two) in enumerate(zip(packs, other.packs(rank), strict=True)):
-            np.testing.assert_array_equal(one, np.nonzero((plan.micro == micro) & (plan.rank == rank))[0])
+            np.testing.assert_array_equal(
+                one, np.nonzero((plan.micro == micro) & (plan.rank == rank))[0]
+            )
             assert values[one].sort().values.equal(shuffled[two].sort().values)
     if lengths:
         least = -(-int(values.sum()) // (budget.room * width))
@@ -94,7 +96,9 @@ def test_every_plan_holds(
 
 @settings(max_examples=30)
 @given(
-    st.sampled_from(["log-normal", "bimodal", "uniform", "equal", "tiny", "giant", "thirds", "pareto"]),
+    st.sampled_from(
+        ["log-normal", "bimodal", "uniform", "equal", "tiny", "giant", "thirds", "pareto"]
+    ),
     st.integers(1, 500),
     st.sampled_from([1, 2, 8, 33]),
     st.integers(0, 1 << 30),
@@ -102,7 +106,9 @@ def test_every_plan_holds(
 def test_plans_of_real_distributions(kind: str, count: int, width: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     lengths = {
-        "log-normal": lambda: np.minimum(np.exp(random.normal(7.6, 0.9, count)).astype(int) + 100, 8192),
+        "log-normal": lambda: np.minimum(
+            np.exp(random.normal(7.6, 0.9, count)).astype(int) + 100, 8192
+        ),
         "bimodal": lambda: random.choice([300, 301, 5000, 5001], count),
         "uniform": lambda: random.integers(1, 8192, count, endpoint=True),
         "equal": lambda: np.full(count, 1500),
@@ -143,7 +149,9 @@ def test_plans_up_to_the_largest_costs() -> None:
         (65536, 16, MOST_PACK_TOKENS, "4aad932c58f82362"),
     ],
 )
-def test_plans_are_the_same_in_every_version(tokens: int, width: int, most: int, digest: str) -> None:
+def test_plans_are_the_same_in_every_version(
+    tokens: int, width: int, most: int, digest: str
+) -> None:
     """Another plan is another order of summation, which a resumed run would notice."""
     number = np.arange(700)
     values = torch.from_numpy((number * number * 7919 + number * 104729) % 4096 + 1)
@@ -166,7 +174,9 @@ def rounds(lengths: list[int], packs: int, tokens: int) -> bool:
     for first in range(0, len(lengths), packs):
         part = lengths[first : first + packs]
         sizes = sorted(sizes)
-        sizes = [size + length for size, length in zip(sizes, part, strict=False)] + sizes[len(part) :]
+        sizes = [size + length for size, length in zip(sizes, part, strict=False)] + sizes[
+            len(part) :
+        ]
     return max(sizes) <= tokens
 
 
@@ -189,7 +199,9 @@ def best_fit(lengths: list[int], packs: int, tokens: int) -> bool:
     st.integers(10, 800),
     st.integers(0, 1 << 30),
 )
-def test_no_simple_rule_needs_fewer_packs(kind: str, count: int, width: int, spread: int, seed: int) -> None:
+def test_no_simple_rule_needs_fewer_packs(
+    kind: str, count: int, width: int, spread: int, seed: int
+) -> None:
     random, tokens = np.random.default_rng(seed), 16384
     part = {"thirds": 3, "fourths": 4, "halves": 2}.get(kind, 0)
     lengths = {
@@ -202,14 +214,20 @@ def test_no_simple_rule_needs_fewer_packs(kind: str, count: int, width: int, spr
     ordered = sorted(values.tolist(), reverse=True)
     for fits in (emptiest, rounds, best_fit):
         for num_micro in range(-(-sum(ordered) // (tokens * width)), plan.num_micro):
-            assert not fits(ordered, num_micro * width, tokens), (fits.__name__, num_micro, plan.num_micro)
+            assert not fits(ordered, num_micro * width, tokens), (
+                fits.__name__,
+                num_micro,
+                plan.num_micro,
+            )
 
 
 @pytest.mark.parametrize("spread", [100, 200, 400, 800])
 def test_lengths_near_a_third_of_the_budget(spread: int) -> None:
     """Packs of two hold the longest ones, so that three others fit; the tokens need 32."""
     lengths = np.random.default_rng(1).integers(16384 // 3 - spread, 16384 // 3 + spread, 768)
-    assert plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), 8, OPS).num_micro <= 34
+    assert (
+        plan_packs(torch.from_numpy(lengths), PackBudget(16384, 24576, 1), 8, OPS).num_micro <= 34
+    )
 
 
 def fewest(lengths: list[int], tokens: int, width: int) -> int:
@@ -266,10 +284,14 @@ def test_the_balance_against_all_packings() -> None:
             continue
         costs = 300 * lengths + lengths * lengths
         pack = np.array(list(product(range(size), repeat=count)))
-        of_pack = [[(values * (pack == p)).sum(1) for p in range(size)] for values in (lengths, costs)]
+        of_pack = [
+            [(values * (pack == p)).sum(1) for p in range(size)] for values in (lengths, costs)
+        ]
         token, cost = np.array(of_pack).transpose(0, 2, 1)
         is_allowed = (token <= tokens).all(1) & ((token > 0).all(1) | (count < size))
-        falling = np.sort(cost[is_allowed], axis=1)[:, ::-1]  # the costliest pack of each micro step counts
+        falling = np.sort(cost[is_allowed], axis=1)[
+            :, ::-1
+        ]  # the costliest pack of each micro step counts
         least = falling[:, ::width].sum(1).min()
         found = int(sums(plan, torch.from_numpy(costs)).max(1).values.sum())
         assert found >= least

@@ -32,8 +32,13 @@ priorities = st.sampled_from([0.0, -0.0, 1e-40, 0.25, 1.0, 7.5, 1e4]) | st.float
 
 def points_of(seed: int, first: int, total: int, count: int) -> list[int]:
     """Return floor(word * total / 2^128) in Python's integers."""
-    high, low = philox_words(seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE)
-    words = [(h % 2**64 << 64) + low_ % 2**64 for h, low_ in zip(high.tolist(), low.tolist(), strict=True)]
+    high, low = philox_words(
+        seed, torch.arange(count) + first, KEY_OF_STREAM, RandomPurpose.COORDINATE
+    )
+    words = [
+        (h % 2**64 << 64) + low_ % 2**64
+        for h, low_ in zip(high.tolist(), low.tolist(), strict=True)
+    ]
     return [word * total >> 128 for word in words]
 
 
@@ -50,7 +55,9 @@ class PriorityMachine(RuleBasedStateMachine):
     unit, kind, lag, normalize, initial = "step", "random", 0, "table", None
     batch, decay = 9, None
 
-    @initialize(seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    @initialize(
+        seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4)
+    )
     def make(self, seed: int, lengths: list[int]) -> None:
         self.seed, self.key, self.samples = seed, 0, 0
         self.asked = [-(1 << 62)] * NUM_PEERS
@@ -65,7 +72,9 @@ class PriorityMachine(RuleBasedStateMachine):
             decay=None if self.decay is None else Decay(self.decay),
         )
         kind = {"top": "top_k", "stratified": "stratified"}.get(self.kind, "random")
-        spec = stream_spec(kind, self.unit, self.batch, priorities=rule, seed=seed, depth=self.lag + 4)
+        spec = stream_spec(
+            kind, self.unit, self.batch, priorities=rule, seed=seed, depth=self.lag + 4
+        )
         self.scene = StoreScene([spec], (), NUM_SLOTS, NUM_ROWS, NUM_PEERS)
         self.tables, self.streams = [self.scene.table], [self.scene.streams[0]]
         for peer in range(1, NUM_PEERS):
@@ -74,8 +83,12 @@ class PriorityMachine(RuleBasedStateMachine):
             self.streams.append(stream)
         self.stored: dict[int, int] = {}  # id -> steps
         self.known: dict[Item, float] = {}
-        self.born: dict[int, int] = {}  # of each trajectory, the global batch that it could first be drawn in
-        self.reported: list[tuple[int, int, int, Item, float]] = []  # batch, order, peer, item, priority
+        self.born: dict[
+            int, int
+        ] = {}  # of each trajectory, the global batch that it could first be drawn in
+        self.reported: list[
+            tuple[int, int, int, Item, float]
+        ] = []  # batch, order, peer, item, priority
         self.waiting = [0] * NUM_PEERS
         self.drawn: list[tuple[int, np.ndarray]] = []
         self.highest = 1.0
@@ -98,7 +111,9 @@ class PriorityMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data(), peer=st.integers(0, NUM_PEERS - 1))
     def remove(self, data: st.DataObject, peer: int) -> None:
-        gone = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
+        gone = data.draw(
+            st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True)
+        )
         assert table_access.remove(self.tables[peer], gone) == len(gone)
         for number in gone:
             del self.stored[number]
@@ -124,7 +139,9 @@ class PriorityMachine(RuleBasedStateMachine):
     def report_a_batch(self, data: st.DataObject, peer: int) -> None:
         """Some samples of one of the latest batches, in any order of time."""
         first, records = data.draw(st.sampled_from(self.drawn))
-        places = data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch))
+        places = data.draw(
+            st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch)
+        )
         values = data.draw(st.lists(priorities, min_size=len(places), max_size=len(places)))
         chosen = records[places]
         items = [(int(r[0]), int(r[5]) if self.unit == "step" else 0) for r in chosen]
@@ -136,7 +153,9 @@ class PriorityMachine(RuleBasedStateMachine):
     def report_by_id(self, data: st.DataObject, peer: int) -> None:
         ids = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=3))
         values = data.draw(st.lists(priorities, min_size=len(ids), max_size=len(ids)))
-        steps = [data.draw(st.integers(0, self.stored[n] - 1)) if self.unit == "step" else 0 for n in ids]
+        steps = [
+            data.draw(st.integers(0, self.stored[n] - 1)) if self.unit == "step" else 0 for n in ids
+        ]
         table = self.tables[peer]
         slots = table.slots_of(np.array(ids))
         updates = np.stack([slots, table.slots[slots, Slot.GENERATION], steps], axis=1)
@@ -186,7 +205,9 @@ class PriorityMachine(RuleBasedStateMachine):
     def _apply(self) -> None:
         """Do what a selection does: content, then reports before key - lag, sorted, the last wins."""
         first = self.initial if self.initial is not None else self.highest
-        count = {number: steps if self.unit == "step" else 1 for number, steps in self.stored.items()}
+        count = {
+            number: steps if self.unit == "step" else 1 for number, steps in self.stored.items()
+        }
         items = {(number, step) for number, steps in count.items() for step in range(steps)}
         self.known = {item: self.known.get(item, first) for item in items}
         self.born = {number: self.born.get(number, self.key) for number in self.stored}
@@ -237,9 +258,11 @@ class PriorityMachine(RuleBasedStateMachine):
         assert records[:, 6].tolist() == [weight_of[item] for item in wanted]
         assert records[:, 7].tolist() == list(range(self.samples, self.samples + self.batch))
         positive = [mass for mass in masses if mass]
-        numerator = {"batch": min(weight_of[item] for item in wanted), "table": min(positive), None: total}[
-            self.normalize
-        ]
+        numerator = {
+            "batch": min(weight_of[item] for item in wanted),
+            "table": min(positive),
+            None: total,
+        }[self.normalize]
         divisor = len(positive) if self.normalize is None else 1
         assert [int(head[w]) for w in (Head.NUMERATOR, Head.DIVISOR)] == [numerator, divisor]
         assert int(head[Head.EXPONENT]) == int(0.4 * ONE_Q62)
@@ -269,4 +292,6 @@ TestStratified = case("stratified_steps", kind="stratified", normalize=None, ini
 TestDecaying = case("decaying", unit="trajectory", decay=1.5)
 TestDecayingSteps = case("decaying_steps", decay=1.0, normalize=None, lag=1)
 TestTop = case("top_steps", kind="top", normalize=None)
-TestTopTrajectories = case("top_trajectories", kind="top", unit="trajectory", normalize=None, batch=3)
+TestTopTrajectories = case(
+    "top_trajectories", kind="top", unit="trajectory", normalize=None, batch=3
+)

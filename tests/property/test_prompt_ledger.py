@@ -32,9 +32,20 @@ class Run:
         self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str, stages: str
     ) -> None:
         needs, self.keeps = "needs" in stages, "keeps" in stages
-        self.words, self.folder, self.groups, self.max_lag = random.Random(seed), folder, groups, max_lag
+        self.words, self.folder, self.groups, self.max_lag = (
+            random.Random(seed),
+            folder,
+            groups,
+            max_lag,
+        )
         data = folder / "prompts"
-        options = {"max_lag": max_lag, "lease_s": LEASE_S, "attempts": 3, "order": order, "late": late}
+        options = {
+            "max_lag": max_lag,
+            "lease_s": LEASE_S,
+            "attempts": 3,
+            "order": order,
+            "late": late,
+        }
         options["keep_bytes"] = 500
         if not data.exists():
             write_prompts(data, PROMPTS)
@@ -81,7 +92,9 @@ class Run:
             self.ends.append((self.now + length, lease, worker))
 
     def note(self, lease: Lease) -> None:
-        assert self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
+        assert (
+            self.index.setdefault(lease.number, int(lease.prompt["index"])) == lease.prompt["index"]
+        )
 
     @property
     def issued(self) -> int:
@@ -138,7 +151,9 @@ class Run:
         numbers = rollout.values("prompt")[::SIZE].tolist()
         assert rollout.values("sample").tolist() == [*range(SIZE)] * self.groups
         lengths = rollout.lengths[::SIZE].tolist()  # their versions, plus 1
-        self.lags += [(batch - length + 11) % 20 - 10 for length in lengths]  # a kept group may be newer
+        self.lags += [
+            (batch - length + 11) % 20 - 10 for length in lengths
+        ]  # a kept group may be newer
         assert max(self.lags) <= self.max_lag
         self.trained += numbers
         self.check()
@@ -187,7 +202,11 @@ class Run:
             self.check()
             return
         self.replay.load(self.folder / "saved")
-        self.trained, self.rejected, self.kept = list(self.saved[0]), set(self.saved[1]), dict(self.saved[3])
+        self.trained, self.rejected, self.kept = (
+            list(self.saved[0]),
+            set(self.saved[1]),
+            dict(self.saved[3]),
+        )
         made, filled = self.saved[4:]
         self.filled = {one for one in self.filled if self.keeps and one[0] not in made} | filled
         check_groups(self.replay)
@@ -244,7 +263,9 @@ def test_each_prompt_once_within_the_lag(
     run = Run(seed, tmp_path, groups, max_lag, order, late, stages)
     clock = SimpleNamespace(monotonic_ns=lambda: int(run.now * 1e9))
     monkeypatch.setattr(prompt_ledger, "time", clock)
-    events = [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * ("needs" in stages)
+    events = (
+        [run.lease] * 6 + [run.work] * 12 + [run.train] * 4 + [run.fill] * 8 * ("needs" in stages)
+    )
     for turn in range(400):
         run.words.choice(events)()
         run.check()
@@ -283,7 +304,9 @@ def test_admission_is_exact() -> None:
                     busy = 0
                     while may_lease(selected * groups + busy, trained, groups, max_lag):
                         busy += 1
-                    batches = selected + (np.arange(busy + 1)) // groups  # of each number, if none is dropped
+                    batches = (
+                        selected + (np.arange(busy + 1)) // groups
+                    )  # of each number, if none is dropped
                     assert (batches[:-1] - trained).max(initial=0) <= max_lag
                     assert batches[-1] - trained > max_lag
 
@@ -300,17 +323,23 @@ def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> N
         views |= {"stream/train/position": np.full(Head.NUM_WORDS, key)}
         views |= {"stream/train/consumed": np.array([trained])}
         views |= {name: np.zeros((1, 16), np.int64) for name in ("slots", "groups")}
-        ledger = KeptLedger(spec, views, np.zeros(1, np.int64), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+        ledger = KeptLedger(
+            spec, views, np.zeros(1, np.int64), SimpleNamespace(), SimpleNamespace()
+        )  # type: ignore[arg-type]
         most = min((trained + max_lag - key + 1) * groups, spec.num_entries)
         entries = ledger.entries[: words.randint(1, most)]
         entries[:, Entry.NUMBER] = (
             words.sample(range(9), len(entries)) if len(entries) < 9 else range(len(entries))
         )
         for entry in entries:
-            entry[Entry.STATE] = words.choice([EntryState.LEASED, EntryState.RETURNED, EntryState.HELD])
+            entry[Entry.STATE] = words.choice(
+                [EntryState.LEASED, EntryState.RETURNED, EntryState.HELD]
+            )
             entry[Entry.VERSION] = words.randint(max(trained - max_lag, 0), trained)
         last = (
-            np.where(entries[:, Entry.STATE] == EntryState.RETURNED, trained, entries[:, Entry.VERSION])
+            np.where(
+                entries[:, Entry.STATE] == EntryState.RETURNED, trained, entries[:, Entry.VERSION]
+            )
             + max_lag
         )
 

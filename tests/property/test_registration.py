@@ -123,7 +123,12 @@ def test_calls_end_where_columns_do(sizes: list[int], pages: int) -> None:
 
 def test_registered_columns(memory: SharedMemory) -> None:
     data = torch.from_numpy(np.frombuffer(memory.buffer, np.uint8))
-    columns = {"a": data[100:9000], "b": data[9000:30000], "none": data[:0], "file": torch.zeros(10)}
+    columns = {
+        "a": data[100:9000],
+        "b": data[9000:30000],
+        "none": data[:0],
+        "file": torch.zeros(10),
+    }
     spans = {name: span_of(column) for name, column in columns.items()}
     runtime = LockedPages()
     found = Registration(memory, plan(spans, memory_span(memory), most=8192), runtime)
@@ -140,7 +145,10 @@ def test_registered_columns(memory: SharedMemory) -> None:
 
 def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory) -> None:
     base = memory_span(memory).begin
-    columns = {name: Span(base + at, base + at + 5000) for name, at in (("a", 0), ("b", 8192), ("c", 16384))}
+    columns = {
+        name: Span(base + at, base + at + 5000)
+        for name, at in (("a", 0), ("b", 8192), ("c", 16384))
+    }
     calls = tuple(Span(base + at, base + at + 8192) for at in (0, 8192, 16384))
     runtime, pages = LockedPages(), ctypes.c_void_p(base + 8192)
     assert LIBC.mprotect(pages, ctypes.c_size_t(8192), 0) == 0  # unreadable: they cannot be locked
@@ -150,7 +158,11 @@ def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory)
         LIBC.mprotect(pages, ctypes.c_size_t(8192), mmap.PROT_READ | mmap.PROT_WRITE)
     assert list(found.columns) == ["a"]
     assert found.left_out["file"] == IS_FILE
-    assert found.left_out["b"] == found.left_out["c"] == "registering 8 KiB failed: Cannot allocate memory"
+    assert (
+        found.left_out["b"]
+        == found.left_out["c"]
+        == "registering 8 KiB failed: Cannot allocate memory"
+    )
     assert runtime.cleared == 1
     assert runtime.locked == [(base, 8192)]
     found.close()

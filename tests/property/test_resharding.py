@@ -10,7 +10,14 @@ from deepspeed_gear.checkpoint import reshard
 from deepspeed_gear.checkpoint.reshard import SavedGroups, SavedShard, ShardDivision
 from deepspeed_gear.errors import StoreFullError
 from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
-from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, Slot, SlotState, UpdateCount
+from deepspeed_gear.ops.records import (
+    LogEntry,
+    PriorityUpdate,
+    Resolution,
+    Slot,
+    SlotState,
+    UpdateCount,
+)
 from deepspeed_gear.store.group_spec import GroupCount
 from deepspeed_gear.store.records import Head
 
@@ -21,7 +28,9 @@ LOG_ORDER = [PriorityUpdate.GENERATION, PriorityUpdate.SLOT, LogEntry.SAMPLE_NUM
 def stored(random: np.random.Generator, count: int) -> np.ndarray:
     """Make records whose orders of slots, rows and ids are all different."""
     records = random.integers(0, 9, (count, Slot.NUM_WORDS))
-    records[:, Slot.STATE] = np.where(random.random(count) < 0.8, SlotState.COMMITTED, SlotState.EVICTED)
+    records[:, Slot.STATE] = np.where(
+        random.random(count) < 0.8, SlotState.COMMITTED, SlotState.EVICTED
+    )
     records[:, Slot.NUM_ROWS] = random.integers(1, 6, count)
     records[:, Slot.ID] = random.permutation(3 * count)[:count]
     order = random.permutation(count)
@@ -29,7 +38,9 @@ def stored(random: np.random.Generator, count: int) -> np.ndarray:
     return records
 
 
-def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, cuts: int) -> dict[str, Any]:
+def content_of(
+    random: np.random.Generator, records: np.ndarray, by_step: bool, cuts: int
+) -> dict[str, Any]:
     """Make the content of a stream with priorities, as one store saves it."""
     count, items = len(records), int(records[:, Slot.NUM_ROWS].sum()) if by_step else len(records)
     log = random.integers(0, 9, (7 if count else 0, LogEntry.NUM_WORDS))
@@ -61,7 +72,9 @@ def content_of(random: np.random.Generator, records: np.ndarray, by_step: bool, 
     }
 
 
-def shards_of(whole: SavedShard, division: ShardDivision, count: int, by_step: bool) -> list[SavedShard]:
+def shards_of(
+    whole: SavedShard, division: ShardDivision, count: int, by_step: bool
+) -> list[SavedShard]:
     """Divide a whole into what the stores of several nodes save."""
     found = []
     for index in range(count):
@@ -69,7 +82,9 @@ def shards_of(whole: SavedShard, division: ShardDivision, count: int, by_step: b
         items = reshard.items_of(whole.slots, chosen) if by_step else None
         part = reshard.part_of(whole, "train", division, index, items)
         next_id = reshard.next_id_of(whole.next_id, index, count)
-        found.append(SavedShard(reshard.packed(whole.slots[chosen]), None, next_id, {"train": part}))
+        found.append(
+            SavedShard(reshard.packed(whole.slots[chosen]), None, next_id, {"train": part})
+        )
     return found
 
 
@@ -109,7 +124,9 @@ def test_shards_are_the_whole_again_and_shards_of_shards_are_those_of_the_whole(
         order = np.lexsort((records[:, Slot.FIRST_ROW], division.owner))  # rows follow shards
         np.testing.assert_array_equal(reshard.in_rows(between.slots), order)
     for direct, over in zip(divide(whole, count)[1], divide(between, count)[1], strict=True):
-        if by_rows:  # slots stand in the order of shards: compare trajectories, in the order of rows
+        if (
+            by_rows
+        ):  # slots stand in the order of shards: compare trajectories, in the order of rows
             a, b = reshard.in_rows(direct.slots), reshard.in_rows(over.slots)
             np.testing.assert_array_equal(direct.slots[a], over.slots[b])
             items = [reshard.items_of(one.slots, at) for one, at in ((direct, a), (over, b))]
@@ -124,7 +141,9 @@ def divided(count: int) -> tuple[SavedShard, ShardDivision, list[SavedShard]]:
     """Return a table of 12 trajectories and its shards."""
     random = np.random.default_rng(0)
     records = stored(random, 12)
-    whole = reshard.merge([SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})])
+    whole = reshard.merge(
+        [SavedShard(records, None, 40, {"train": content_of(random, records, True, 3)})]
+    )
     division = reshard.divide("main", whole, [(12, 1000)] * count)
     return whole, division, shards_of(whole, division, count, True)
 
@@ -153,7 +172,11 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
 
     def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> SavedShard:
         records = np.zeros((len(ids), Slot.NUM_WORDS), np.int64)
-        records[:, Slot.STATE], records[:, Slot.ID], records[:, Slot.NUM_ROWS] = SlotState.COMMITTED, ids, 2
+        records[:, Slot.STATE], records[:, Slot.ID], records[:, Slot.NUM_ROWS] = (
+            SlotState.COMMITTED,
+            ids,
+            2,
+        )
         records[:, Slot.FIRST_ROW] = 2 * np.arange(len(ids))
         content = content_of(np.random.default_rng(1), records, False, 0)
         content["log"] = np.zeros((len(words), LogEntry.NUM_WORDS), np.int64)
@@ -180,7 +203,12 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
     assert whole.positions_of(np.empty(0, np.int64)).tolist() == []
 
 
-@given(st.lists(st.integers(1, 9), max_size=25), st.integers(1, 4), st.integers(0, 12), st.integers(0, 40))
+@given(
+    st.lists(st.integers(1, 9), max_size=25),
+    st.integers(1, 4),
+    st.integers(0, 12),
+    st.integers(0, 40),
+)
 def test_a_table_is_divided_wherever_whole_trajectories_fit(
     rows: list[int], count: int, slots: int, most: int
 ) -> None:
@@ -230,7 +258,9 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
     held = int((groups[:, 0] - 1 == np.arange(size)).sum())
     counts = np.zeros(GroupCount.NUM_WORDS, np.int64)
     counts[[GroupCount.HELD, GroupCount.INSERTED, GroupCount.LATE]] = held, held + 5, 3
-    whole = SavedShard(records, None, 0, {}, groups=SavedGroups(groups, counts, np.empty(0, np.int64)))
+    whole = SavedShard(
+        records, None, 0, {}, groups=SavedGroups(groups, counts, np.empty(0, np.int64))
+    )
     order = leaders_of(whole)
     for parts in (before, count):
         division = reshard.divide("main", whole, [(size, 1000)] * parts, numbers=numbers)

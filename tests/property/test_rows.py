@@ -61,7 +61,9 @@ class Scene(NamedTuple):
 def reads(draw: st.DrawFn) -> WindowRead:
     column, first = draw(st.sampled_from(sorted(FINAL_ROW))), draw(st.integers(-7, 7))
     end = first + draw(st.integers(1, 6))
-    return WindowRead(column, first, end, draw(st.booleans()), draw(st.booleans()), FINAL_ROW[column])
+    return WindowRead(
+        column, first, end, draw(st.booleans()), draw(st.booleans()), FINAL_ROW[column]
+    )
 
 
 def goal_of(column: str) -> WindowRead:
@@ -79,7 +81,9 @@ needs_of_one = st.builds(
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
     num_nodes, needs = draw(st.integers(1, 4)), draw(st.lists(needs_of_one, max_size=3))
-    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))  # of each node's trajectories
+    lengths = draw(
+        st.lists(st.integers(1, 9), min_size=1, max_size=3)
+    )  # of each node's trajectories
     samples = []
     for _ in range(draw(st.integers(0, 12)) if needs else 0):
         slot = draw(st.integers(0, len(lengths) - 1))
@@ -88,7 +92,9 @@ def scenes(draw: st.DrawFn) -> Scene:
         need, anchor = draw(st.integers(0, len(needs) - 1)), draw(st.integers(0, steps - 1))
         goal = draw(st.integers(-1, steps - 1))
         samples.append(
-            Sample(*ends, need, slot * 5, steps, anchor, draw(st.integers(0, min(MOST_N, steps))), goal)
+            Sample(
+                *ends, need, slot * 5, steps, anchor, draw(st.integers(0, min(MOST_N, steps))), goal
+            )
         )
     return Scene(num_nodes, needs, samples)
 
@@ -117,18 +123,30 @@ class Taken(NamedTuple):
     """Where rows have arrived."""
 
     arrivals: list[torch.Tensor]  # bytes of each column
-    lies: list[list[int]]  # of each sample what, added to a step's number, gives its row, and its slot
+    lies: list[
+        list[int]
+    ]  # of each sample what, added to a step's number, gives its row, and its slot
     num_rows: int  # that need room
     num_trajectories: int
     sizes: list[int]  # bytes of rows in each message
 
 
-def taken(layout: RowLayout, samples: list[Sample], peer: str, received: list[torch.Tensor]) -> Taken:
+def taken(
+    layout: RowLayout, samples: list[Sample], peer: str, received: list[torch.Tensor]
+) -> Taken:
     count = len(samples)
-    arrivals = [torch.zeros((200 + count) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names]
+    arrivals = [
+        torch.zeros((200 + count) * ROW_BYTES[name], dtype=torch.uint8) for name in layout.names
+    ]
     ring = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
     room = FIRST[0], 190, FIRST[1], 50, *FIRST_OF_ALL
-    given = received, torch.arange(count), words_of(samples, peer), *layout[1:], HEADS[: len(received)]
+    given = (
+        received,
+        torch.arange(count),
+        words_of(samples, peer),
+        *layout[1:],
+        HEADS[: len(received)],
+    )
     sizes, needed = op_wrappers.decode_rows(arrivals, ring, *given, room, ops=CPU)
     lies = (ring[:, (Resolution.FIRST_ROW, Resolution.SLOT)] - torch.tensor(FIRST_OF_ALL)).tolist()
     return Taken(arrivals, lies, *needed.tolist(), sizes.tolist())
@@ -156,7 +174,9 @@ def packed(scene: Scene, layout: RowLayout) -> list[list[torch.Tensor]]:
         given = stores[node], words_of(mine, "reader"), *layout[1:], HEADS[: scene.num_nodes], slots
         message, sizes = op_wrappers.encode_rows(*given, ops=CPU)
         words = [HEAD // 8 - (-size // 8) for size in sizes.tolist()]
-        found.append([message[begin:end] for begin, end in pairwise([0, *np.cumsum(words).tolist()])])
+        found.append(
+            [message[begin:end] for begin, end in pairwise([0, *np.cumsum(words).tolist()])]
+        )
         for reader, size in enumerate(sizes.tolist()):
             theirs = [s for s in mine if s.reader == reader]
             rows = {(s.slot, *what) for s in theirs for what in wanted_by(s, scene.needs)}
@@ -184,7 +204,9 @@ def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random
         assert plan.num_trajectories == len({(s.holder, s.slot) for s in mine})
         for sample, (shift, which) in zip(mine, plan.lies, strict=True):
             first = int(slots[sample.slot, Slot.FIRST_ROW])
-            wanted = [(column, shift + row, first + row) for column, row in wanted_by(sample, scene.needs)]
+            wanted = [
+                (column, shift + row, first + row) for column, row in wanted_by(sample, scene.needs)
+            ]
             wanted += [(t, which, sample.slot) for t in scene.needs[sample.need].per_trajectory]
             for column, at, row in wanted:
                 size, index = ROW_BYTES[column], layout.names.index(column)
@@ -214,7 +236,9 @@ def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
 # ---- packs: every node gets what it gathers, once, and all nodes compute the same places ---------------
 
 SLOTS, EDGE = 6, 2
-READS = RowReads((WindowRead("steps", 0, WHOLE), WindowRead("final", 0, WHOLE, final_row=1)), ("single",))
+READS = RowReads(
+    (WindowRead("steps", 0, WHOLE), WindowRead("final", 0, WHOLE, final_row=1)), ("single",)
+)
 
 
 class Node:
@@ -229,7 +253,10 @@ class Node:
         held = {name: np.full(rows, -1) for name in ("steps", "final")}
         for slot, (first, count) in enumerate(slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()):
             codes = code(index, slot) + np.arange(count + 1)
-            held["steps"][first : first + count], held["final"][first : first + count + 1] = codes[:-1], codes
+            held["steps"][first : first + count], held["final"][first : first + count + 1] = (
+                codes[:-1],
+                codes,
+            )
         held["single"] = code(index, np.arange(SLOTS))
         sizes = {"steps": room[0] + 2 * EDGE, "final": room[0] + 2 * EDGE, "single": room[1]}
         whole = {name: np.concatenate([held[name], np.full(sizes[name], -2)]) for name in held}
@@ -279,14 +306,17 @@ def test_every_node_has_what_it_gathers(count: int, size: int, mapped: bool, see
         TrajectoryPlaces(owner << SHARD_BITS | slot, lengths, 1, count, index, mapped)
         for index in range(count)
     ]
-    known: list[dict[int, tuple[int, int]]] = [{} for _ in nodes]  # place of each sample that has come
+    known: list[dict[int, tuple[int, int]]] = [
+        {} for _ in nodes
+    ]  # place of each sample that has come
     got: list[set[tuple[int, int]]] = [set() for _ in nodes]
     for _ in range(3):
         needed = random.random((count, size)) < 0.4
         moves = [of_node.move(needed) for of_node in places]
         pairs = list(zip(owner.tolist(), slot.tolist(), strict=True))
         lacking = [
-            {pairs[n] for n in np.nonzero(needed[index])[0] if mapped or owner[n] != index} - got[index]
+            {pairs[n] for n in np.nonzero(needed[index])[0] if mapped or owner[n] != index}
+            - got[index]
             for index in range(count)
         ]
         if not any(lacking):

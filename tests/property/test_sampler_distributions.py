@@ -101,7 +101,9 @@ class TestManyEqualItems:
             coordinates = torch.arange(first, first + CHUNK, EVERY)
             out = torch.empty(len(coordinates), 8, dtype=torch.int64)
             NATIVE.resolve_(out, sums, slots, coordinates, ALL_ANCHORS, MassUnit.STEP, 0, 0, 0)
-            assert torch.equal(out[:, Resolution.SLOT] * length + out[:, Resolution.ANCHOR], coordinates)
+            assert torch.equal(
+                out[:, Resolution.SLOT] * length + out[:, Resolution.ANCHOR], coordinates
+            )
 
 
 # ---- the order of an epoch ---------------------------------------------------------------------------
@@ -111,7 +113,11 @@ def order(size: int, *, seed: int = 0, stream: int = 0, epoch: int = 0) -> Tenso
     return op_wrappers.permute(seed, stream, epoch, 0, size, size)
 
 
-@given(seed=st.integers(0, (1 << 63) - 1), epoch=st.integers(0, (1 << 62)), large=st.integers(300, 1 << 17))
+@given(
+    seed=st.integers(0, (1 << 63) - 1),
+    epoch=st.integers(0, (1 << 62)),
+    large=st.integers(300, 1 << 17),
+)
 @example(seed=0, epoch=9, large=1_000_003)
 @example(seed=1, epoch=7, large=1 << 16)
 def test_bijection_for_every_small_size_and_large_ones(seed: int, epoch: int, large: int) -> None:
@@ -137,10 +143,14 @@ def test_every_index_goes_everywhere(size: int) -> None:
     orders = torch.empty(epochs, size, dtype=torch.int64)
     for epoch, row in enumerate(orders):
         NATIVE.permute_(row, 11, 0, epoch, 0, size)
-    places = torch.bincount((torch.arange(size) * size + orders).view(-1), minlength=size**2).double()
+    places = torch.bincount(
+        (torch.arange(size) * size + orders).view(-1), minlength=size**2
+    ).double()
     # Rows and columns sum to `epochs`, so (size - 1)^2 degrees, and each cell varies by 1 - 1 / size less.
     assert chi_square(places, epochs / size, (size - 1) ** 2, 1 / (1 - 1 / size)) > 1e-3
-    pairs = torch.bincount((orders[:, :-1] * size + orders[:, 1:]).view(-1), minlength=size**2).double()
+    pairs = torch.bincount(
+        (orders[:, :-1] * size + orders[:, 1:]).view(-1), minlength=size**2
+    ).double()
     pairs = pairs.view(size, size)[~torch.eye(size, dtype=torch.bool)]  # no place is taken twice
     # The size - 1 pairs of one epoch exclude each other: a sum of that mean, close to chi-square.
     assert chi_square(pairs, epochs / size, (size - 1) ** 2) > 1e-3
@@ -179,7 +189,9 @@ def scenes() -> Iterator[Any]:
     made: list[StoreScene] = []
 
     def make(kind: str, unit: str, lengths: list[int], **options: Any) -> StoreScene:
-        spec = stream_spec(kind, unit, options.pop("batch", BATCH), seed=options.pop("seed", 5), **options)
+        spec = stream_spec(
+            kind, unit, options.pop("batch", BATCH), seed=options.pop("seed", 5), **options
+        )
         sizes = {"num_slots": len(lengths), "num_rows": sum(lengths) + len(lengths), "num_peers": 1}
         made.append(StoreScene([spec], lengths, **sizes))
         return made[-1]

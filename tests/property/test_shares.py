@@ -96,7 +96,9 @@ class Nodes:
 
 
 @settings(max_examples=200)
-@given(st.data(), st.integers(1, 5), RATIOS, st.integers(1, 60), st.integers(1, 30), st.integers(1, 40))
+@given(
+    st.data(), st.integers(1, 5), RATIOS, st.integers(1, 60), st.integers(1, 30), st.integers(1, 40)
+)
 def test_the_rate_is_kept_whenever_writers_add(
     data: st.DataObject, count: int, ratio: float, min_size: int, longest: int, batch: int
 ) -> None:

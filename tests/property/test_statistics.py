@@ -54,7 +54,9 @@ def make(
 
 
 @given(data=st.data(), rows=Rows, dtype=st.sampled_from(list(DTYPES)), seed=st.integers(0, 2**32))
-def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, dtype: str, seed: int) -> None:
+def test_statistics_are_those_of_the_kept_rows(
+    data: st.DataObject, rows: str, dtype: str, seed: int
+) -> None:
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=12))
     keep = data.draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     keep[data.draw(st.integers(0, len(lengths) - 1))] = True
@@ -86,7 +88,9 @@ def test_statistics_are_those_of_the_kept_rows(data: st.DataObject, rows: str, d
     sizes=st.lists(st.integers(1, 300), min_size=1, max_size=20),
     seed=st.integers(0, 2**32),
 )
-def test_merging_is_stable_far_from_zero(offset: float, scale: float, sizes: list[int], seed: int) -> None:
+def test_merging_is_stable_far_from_zero(
+    offset: float, scale: float, sizes: list[int], seed: int
+) -> None:
     rows = np.random.default_rng(seed).normal(offset, scale, (sum(sizes), 2))
     moments = np.zeros((Moment.NUM_WORDS, 2))
     for block in np.split(rows, np.cumsum(sizes)[:-1]):
@@ -117,7 +121,9 @@ def test_non_finite_values_are_left_out(data: st.DataObject, seed: int) -> None:
             continue
         wanted = [finite.mean(), finite.std(), finite.min(), finite.max()]
         wanted += [np.quantile(finite, float(level)) for level in QUANTILES]
-        np.testing.assert_allclose([result[element] for result in results], wanted, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(
+            [result[element] for result in results], wanted, rtol=1e-9, atol=1e-12
+        )
     assert None in found.to_json()["mean"]
 
 
@@ -149,13 +155,19 @@ def test_large_columns_have_approximate_quantiles(monkeypatch: pytest.MonkeyPatc
 
 def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> None:
     schema = Schema(
-        [Column("x", "float32", (2,), rows="T+1"), Column("y", "int64"), Column("z", "float64", rows="1")]
+        [
+            Column("x", "float32", (2,), rows="T+1"),
+            Column("y", "int64"),
+            Column("z", "float64", rows="1"),
+        ]
     )
     random, split = np.random.default_rng(0), {"eval": 0.3, "test": 0.2}
     with DatasetWriter(tmp_path / "set", schema, split=split) as writer:
         for length in random.integers(1, 9, 100):
             x = random.normal(size=(length + 1, 2)).astype(np.float32)
-            writer.add({"x": x, "y": random.integers(0, 9, length), "z": np.asarray(random.normal())})
+            writer.add(
+                {"x": x, "y": random.integers(0, 9, length), "z": np.asarray(random.normal())}
+            )
     dataset = Dataset.open(tmp_path / "set")
     train = np.flatnonzero(split_of(np.arange(100), split) == 0)
     assert 30 < len(train) < 70
@@ -164,9 +176,13 @@ def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> Non
         wanted = np.concatenate([np.atleast_1d(dataset.trajectory(int(i))[name]) for i in train])
         assert found.count == len(wanted)
         np.testing.assert_allclose(found.mean, wanted.mean(0, dtype=np.float64), rtol=1e-12)
-        np.testing.assert_allclose(other[name].count, dataset.columns[name].shape[0] - 100 * (name == "y"))
+        np.testing.assert_allclose(
+            other[name].count, dataset.columns[name].shape[0] - 100 * (name == "y")
+        )
     same = dataset.statistics_for(split)
-    assert all(same[name].to_json() == found.to_json() for name, found in dataset.statistics.items())
+    assert all(
+        same[name].to_json() == found.to_json() for name, found in dataset.statistics.items()
+    )
 
 
 def test_what_overflows_is_null(tmp_path: Path) -> None:
@@ -199,15 +215,22 @@ def test_images_have_statistics_per_channel(
     values = random.binomial(255, share, (9, *shape)).astype(np.uint8)
     rows = KeptRows(np.array([0, 4]), np.array([4, 4]), np.array([True, False]), True)
     monkeypatch.setattr(dataset_statistics, "_BLOCK_ROWS", 3)
-    found, axes = column_statistics(values, column, rows), (0, *(1 + i for i, n in enumerate(kept) if n == 1))
+    found, axes = (
+        column_statistics(values, column, rows),
+        (0, *(1 + i for i, n in enumerate(kept) if n == 1)),
+    )
     wanted = values[:4].astype(np.float64)
     assert (found.count, found.quantile_rows, found.non_finite) == (4, 4, 0)
     for name in ("mean", "std", "min", "max"):
         got = getattr(found, name)
         assert got.shape == kept
-        np.testing.assert_allclose(got.reshape(-1), np.reshape(getattr(wanted, name)(axes), -1), rtol=1e-13)
+        np.testing.assert_allclose(
+            got.reshape(-1), np.reshape(getattr(wanted, name)(axes), -1), rtol=1e-13
+        )
     for level, numbers in found.quantiles.items():
-        np.testing.assert_allclose(numbers.reshape(-1), np.quantile(wanted, float(level), axes).reshape(-1))
+        np.testing.assert_allclose(
+            numbers.reshape(-1), np.quantile(wanted, float(level), axes).reshape(-1)
+        )
     assert ColumnStatistics.from_json(found.to_json(), column).to_json() == found.to_json()
     for how in ("mean_std", "min_max"):  # the numbers are those of each pixel
         shift, gain = affine(ResolvedField("x", column, normalize=how), {"x": found}, shape)
@@ -227,7 +250,9 @@ def test_statistics_of_each_pixel_that_older_data_sets_have_stay_readable() -> N
     old = ColumnStatistics(5, numbers, numbers + 1, numbers, numbers + 9, quantiles, 5, 0)
     read = ColumnStatistics.from_json(old.to_json(), column)
     assert read.mean.shape == column.shape
-    shift, gain = affine(ResolvedField("x", column, normalize="mean_std"), {"x": read}, column.shape)
+    shift, gain = affine(
+        ResolvedField("x", column, normalize="mean_std"), {"x": read}, column.shape
+    )
     assert shift.tolist() == numbers.reshape(-1).tolist()
     assert gain.tolist() == (1 / (numbers + 1)).reshape(-1).tolist()
     with pytest.raises(ValueError, match="column x has statistics of shape"):
@@ -253,12 +278,16 @@ def statistics(column: Column, values: np.ndarray) -> ColumnStatistics:
 
 
 @given(st.data(), st.sampled_from(list(OFFSETS)), st.sampled_from(["mean_std", "min_max"]))
-def test_normalised_values_are_what_they_are_called(data: st.DataObject, dtype: str, how: str) -> None:
+def test_normalised_values_are_what_they_are_called(
+    data: st.DataObject, dtype: str, how: str
+) -> None:
     column = Column("x", dtype, ())
     steps = data.draw(st.lists(st.integers(0, 50), min_size=2, max_size=40))
     offset = data.draw(st.sampled_from(OFFSETS[dtype]))
     unit = data.draw(st.sampled_from(UNITS.get(dtype, [1])))
-    values = (np.array(steps, np.int64 if dtype == "int64" else np.float64) * unit + offset).astype(dtype)
+    values = (np.array(steps, np.int64 if dtype == "int64" else np.float64) * unit + offset).astype(
+        dtype
+    )
     known = statistics(column, values)
     field = ResolvedField("x", column, normalize=how)
     spread = float(np.ptp(values.astype(object if dtype == "int64" else np.longdouble)))
@@ -284,8 +313,13 @@ def test_what_float64_does_not_hold_is_refused_and_constants_become_zero() -> No
         for values in several:
             column = Column("x", dtype, ())
             for how in ("mean_std", "min_max"):
-                field, known = ResolvedField("x", column, normalize=how), {"x": statistics(column, values)}
-                with pytest.raises(ConfigError, match=r"spread from 1e-307 .* element \[\] of x.; store the"):
+                field, known = (
+                    ResolvedField("x", column, normalize=how),
+                    {"x": statistics(column, values)},
+                )
+                with pytest.raises(
+                    ConfigError, match=r"spread from 1e-307 .* element \[\] of x.; store the"
+                ):
                     affine(field, known, ())
     column = Column("x", "float32", ())
     known = {"x": statistics(column, np.full(100_000, 7.3, np.float32))}

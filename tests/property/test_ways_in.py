@@ -12,7 +12,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from deepspeed_gear import Column, Dataset, DatasetWriter, DeviceReplay, Replay, Schema, TransitionBuffer
+from deepspeed_gear import (
+    Column,
+    Dataset,
+    DatasetWriter,
+    DeviceReplay,
+    Replay,
+    Schema,
+    TransitionBuffer,
+)
 from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.data.ingest.reader import Reader
 from deepspeed_gear.data.trajectory_checks import as_numbers, as_stored, split_episodes
@@ -23,7 +31,9 @@ Rows = dict[str, Any]
 
 INTEGERS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
 EDGES = [
-    float(edge) for bits in (7, 8, 15, 16, 31, 32, 63, 64) for edge in (2**bits, -(2**bits), 2**bits - 1)
+    float(edge)
+    for bits in (7, 8, 15, 16, 31, 32, 63, 64)
+    for edge in (2**bits, -(2**bits), 2**bits - 1)
 ]
 
 
@@ -51,10 +61,14 @@ def fits(value: float, dtype: str) -> bool:
 @example("int64", "float64", [2.0**63])
 @example("int64", "uint64", [2**63])
 @example("bool", "float32", [0.0, 1.0])
-def test_values_are_stored_if_the_column_can_hold_them(dtype: str, form: str, values: list[float]) -> None:
+def test_values_are_stored_if_the_column_can_hold_them(
+    dtype: str, form: str, values: list[float]
+) -> None:
     column = Column("x", dtype, allow_nan=DTYPES[dtype].is_floating_point)
     with np.errstate(all="ignore"):
-        array = np.asarray(values) if form == "list" else np.asarray(values, np.float64).astype(form)
+        array = (
+            np.asarray(values) if form == "list" else np.asarray(values, np.float64).astype(form)
+        )
     if form == "uint16" and dtype == "bfloat16":
         return  # these are bits of bfloat16
     exact = [item.item() if isinstance(item, np.generic) else item for item in array]
@@ -110,7 +124,10 @@ def test_parts_are_episodes_with_their_own_last_states(
     ends: list[tuple[bool, bool]], has_final: bool, is_sparse: bool
 ) -> None:
     terminated, truncated = (list(flag) for flag in zip(*ends, strict=True))
-    given, inner = rollout(terminated, truncated), [i for i, end in enumerate(ends[:-1]) if any(end)]
+    given, inner = (
+        rollout(terminated, truncated),
+        [i for i, end in enumerate(ends[:-1]) if any(end)],
+    )
     states = [step + 0.5 if step in inner or not is_sparse else None for step in range(len(ends))]
     final = {"observation": states} if has_final else None
     cut = [step for step in inner if not terminated[step]]
@@ -151,11 +168,17 @@ def test_what_is_split_is_stored_as_several_trajectories() -> None:
             assert [one["observation"].tolist() for one in stored] == [[0, 1, 1], [2, 3, 4]]
             assert [one["return"].item() for one in stored] == [2, 2]
             replay.fill(ids[1], advantage=[1, 2])
-            with pytest.raises(DataError, match="part must have at most max_length = 20 steps, got 21"):
+            with pytest.raises(
+                DataError, match="part must have at most max_length = 20 steps, got 21"
+            ):
                 add(rollout([True] + [False] * 21, [False] * 22), split_by_flags=True)
-            with pytest.raises(DataError, match=r"column action must be one of the columns of T\+1 rows"):
+            with pytest.raises(
+                DataError, match=r"column action must be one of the columns of T\+1 rows"
+            ):
                 add(given, split_by_flags=True, final={"action": [0] * 4})
-            with pytest.raises(DataError, match="column observation must have a row after each of the 4"):
+            with pytest.raises(
+                DataError, match="column observation must have a row after each of the 4"
+            ):
                 add(given, split_by_flags=True, final={"observation": [0] * 2})
             replay.clear()
 
@@ -251,7 +274,9 @@ def on_device(rows: Rows, folder: Path) -> None:
     section = {"batch_size": 4, "tables": {"main": table}}
     with DeviceReplay(section, "cpu", schemas={"main": schema}) as replay:
         ended = columns["terminated"] | columns["truncated"]
-        if bool(ended[0, 2]) and not ended[0, :2].any():  # the steps before it, and the last one flagged
+        if (
+            bool(ended[0, 2]) and not ended[0, :2].any()
+        ):  # the steps before it, and the last one flagged
             replay.add_(columns, torch.tensor([3]))
             assert replay.statistics()["trajectories"] == 1
         replay.add_(columns, torch.tensor([4]))
@@ -275,7 +300,9 @@ def test_every_way_takes_values_that_fit(way: Callable[..., Any], tmp_path: Path
     way(good, tmp_path)
     for name, value in {"observation": 256, "action": 0.5, "terminated": 2}.items():
         wrong = good[name] + np.full_like(good[name], value, type(value))
-        with pytest.raises(DataError, match=r"must hold values that .* can hold, got .*; correct it"):
+        with pytest.raises(
+            DataError, match=r"must hold values that .* can hold, got .*; correct it"
+        ):
             way({**good, name: wrong}, tmp_path)
 
 
@@ -294,7 +321,10 @@ def test_readers_split_by_flags(tmp_path: Path) -> None:
     rows = steps_of(4)
     rows["terminated"][1] = 1
     found = read(rows, tmp_path, split_by_flags=True)
-    assert [found.trajectory(i)["observation"][:, 0].tolist() for i in range(2)] == [[0, 1, 1], [2, 3, 4]]
+    assert [found.trajectory(i)["observation"][:, 0].tolist() for i in range(2)] == [
+        [0, 1, 1],
+        [2, 3, 4],
+    ]
     rows["truncated"][2] = 1
     text = "must have the state after step 2, where an episode is truncated inside"
     with pytest.raises(DataError, match=text):

@@ -26,7 +26,9 @@ class Counting(gymnasium.Env):
     def _observation(self) -> np.ndarray:
         return np.array([self.episode, self.at], np.float32)
 
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: Any = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
         super().reset(seed=seed)
         self.episode, self.at = self.episode + 1, 0
         return self._observation(), {}
@@ -41,7 +43,9 @@ class CountingParts(Counting):
     """The same observation as a Dict of a Box and a Tuple."""
 
     _box = gymnasium.spaces.Box(-np.inf, np.inf, (), np.float32)
-    observation_space = gymnasium.spaces.Dict({"episode": _box, "at": gymnasium.spaces.Tuple([_box])})
+    observation_space = gymnasium.spaces.Dict(
+        {"episode": _box, "at": gymnasium.spaces.Tuple([_box])}
+    )
 
     def _observation(self) -> Any:
         return {"episode": np.float32(self.episode), "at": (np.float32(self.at),)}

@@ -80,7 +80,8 @@ def in_order(parts: Sequence[Arrays], size: int | None = None) -> Arrays:
     numbers = rows["sample_number"]
     assert len(np.unique(numbers)) == numbers.size, "ranks share samples"
     whole = {
-        name: array.reshape(-1, size or numbers.shape[1], *array.shape[2:]) for name, array in rows.items()
+        name: array.reshape(-1, size or numbers.shape[1], *array.shape[2:])
+        for name, array in rows.items()
     }
     order = np.argsort(whole["sample_number"], axis=1)
     return {name: array[np.arange(len(order))[:, None], order] for name, array in whole.items()}
@@ -96,7 +97,9 @@ def in_plan_order(ranks: Sequence[Sequence[Sequence[Any]]], width: int = 4) -> l
     per_rank, steps = width // len(ranks), []
     for of_ranks in zip(*ranks, strict=True):
         firsts = range(0, len(of_ranks[0]), per_rank)
-        steps.append([pack for first in firsts for own in of_ranks for pack in own[first : first + per_rank]])
+        steps.append(
+            [pack for first in firsts for own in of_ranks for pack in own[first : first + per_rank]]
+        )
     return steps
 
 

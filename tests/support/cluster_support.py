@@ -74,7 +74,9 @@ class Launch:
         until = time.monotonic() + timeout_s
         while not re.search(pattern, self.output()):
             assert self.poll() is None, f"ended before {pattern!r} came:\n{self.output()}"
-            assert time.monotonic() < until, f"no {pattern!r} within {timeout_s} s:\n{self.output()}"
+            assert time.monotonic() < until, (
+                f"no {pattern!r} within {timeout_s} s:\n{self.output()}"
+            )
             time.sleep(0.05)
 
     def pids(self, node: int, pattern: str = "") -> list[int]:
@@ -99,7 +101,9 @@ class Cluster:
         self._numbers = itertools.count()
         subprocess.run([str(SCRIPT), "up", str(num_nodes)], env=self._env, check=True)
         #: Process 1 of each node, as this machine numbers it.
-        self.inits = [int((folder / "state" / f"init{node}").read_text()) for node in range(num_nodes)]
+        self.inits = [
+            int((folder / "state" / f"init{node}").read_text()) for node in range(num_nodes)
+        ]
 
     def down(self) -> None:
         """End every process in every node."""
@@ -107,10 +111,21 @@ class Cluster:
 
     def command(self, node: int, *command: str) -> list[str]:
         """Return the command that runs a command in a node, for subprocess."""
-        return ["env", f"GEAR_CLUSTER_DIR={self.folder / 'state'}", str(SCRIPT), "exec", str(node), *command]
+        return [
+            "env",
+            f"GEAR_CLUSTER_DIR={self.folder / 'state'}",
+            str(SCRIPT),
+            "exec",
+            str(node),
+            *command,
+        ]
 
     def call(
-        self, node: int, *command: str, timeout_s: float = 180.0, env: Mapping[str, str] | None = None
+        self,
+        node: int,
+        *command: str,
+        timeout_s: float = 180.0,
+        env: Mapping[str, str] | None = None,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in a node, in the checkout's root and with the environment of ranks, to its end.
 
@@ -133,7 +148,9 @@ class Cluster:
     def exec(self, node: int, *command: str, timeout_s: float = 180.0) -> str:
         """Run a command in a node; return its stdout. It must succeed."""
         done = self.call(node, *command, timeout_s=timeout_s)
-        assert done.returncode == 0, f"{command} in node{node}: {done.returncode}\n{done.stdout}{done.stderr}"
+        assert done.returncode == 0, (
+            f"{command} in node{node}: {done.returncode}\n{done.stdout}{done.stderr}"
+        )
         return done.stdout
 
     def hostfile(self, nodes: int = 2, ranks: int = 1) -> Path:
@@ -161,7 +178,11 @@ class Cluster:
         env_file = self.folder / f"env-{number}"
         env_file.write_text("".join(f"{name}={value}\n" for name, value in forwarded.items()))
         command = [
-            *(str(Path(sys.executable).parent / "deepspeed"), "--hostfile", str(self.hostfile(nodes, ranks))),
+            *(
+                str(Path(sys.executable).parent / "deepspeed"),
+                "--hostfile",
+                str(self.hostfile(nodes, ranks)),
+            ),
             *("--launcher", "pdsh", "--force_multi"),
             # No other program of the node listens, and the kernel gives ports above 32768 to clients.
             *("--master_addr", "10.77.0.1", "--master_port", str(20000 + number)),
@@ -202,7 +223,9 @@ class Cluster:
                 self.run(CALL, call, nodes=nodes, ranks=ranks, timeout_s=timeout_s)
                 return
             results = NodeRanks(self, CALL, call, nodes=nodes, ranks=ranks).wait(timeout_s)
-            assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
+            assert all(status == 0 for status, _ in results), "\n".join(
+                f"[{s}] {out}" for s, out in results
+            )
 
         return results_of(run, nodes * ranks, function, *arguments)
 
@@ -225,7 +248,9 @@ class Cluster:
     def sent_bytes(self, node: int) -> int:
         """Return what a node has sent since it started, with all headers."""
         lines = Path(f"/proc/{self.inits[node]}/net/dev").read_text().splitlines()
-        fields = next(line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:"))
+        fields = next(
+            line.split(":")[1].split() for line in lines if line.strip().startswith("eth0:")
+        )
         return int(fields[8])
 
     def shm(self, node: int) -> Path:
@@ -250,13 +275,19 @@ class NodeRanks(Ranks):
         self, cluster: Cluster, program: Path | str, *arguments: str, nodes: int = 2, ranks: int = 1
     ) -> None:
         self.cluster, self.ranks = cluster, ranks
-        env = {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "eth0", "PATH": rank_environment()["PATH"]}
+        env = {
+            "MASTER_ADDR": "10.77.0.1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PATH": rank_environment()["PATH"],
+        }
         super().__init__(PROGRAMS / program, nodes * ranks, *arguments, **env)
 
     def start(self, rank: int, program: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         local = {"LOCAL_RANK": str(rank % self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
         node = self.cluster.inits[rank // self.ranks]
-        return WarmProcess(program, {**env, **local}, subprocess.PIPE, subprocess.STDOUT, inside=node)
+        return WarmProcess(
+            program, {**env, **local}, subprocess.PIPE, subprocess.STDOUT, inside=node
+        )
 
     def end(self, process: subprocess.Popen[str]) -> None:
         self.cluster.sweep()  # the process itself is only what has entered the namespaces
@@ -277,7 +308,11 @@ def _processes_of(init: int) -> Iterator[int]:
     space = os.readlink(f"/proc/{init}/ns/pid")
     for entry in Path("/proc").iterdir():
         with suppress(OSError):
-            if entry.name.isdigit() and int(entry.name) != init and os.readlink(entry / "ns/pid") == space:
+            if (
+                entry.name.isdigit()
+                and int(entry.name) != init
+                and os.readlink(entry / "ns/pid") == space
+            ):
                 yield int(entry.name)
 
 
@@ -286,7 +321,9 @@ def _kill(pids: list[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not any(_read(pid, "cmdline") for pid in pids), "the end of killed processes")
+    wait_until(
+        lambda: not any(_read(pid, "cmdline") for pid in pids), "the end of killed processes"
+    )
 
 
 def _has_mark(pid: int, mark: str) -> bool:

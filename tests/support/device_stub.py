@@ -91,7 +91,11 @@ class _Numbers(TorchFunctionMode):
         self._wait = wait
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is not torch.tensor or kwargs.get("device") != DEVICE:
@@ -140,19 +144,27 @@ class DeviceStub(TorchDispatchMode):
             if tensor.streams and self.stream not in tensor.streams and not _makes_views(func):
                 used = f"{func} on {self.stream} uses memory of {', '.join(sorted(tensor.streams))}"
                 self.crossings.append(f"{used}: {_place()}")
-        if any(tensor.device == DEVICE and not isinstance(tensor, DeviceTensor) for tensor in every):
-            raise AssertionError(f"{func} uses a list or numbers as a tensor of the device: {_place()}")
+        if any(
+            tensor.device == DEVICE and not isinstance(tensor, DeviceTensor) for tensor in every
+        ):
+            raise AssertionError(
+                f"{func} uses a list or numbers as a tensor of the device: {_place()}"
+            )
         is_made_there = kwargs.get("device") == DEVICE
         if op in _COPIES:
             is_crossing = op is aten.copy_ and len({tensor.device for tensor in every}) > 1
             to = torch.device(kwargs.get("device") or every[0].device)
-            is_async = kwargs.get("non_blocking") or (op is aten.copy_ and len(args) > 2 and args[2])
+            is_async = kwargs.get("non_blocking") or (
+                op is aten.copy_ and len(args) > 2 and args[2]
+            )
             if (is_crossing or to != every[0].device) and not is_async:
                 self.wait(func)
             is_made_there = is_made_there or (op is aten._to_copy and to == DEVICE)
             kwargs.pop("non_blocking", None)
         elif there:
-            if op in _READ and not (op is aten.repeat_interleave and kwargs.get("output_size") is not None):
+            if op in _READ and not (
+                op is aten.repeat_interleave and kwargs.get("output_size") is not None
+            ):
                 self.wait(func)
             self._check_operands(func, args, every)
         if "device" in kwargs:

@@ -65,7 +65,8 @@ def columns(turn: int, device: str) -> dict[str, Tensor]:
         "observation": torch.randn(ENVS, STEPS + 1, 11, generator=random),
         "action": torch.randn(ENVS, STEPS, 3, generator=random),
         "reward": torch.randn(ENVS, STEPS, generator=random),
-        "terminated": (torch.rand(ENVS, STEPS, generator=random) < 0.3) & (torch.arange(STEPS) == STEPS - 1),
+        "terminated": (torch.rand(ENVS, STEPS, generator=random) < 0.3)
+        & (torch.arange(STEPS) == STEPS - 1),
         "frame": torch.randint(0, 256, (ENVS, STEPS, 7, 9), generator=random, dtype=torch.uint8),
     }
     return {name: tensor.to(device) for name, tensor in made.items()}

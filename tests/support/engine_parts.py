@@ -25,7 +25,10 @@ class Lines(logging.Handler):
 
 
 def ds_config(
-    gear: dict[str, Any] | None = None, accumulation: int = 1, replicas: int | None = None, **options: Any
+    gear: dict[str, Any] | None = None,
+    accumulation: int = 1,
+    replicas: int | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Return a ds_config of BATCH samples per global batch; with `replicas` by the size of a micro batch."""
     section = {} if gear is None else {"gear": gear}

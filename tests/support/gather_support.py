@@ -14,7 +14,19 @@ LENGTHS = (1, 2, 5, 40, 3, 11)  # steps of the trajectories; each has one row mo
 FIRST_ROWS = [sum(LENGTHS[:i]) + i for i in range(len(LENGTHS))]
 NUM_ROWS = sum(LENGTHS) + len(LENGTHS)
 NONE = torch.empty(0)
-SPECIAL = [0.0, -0.0, 1.0, float("inf"), -float("inf"), float("nan"), 5e-324, 1e-40, 65504.0, 65520.0, 3.4e38]
+SPECIAL = [
+    0.0,
+    -0.0,
+    1.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    5e-324,
+    1e-40,
+    65504.0,
+    65520.0,
+    3.4e38,
+]
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -39,7 +51,9 @@ def resolutions_of(count: int) -> Tensor:
     anchor = (torch.rand(count) * length).long()
     anchor[::5], anchor[1::5] = 0, length[1::5] - 1
     rest = torch.zeros_like(slot)
-    return torch.stack((slot, slot, rest, torch.tensor(FIRST_ROWS)[slot], length, anchor, rest, rest), dim=1)
+    return torch.stack(
+        (slot, slot, rest, torch.tensor(FIRST_ROWS)[slot], length, anchor, rest, rest), dim=1
+    )
 
 
 @dataclass

@@ -52,13 +52,17 @@ def trajectory(
     }
 
 
-def write_dataset(path: Path, lengths: Sequence[int], split: Mapping[str, float] | None = None) -> Path:
+def write_dataset(
+    path: Path, lengths: Sequence[int], split: Mapping[str, float] | None = None
+) -> Path:
     """Write a data set whose i-th trajectory is `trajectory(i, lengths[i])`."""
     from deepspeed_gear import DatasetWriter
 
     with DatasetWriter(path, SCHEMA, split=split or {}) as writer:
         for number, steps in enumerate(lengths):
-            writer.add(trajectory(number, steps, terminated=number % 2 == 0, truncated=number % 2 == 1))
+            writer.add(
+                trajectory(number, steps, terminated=number % 2 == 0, truncated=number % 2 == 1)
+            )
     return path
 
 

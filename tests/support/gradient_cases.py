@@ -28,7 +28,9 @@ PREDIVIDE = {"gradient_predivide_factor": 2.0}
 
 def of_stages(name: str, divisors: dict[int, float], **options: Any) -> dict[str, dict[str, Any]]:
     """Return a case for each stage with its divisor; the stage is put into the name."""
-    return {name.format(stage): zero(stage, divisor, **options) for stage, divisor in divisors.items()}
+    return {
+        name.format(stage): zero(stage, divisor, **options) for stage, divisor in divisors.items()
+    }
 
 
 #: By world and name, beside those of KINDS. Engines of one kind follow each other: DeepSpeed keeps groups in
@@ -37,15 +39,21 @@ CASES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"ddp": torch_case("ddp", 1.0), "plain": torch_case("plain", 1.0)},
     2: {
         **of_stages("zero{} offload", dict.fromkeys((1, 2, 3), 2.0), section=CPU),
-        **of_stages("zero{} sum", dict.fromkeys((0, 1, 2), 1.0), config={"gradient_allreduce_op": "sum"}),
-        **of_stages("zero{} predivide 2", {0: 2.0, 1: 2.0, 2: 2.0, 3: 4.0}, section=WHOLE, config=PREDIVIDE),
+        **of_stages(
+            "zero{} sum", dict.fromkeys((0, 1, 2), 1.0), config={"gradient_allreduce_op": "sum"}
+        ),
+        **of_stages(
+            "zero{} predivide 2", {0: 2.0, 1: 2.0, 2: 2.0, 3: 4.0}, section=WHOLE, config=PREDIVIDE
+        ),
         **of_stages(
             "zero{} prescale",
             dict.fromkeys(range(4), 2.0),
             section=WHOLE,
             config={"prescale_gradients": True},
         ),
-        **of_stages("zero{} accumulation 4", {0: 8.0, 3: 8.0}, config={"gradient_accumulation_steps": 4}),
+        **of_stages(
+            "zero{} accumulation 4", {0: 8.0, 3: 8.0}, config={"gradient_accumulation_steps": 4}
+        ),
         **of_stages("zero{} bf16", dict.fromkeys((1, 2, 3), 2.0), config=BF16, error=0.03),
         "zero2 overlap": zero(2, 2.0, section={"overlap_comm": True}),
         "ddp": torch_case("ddp", 2.0),
@@ -102,4 +110,6 @@ KINDS: dict[int, dict[str, float]] = {
 
 def cases_of(world: int, every: bool) -> dict[str, list[tuple[str, int]]]:
     """Return the cases of each kind: all, or every fourth one of `SHORT`, those of neighbours the others."""
-    return {kind: ALL if every else SHORT[number % 4 :: 4] for number, kind in enumerate(KINDS[world])}
+    return {
+        kind: ALL if every else SHORT[number % 4 :: 4] for number, kind in enumerate(KINDS[world])
+    }

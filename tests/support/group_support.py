@@ -30,7 +30,12 @@ def section(
     group: Mapping[str, Any] = GROUP, sampler: Mapping[str, Any] | None = None, **options: Any
 ) -> dict[str, Any]:
     """Return a gear section with a table of groups; `options` of the table or of the section."""
-    table = {"capacity_steps": 4000, "capacity_trajectories": 200, "max_length": MOST, "group": dict(group)}
+    table = {
+        "capacity_steps": 4000,
+        "capacity_trajectories": 200,
+        "max_length": MOST,
+        "group": dict(group),
+    }
     own = ("remove", "keep_best", "max_age", "max_times_sampled", "rate_limiter", "writers", *table)
     table.update({name: options.pop(name) for name in own if name in options})
     fields = {name: {} for name in ("tokens", "prompt", "sample")}
@@ -49,7 +54,9 @@ def train(replay: Replay, table: str = "main") -> BatchStream:
     return replay._parts.streams[table]["train"]
 
 
-def add(replay: Replay, prompt: int, sample: int = 0, steps: int = 3, weight: float = 1.0, **to: Any) -> int:
+def add(
+    replay: Replay, prompt: int, sample: int = 0, steps: int = 3, weight: float = 1.0, **to: Any
+) -> int:
     """Add a trajectory; its tokens are its number of steps."""
     tokens = np.full(steps, steps, np.int32)
     row = {"prompt": np.int64(prompt), "sample": np.int32(sample), "weight": np.float32(weight)}
@@ -162,7 +169,10 @@ class Model:
                 if name not in chosen:
                     self._drop(rows, "surplus" if name in ready else "unfilled")
             values = [members[name][-1].reward or 0.0 for name in chosen]
-            if self.least_std is not None and np.std(values, ddof=int(len(values) > 1)) < self.least_std:
+            if (
+                self.least_std is not None
+                and np.std(values, ddof=int(len(values) > 1)) < self.least_std
+            ):
                 self.counts["rejected"] += 1
                 self.remove([row.id for name in chosen for row in members[name]])
                 self._remember(prompt)
@@ -188,4 +198,6 @@ class Model:
         """Evict whole groups."""
         prompts = {self.rows[number].prompt for number in ids if number in self.rows}
         self.rows = {number: row for number, row in self.rows.items() if row.prompt not in prompts}
-        self.groups = {prompt: members for prompt, members in self.groups.items() if prompt not in prompts}
+        self.groups = {
+            prompt: members for prompt, members in self.groups.items() if prompt not in prompts
+        }

@@ -22,7 +22,9 @@ CSRC = toolchain.csrc_root()
 
 def library(folders: pytest.TempPathFactory) -> Path:
     """Return the library, which is kept as long as the sources and what builds them are the same."""
-    sources = [file for folder in (CSRC, HOST) for file in sorted(folder.rglob("*")) if file.is_file()]
+    sources = [
+        file for folder in (CSRC, HOST) for file in sorted(folder.rglob("*")) if file.is_file()
+    ]
     parts = [repr((toolchain.compiler_version(), torch.__version__)).encode()]
     parts += [file.read_bytes() for file in (*sources, Path(__file__))]
     kept = ROOT / "build" / f"kernels_on_host-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
@@ -38,16 +40,23 @@ def library(folders: pytest.TempPathFactory) -> Path:
 def build(folder: Path) -> Path:
     """Compile the kernels with the host's compiler; only launches and the names of ops are rewritten."""
     launch = re.compile(
-        r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)\s*<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);", re.DOTALL
+        r"([\w:]+(?:<[^<>;]*(?:<[^<>;]*>)?[^<>;]*>)?)\s*<<<(.+?), (\w+), 0, .+?>>>\((.*?)\);",
+        re.DOTALL,
     )
     for file in [*CSRC.glob("*/*.cu"), *CSRC.glob("*/*_cuda.h")]:
-        text, launches = launch.subn(r"gear_host::Launch(\2, \3, [&] { \1(\4); });", file.read_text())
+        text, launches = launch.subn(
+            r"gear_host::Launch(\2, \3, [&] { \1(\4); });", file.read_text()
+        )
         assert launches == file.read_text().count("<<<")
         copy = folder / file.relative_to(CSRC).with_suffix(".h" if file.suffix == ".h" else ".cpp")
         copy.parent.mkdir(exist_ok=True)
         copy.write_text(text)
-    stream = 'extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void**) { return 0; }\n'
-    schemas = "TORCH_LIBRARY(gear_on_host, m) { GEAR_OPS(GEAR_DEFINE) GEAR_RING_OPS(GEAR_DEFINE) }\n"
+    stream = (
+        'extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void**) { return 0; }\n'
+    )
+    schemas = (
+        "TORCH_LIBRARY(gear_on_host, m) { GEAR_OPS(GEAR_DEFINE) GEAR_RING_OPS(GEAR_DEFINE) }\n"
+    )
     for file in (CSRC / "bindings").glob("library_cuda*.cpp"):
         binding = file.read_text()
         assert "TORCH_LIBRARY_IMPL(gear, CUDA, m)" in binding
@@ -80,5 +89,14 @@ def build(folder: Path) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         objects = list(pool.map(compile_one, sources))
     out = folder / "kernels_on_host.so"
-    run("-shared", *objects, f"-L{TORCH_LIB_PATH}", "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(out))
+    run(
+        "-shared",
+        *objects,
+        f"-L{TORCH_LIB_PATH}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        "-o",
+        str(out),
+    )
     return out

@@ -21,7 +21,9 @@ class NodeStore:
 
     ledger: PromptLedger
 
-    def __init__(self, index: int, count: int, batches: int, workers: Collection[int], **how: Any) -> None:
+    def __init__(
+        self, index: int, count: int, batches: int, workers: Collection[int], **how: Any
+    ) -> None:
         how = {"seed": 0, "key": 0, **how}
         self.spec = PromptSpec("", "", 20, size=1, **how, num_stores=count, store=index)
         room = max(-(-(self.spec.max_lag + batches) * self.spec.groups // count), self.spec.groups)
@@ -76,7 +78,10 @@ Each = Callable[[Callable[[Any], Any]], list[Any]]  # what a call returns for ea
 
 
 def exchange(
-    stores: Sequence[NodeStore], each: Each, progress: Callable[[Any], np.ndarray], draws: bool = True
+    stores: Sequence[NodeStore],
+    each: Each,
+    progress: Callable[[Any], np.ndarray],
+    draws: bool = True,
 ) -> list[int]:
     """Make the exchanges of a selection, or of a question; return the numbers that may be drawn, in order.
 
@@ -106,7 +111,9 @@ def exchange(
     numbers = np.concatenate(own)
     if not spec.is_joint:
         return np.sort(numbers).tolist() if spec.order == "lease" else numbers.tolist()
-    marks = np.concatenate([store.ledger.marks(part) for store, part in zip(stores, own, strict=True)])
+    marks = np.concatenate(
+        [store.ledger.marks(part) for store, part in zip(stores, own, strict=True)]
+    )
     orders = [numbers[store.ledger.merged(numbers, marks)].tolist() for store in stores]
     assert all(order == orders[0] for order in orders)
     assert len(orders[0]) >= spec.groups or not is_drawn
@@ -120,5 +127,7 @@ def check_due(stores: Sequence[NodeStore], selected: int) -> None:
     counts = is_kept | np.isin(entries[:, Entry.STATE], (EntryState.LEASED, EntryState.HELD))
     spec = stores[0].spec
     due = entries[counts, Entry.VERSION] + spec.max_lag - selected
-    assert all((due <= after).sum() <= (after + 1) * spec.groups for after in range(spec.max_lag + 1))
+    assert all(
+        (due <= after).sum() <= (after + 1) * spec.groups for after in range(spec.max_lag + 1)
+    )
     assert (due >= 0).all()

@@ -15,14 +15,18 @@ from deepspeed_gear import Column, DatasetWriter, Lease, Replay, Schema
 from deepspeed_gear.store.prompt_books import books_of
 
 SIZE = 2  # members of a group
-PROMPTS = Schema([Column("tokens", "int32", (), "token"), Column("index", "int64", (), "other", "1")])
+PROMPTS = Schema(
+    [Column("tokens", "int32", (), "token"), Column("index", "int64", (), "other", "1")]
+)
 
 
 def write_prompts(path: Path, count: int) -> Path:
     """Write a data set of prompts; prompt i has i % 3 + 1 tokens, which are i."""
     with DatasetWriter(path, PROMPTS) as writer:
         for index in range(count):
-            writer.add({"tokens": np.full(index % 3 + 1, index, np.int32), "index": np.int64(index)})
+            writer.add(
+                {"tokens": np.full(index % 3 + 1, index, np.int32), "index": np.int64(index)}
+            )
     return path
 
 
@@ -31,7 +35,9 @@ def ledger_section(
 ) -> dict[str, Any]:
     """Return a gear section with prompts; `options` as of `group_support.section`."""
     group = {"column": "prompt", "size": SIZE, **options.pop("group", {})}
-    made = section(group, **{"max_times_sampled": 1, "writers": 4, "batch": {"groups": groups}, **options})
+    made = section(
+        group, **{"max_times_sampled": 1, "writers": 4, "batch": {"groups": groups}, **options}
+    )
     made["tables"]["main"]["prompts"] = {"data": str(data), **(prompts or {})}
     return made
 
@@ -45,7 +51,13 @@ def recipe_section(data: Path, **options: Any) -> dict[str, Any]:
         "schema": {"columns": {"reward": {"late": True}}},
     }
     memory = {"shared_memory": {"prefix": prefix()}}
-    return {"recipe": "grpo", "tables": {"main": table}, "rollout": {"groups": 1}, **memory, **options}
+    return {
+        "recipe": "grpo",
+        "tables": {"main": table},
+        "rollout": {"groups": 1},
+        **memory,
+        **options,
+    }
 
 
 def recipe_responses(lease: Lease, reward: bool = True) -> list[dict[str, Any]]:
@@ -58,7 +70,9 @@ def recipe_responses(lease: Lease, reward: bool = True) -> list[dict[str, Any]]:
 def responses(lease: Lease, weight: float = 1.0) -> list[dict[str, Any]]:
     """Return the group of a lease: tokens are the prompt's index, as many as the lease's version plus 1."""
     tokens = np.full(lease.version % 20 + 1, lease.prompt["index"], np.int32)
-    return [{"tokens": tokens, "sample": np.int32(m), "weight": np.float32(weight)} for m in range(SIZE)]
+    return [
+        {"tokens": tokens, "sample": np.int32(m), "weight": np.float32(weight)} for m in range(SIZE)
+    ]
 
 
 OPEN = ("waiting", "incomplete", "leased", "returned")
@@ -72,10 +86,15 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.groups is not None
         table.groups.update()
         books, groups = books_of(table.ledger), table.groups.statistics
-    parts = [books[name] for name in ("trained", "training", "waiting", "incomplete", "leased", "returned")]
+    parts = [
+        books[name]
+        for name in ("trained", "training", "waiting", "incomplete", "leased", "returned")
+    ]
     assert books["issued"] == sum(parts) + sum(books["dropped"].values()), books
     assert min(parts) >= 0, books
-    assert (books["waiting"], books["incomplete"]) == (groups["complete"], groups["incomplete"]), books
+    assert (books["waiting"], books["incomplete"]) == (groups["complete"], groups["incomplete"]), (
+        books
+    )
     check_epochs([books])
     return books
 
@@ -83,15 +102,22 @@ def check_books(replay: Replay) -> dict[str, Any]:
 def check_epochs(stores: list[dict[str, Any]]) -> None:
     """Check that the books of each epoch close, over all stores, and add up to those of the table."""
     sums = {name: sum(of_epochs(stores, name).values()) for name in ("issued", "drawn", *OPEN)}
-    whole = {name: sum(books[name] for books in stores) for name in ("issued", "trained", "training", *OPEN)}
+    whole = {
+        name: sum(books[name] for books in stores)
+        for name in ("issued", "trained", "training", *OPEN)
+    }
     assert sums["drawn"] == whole["trained"] + whole["training"], stores
     assert min(own["drawn"] for books in stores for own in books["epochs"].values()) >= 0, stores
     assert all(sums[name] == whole[name] for name in ("issued", *OPEN)), stores
     dropped = of_epochs(stores, "dropped")
-    assert sum(dropped.values(), Counter()) == sum((Counter(books["dropped"]) for books in stores), Counter())
+    assert sum(dropped.values(), Counter()) == sum(
+        (Counter(books["dropped"]) for books in stores), Counter()
+    )
     counts = {name: of_epochs(stores, name) for name in ("issued", "drawn", *OPEN)}
     is_same = len({tuple(books["epochs"]) for books in stores}) == 1  # else "earlier" means others
-    first = max(min(int(epoch) for epoch in books["epochs"] if epoch != "earlier") for books in stores)
+    first = max(
+        min(int(epoch) for epoch in books["epochs"] if epoch != "earlier") for books in stores
+    )
     for epoch, issued in counts["issued"].items():
         if not is_same and (epoch == "earlier" or int(epoch) < first):
             continue

@@ -12,7 +12,10 @@ from deepspeed_gear import Media, Replay
 from deepspeed_gear.store.media_pages import MediaPages
 
 MEDIA = {
-    "columns": {"patches": {"dtype": "float32", "shape": [3]}, "grid": {"dtype": "int64", "shape": [2]}},
+    "columns": {
+        "patches": {"dtype": "float32", "shape": [3]},
+        "grid": {"dtype": "int64", "shape": [2]},
+    },
     "capacity_bytes": 16 << 10,
     "page_bytes": 512,
 }
@@ -23,12 +26,27 @@ SIZE = 4  # members of a group
 def media_section(media: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Return a gear section of packs of groups with media; `options` of the section, or of its table."""
     group = {"column": "prompt", "size": SIZE}
-    table = {"capacity_steps": 2000, "max_length": MOST, "remove": "fifo", "schema": SCHEMA, "group": group}
-    table |= {name: options.pop(name) for name in ("writers", "capacity_steps", "remove") if name in options}
+    table = {
+        "capacity_steps": 2000,
+        "max_length": MOST,
+        "remove": "fifo",
+        "schema": SCHEMA,
+        "group": group,
+    }
+    table |= {
+        name: options.pop(name)
+        for name in ("writers", "capacity_steps", "remove")
+        if name in options
+    }
     table["media"] = {**MEDIA, **(media or {})}
     table = copy.deepcopy(table)
     sampler = {"kind": "fifo", "unit": "group"}
-    given = {"fields": {"tokens": {}, "image": {}}, "rollout": {"groups": 4}, "sampler": sampler, **options}
+    given = {
+        "fields": {"tokens": {}, "image": {}},
+        "rollout": {"groups": 4},
+        "sampler": sampler,
+        **options,
+    }
     return section(tables={"main": table}, **given)
 
 
@@ -42,7 +60,11 @@ def image(number: int, rows: int | None = None) -> Media:
 def group(prompt: int, images: dict[int, Media], steps: int = 8) -> list[dict[str, Any]]:
     """Return the trajectories of a group that all name the images, at these steps."""
     tokens = (np.arange(steps) + 1).astype(np.int32)
-    own = {"tokens": tokens, "loss_mask": np.arange(steps) >= 5, "logp": np.zeros(steps, np.float32)}
+    own = {
+        "tokens": tokens,
+        "loss_mask": np.arange(steps) >= 5,
+        "logp": np.zeros(steps, np.float32),
+    }
     other = {"reward": np.float32(0), "prompt": np.int64(prompt), "image": images}
     return [{**own, **other, "tokens": tokens * (1 if m == 0 else m)} for m in range(SIZE)]
 

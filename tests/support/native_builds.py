@@ -13,7 +13,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 #: The checkout's own: a lock that a killed launch leaves in the user's folder stops no test, and a killed
 #: test stops no launch. They are kept, and runs of tests may share them.
-BUILDS = ROOT / "build" / f"extensions-py{sys.version_info.major}{sys.version_info.minor}-{torch.__version__}"
+BUILDS = (
+    ROOT
+    / "build"
+    / f"extensions-py{sys.version_info.major}{sys.version_info.minor}-{torch.__version__}"
+)
 
 
 def use_builds() -> None:

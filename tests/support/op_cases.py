@@ -61,7 +61,9 @@ def arguments(name: str) -> tuple[Any, ...]:
     reference_ops().tree_build_(built, NUM_SLOTS)
     rows = torch.randn(NUM_SLOTS * LENGTH, 11)
     reward, ends = rows[:, 0].contiguous(), torch.rand(len(rows)) < 0.05
-    extents = torch.stack((torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1)
+    extents = torch.stack(
+        (torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1
+    )
     none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
     outs = [torch.zeros(COUNT, 7, 11), torch.zeros(COUNT, 7, 11, dtype=torch.bfloat16)]
     spec, scale = window(rows, -3, 7) * 2, [none.double(), torch.randn(11).double()]
@@ -73,7 +75,17 @@ def arguments(name: str) -> tuple[Any, ...]:
         "mass_": (out, torch.rand(COUNT) * 99, ALPHA, 27),
         "minima_build_": (minima, built, NUM_SLOTS),
         "suffix_sum_": (reward * 0, reward, extents),
-        "n_step_": (returns[0], returns[1], out, reward, ends, ends, powers_of(0.9, 5), resolutions, 5),
+        "n_step_": (
+            returns[0],
+            returns[1],
+            out,
+            reward,
+            ends,
+            ends,
+            powers_of(0.9, 5),
+            resolutions,
+            5,
+        ),
         "advantages_": advantage_arguments(9, 7),
         "gather_": (
             outs,
@@ -101,7 +113,17 @@ def advantage_arguments(rows: int, steps: int, *, off_policy: bool = True) -> tu
     mask &= torch.arange(steps) < steps - torch.randint(0, 3, (rows, 1))
     logs = [30.0 * log for log in logs] if off_policy else [None, None]
     outs = torch.full(shape, 9.0), torch.full(shape, 9.0)
-    return *outs, reward, value, following, terminated, truncated, mask, *logs, [0.99, 0.95, 1.5, 1.25]
+    return (
+        *outs,
+        reward,
+        value,
+        following,
+        terminated,
+        truncated,
+        mask,
+        *logs,
+        [0.99, 0.95, 1.5, 1.25],
+    )
 
 
 def host_arguments(name: str) -> tuple[Any, ...]:
@@ -113,7 +135,10 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     sums = torch.zeros(tree_size(HOST_SLOTS), dtype=torch.int64)
     sums[:HOST_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
     rows = torch.randn(HOST_SLOTS * 5, 3)
-    slot, zero = torch.randint(0, HOST_SLOTS, (HOST_COUNT,)), torch.zeros(HOST_COUNT, dtype=torch.int64)
+    slot, zero = (
+        torch.randint(0, HOST_SLOTS, (HOST_COUNT,)),
+        torch.zeros(HOST_COUNT, dtype=torch.int64),
+    )
     resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
     none = torch.empty(0)
     two, pads = [none, none], [0.0, 1.0]
@@ -123,11 +148,18 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     row_slots = torch.arange(HOST_SLOTS // 5, dtype=torch.int32).repeat_interleave(5)
     table = slots.clone()
     table[:, 0] = 2
-    minima, priorities = torch.zeros(minima_size(HOST_SLOTS), dtype=torch.int64), torch.rand(HOST_SLOTS)
+    minima, priorities = (
+        torch.zeros(minima_size(HOST_SLOTS), dtype=torch.int64),
+        torch.rand(HOST_SLOTS),
+    )
     updates = torch.tensor([[1, 0, 2, 0x3F000000], [1, 0, 2, 0x40000000], [9, 1, 2, 0x3F000000]])
     rows_bytes, messages = torch.zeros(64).byte(), [torch.arange(n) << 40 | 7 for n in (2, 3)]
     nodes, room = torch.arange(2), [1, 9, 0, 9, 50, 5]
-    sampled, words, readers = torch.zeros(2, 7).long(), torch.zeros(2, 4).long(), torch.tensor([[1]])
+    sampled, words, readers = (
+        torch.zeros(2, 7).long(),
+        torch.zeros(2, 4).long(),
+        torch.tensor([[1]]),
+    )
     rows_wanted = (
         torch.tensor([[0, 0, 3, 9, 4, 0, -1], [1, 0, 2, 9, 8, 0, -1]]),
         torch.tensor([[0, 0, -1, 2, 0, 0, 0]]),
@@ -136,7 +168,13 @@ def host_arguments(name: str) -> tuple[Any, ...]:
         nodes + 0,
     )
     needs, reported = torch.zeros(2, 1, dtype=torch.int16), torch.arange(18).view(3, 6)
-    taken = torch.zeros(3, 8).long(), torch.zeros(3).long(), sampled + 0, nodes + 0, torch.zeros(1).long()
+    taken = (
+        torch.zeros(3, 8).long(),
+        torch.zeros(3).long(),
+        sampled + 0,
+        nodes + 0,
+        torch.zeros(1).long(),
+    )
     asked = torch.tensor([1]), torch.tensor([2]), needs
     return {
         "draw_": (out, 5, 1, 100, 1 << 40),
@@ -169,15 +207,61 @@ def host_arguments(name: str) -> tuple[Any, ...]:
             *([torch.zeros(9, 3), torch.zeros(9).long()], [rows, none.long()], two, two),
             *(resolutions[:2], torch.tensor([1, 6]), packed, pads, 2, 9),
         ),
-        "plan_packs_": (out + 0, out + 0, out[:1] + 0, torch.arange(1, HOST_COUNT + 1), 9, 1, 1, 2, 9),
-        "encode_rows_": (out + 0, nodes + 0, [rows.view(-1).view(torch.uint8)], *rows_wanted, table),
+        "plan_packs_": (
+            out + 0,
+            out + 0,
+            out[:1] + 0,
+            torch.arange(1, HOST_COUNT + 1),
+            9,
+            1,
+            1,
+            2,
+            9,
+        ),
+        "encode_rows_": (
+            out + 0,
+            nodes + 0,
+            [rows.view(-1).view(torch.uint8)],
+            *rows_wanted,
+            table,
+        ),
         "decode_rows_": (
             *([rows_bytes], weighed, nodes + 0, nodes + 5, messages, nodes + 0),
             *(*rows_wanted, room),
         ),
-        "assign_draws_": (*torch.zeros(3, 3).long(), slot[:1] * 0, slot[:3], torch.tensor([9, 99]), 1),
-        "encode_draws_": (sampled, words, nodes + 0, weighed[:2], nodes, None, None, readers, needs, 0, 0, 0),
-        "decode_draws_": (*taken, [words.view(-1) + 1] * 2, weighed[:1], nodes[:1], None, *asked, 0, 0, 0, 1),
+        "assign_draws_": (
+            *torch.zeros(3, 3).long(),
+            slot[:1] * 0,
+            slot[:3],
+            torch.tensor([9, 99]),
+            1,
+        ),
+        "encode_draws_": (
+            sampled,
+            words,
+            nodes + 0,
+            weighed[:2],
+            nodes,
+            None,
+            None,
+            readers,
+            needs,
+            0,
+            0,
+            0,
+        ),
+        "decode_draws_": (
+            *taken,
+            [words.view(-1) + 1] * 2,
+            weighed[:1],
+            nodes[:1],
+            None,
+            *asked,
+            0,
+            0,
+            0,
+            1,
+        ),
         "encode_reports_": (torch.zeros(3, 3).long(), nodes[:1] + 0, reported, 9),
         "decode_reports_": (reported * 0, torch.arange(9).view(3, 3), 9),
     }[name]

@@ -13,7 +13,9 @@ _SCALING_ELEMENTS = 128
 _PACKED_WORDS = 4
 
 
-def draw(seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops | None = None) -> Tensor:
+def draw(
+    seed: int, stream: int, first: int, total: int, count: int, *, ops: Ops | None = None
+) -> Tensor:
     """Draw the coordinates of the samples first .. first + count - 1 of a stream."""
     coordinates = torch.empty(count, dtype=torch.int64)
     (ops or load_backend()).draw_(coordinates, seed, stream, first, total)

@@ -22,15 +22,25 @@ WIDTHS = "hidden_size n_embd d_model word_embed_proj_dim"
 SIZES: dict[str, Any] = {
     **dict.fromkeys(WIDTHS.split(), 32),
     **dict.fromkeys("num_hidden_layers n_layer n_layers num_layers".split(), 4),
-    **dict.fromkeys("num_attention_heads n_head n_heads num_heads mamba_n_heads mamba_num_heads".split(), 4),
-    **dict.fromkeys("intermediate_size n_inner ffn_dim max_position_embeddings n_positions".split(), 48),
+    **dict.fromkeys(
+        "num_attention_heads n_head n_heads num_heads mamba_n_heads mamba_num_heads".split(), 4
+    ),
+    **dict.fromkeys(
+        "intermediate_size n_inner ffn_dim max_position_embeddings n_positions".split(), 48
+    ),
     **dict.fromkeys("num_experts num_local_experts n_routed_experts qk_nope_head_dim".split(), 4),
     **dict.fromkeys("head_dim qk_rope_head_dim v_head_dim mamba_head_dim mamba_d_state".split(), 8),
-    **dict.fromkeys("linear_key_head_dim linear_value_head_dim state_size ssm_state_size".split(), 8),
-    **dict.fromkeys("num_key_value_heads num_experts_per_tok linear_num_key_heads mamba_expand".split(), 2),
+    **dict.fromkeys(
+        "linear_key_head_dim linear_value_head_dim state_size ssm_state_size".split(), 8
+    ),
+    **dict.fromkeys(
+        "num_key_value_heads num_experts_per_tok linear_num_key_heads mamba_expand".split(), 2
+    ),
     **dict.fromkeys("n_group topk_group mamba_n_groups n_groups".split(), 1),
     **dict.fromkeys("sliding_window attention_chunk_size mamba_chunk_size chunk_size".split(), 16),
-    **dict.fromkeys("moe_intermediate_size shared_expert_intermediate_size kv_lora_rank".split(), 16),
+    **dict.fromkeys(
+        "moe_intermediate_size shared_expert_intermediate_size kv_lora_rank".split(), 16
+    ),
     "mamba_d_head": 16,
     **dict.fromkeys("pad_token_id bos_token_id eos_token_id q_lora_rank".split(), None),
     "vocab_size": VOCABULARY,
@@ -102,7 +112,10 @@ def places(micro: MicroBatch) -> list[Tensor]:
 def alone(model: Any, micro: MicroBatch) -> list[Tensor]:
     """Return the logits of each trajectory of a pack alone."""
     tokens = [micro["tokens"][:, at] for at in places(micro)]
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # compiling flex attention takes long
+    with (
+        torch.no_grad(),
+        torch.compiler.set_stance("force_eager"),
+    ):  # compiling flex attention takes long
         return [model(input_ids=part, use_cache=False).logits[0] for part in tokens]
 
 
@@ -140,7 +153,9 @@ def flash(
     """Attend as `flash_attention_2` does, with sequences by their bounds, or else by their positions."""
     count, repeats = query.shape[2], query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = (
+        query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    )
     if softcap:
         scores = torch.tanh(scores / softcap) * softcap
     at = torch.arange(count)
@@ -169,7 +184,9 @@ def _sizes(seq_idx: Tensor) -> list[int]:
 
 
 def _convolution(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apart(x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **more: Any) -> Tensor:
+    def apart(
+        x: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **more: Any
+    ) -> Tensor:
         parts = (x,) if more.get("seq_idx") is None else x.split(_sizes(more["seq_idx"]), 2)
         return torch.cat([plain(part, weight, bias, activation=activation) for part in parts], 2)
 
@@ -191,7 +208,9 @@ def _delta_rule(plain: Callable[..., Any]) -> Callable[..., Any]:
         more.pop("seq_idx", None)
         sizes = [g.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist()
         parts = zip(*(tensor.split(sizes, 1) for tensor in (*inputs, g, beta)), strict=True)
-        return torch.cat([plain(*part[:3], g=part[3], beta=part[4], **more)[0] for part in parts], 1), None
+        return torch.cat(
+            [plain(*part[:3], g=part[3], beta=part[4], **more)[0] for part in parts], 1
+        ), None
 
     return apart
 

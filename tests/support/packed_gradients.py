@@ -60,7 +60,11 @@ def responses() -> list[dict[str, Any]]:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attend where a mask is True, or everywhere. [1, N, heads, width] each."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -98,7 +102,10 @@ def model_of(group: Any = None) -> Any:
     sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = Qwen2Config(
-        vocab_size=VOCABULARY, attn_implementation="sdpa" if group is None else "ulysses", **sizes, **heads
+        vocab_size=VOCABULARY,
+        attn_implementation="sdpa" if group is None else "ulysses",
+        **sizes,
+        **heads,
     )
     return Qwen2ForCausalLM(config)
 
@@ -128,8 +135,12 @@ def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any
         count = sum(counts[number] for number in numbers)
         num_units += bool(count or loss.get("count_masked"))
         total = torch.stack([sums[number] for number in numbers]).sum()
-        means.append(total / (normalize["constant"] if isinstance(normalize, dict) else max(count, 1)))
-    whole = torch.stack(sums).sum() / sum(counts) if normalize == "token" else sum(means) / num_units
+        means.append(
+            total / (normalize["constant"] if isinstance(normalize, dict) else max(count, 1))
+        )
+    whole = (
+        torch.stack(sums).sum() / sum(counts) if normalize == "token" else sum(means) / num_units
+    )
     model.zero_grad()
     whole.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -161,10 +172,19 @@ def nll(model: Any, micro: MicroBatch, is_slice: bool) -> Tensor:
 
 def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]:
     """Return a gear section whose batch is all responses; groups share prompts but on sequence ranks."""
-    table: dict[str, Any] = {"capacity_steps": 4000, "max_length": MOST, "schema": {"columns": COLUMNS}}
+    table: dict[str, Any] = {
+        "capacity_steps": 4000,
+        "max_length": MOST,
+        "schema": {"columns": COLUMNS},
+    }
     sampler, batch = {"kind": "fifo"}, {"trajectories": GROUPS * SIZE}
     if loss["normalize"] == "group" or loss.get("by") == "member":
-        table["group"] = {"column": "prompt", "size": 2, "member": "member", "max_trajectories": SIZE}
+        table["group"] = {
+            "column": "prompt",
+            "size": 2,
+            "member": "member",
+            "max_trajectories": SIZE,
+        }
         sampler, batch = {**sampler, "unit": "group"}, {"groups": GROUPS}
     pack = {"tokens": tokens, "pad": {"multiple": 8}}
     if "group" in table and not is_slice:
@@ -217,7 +237,9 @@ def train(
     return counts
 
 
-def compare(trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: int) -> dict[str, Any]:
+def compare(
+    trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: int
+) -> dict[str, Any]:
     stored, before, divisor = responses(), trainer.weights(), gradient_divisor(trainer.trained)
     counts = train(trainer, divisor, loss, tokens, stored)
     after = trainer.weights()

@@ -59,7 +59,9 @@ def with_prompt(number: int, response: dict[str, Any]) -> dict[str, Any]:
         own = response[name][: MOST - steps]
         found[name] = np.concatenate([np.full((steps, *own.shape[1:]), number % 5, own.dtype), own])
     found["loss_mask"] = np.arange(len(found["loss_mask"])) >= steps
-    found["state"] = np.concatenate([found["state"], found["state"][-1:]])[: len(found["tokens"]) + 1]
+    found["state"] = np.concatenate([found["state"], found["state"][-1:]])[
+        : len(found["tokens"]) + 1
+    ]
     return found
 
 
@@ -115,7 +117,11 @@ def cases(data: str, other: str) -> dict[str, Case]:
     memory, capacity = {"data": {"path": data, "load": "memory"}}, {"tables": {"main": table()}}
 
     def groups(
-        kind: str, loss: Any, group: Mapping[str, Any] = rewarded, prefix: str = "own", **options: Any
+        kind: str,
+        loss: Any,
+        group: Mapping[str, Any] = rewarded,
+        prefix: str = "own",
+        **options: Any,
     ) -> dict[str, Any]:
         main = options.pop("main", None) or table({**COLUMNS, **LATE}, group=dict(group), **options)
         rollout = {"groups": 5, "minibatches": 2, "epochs": 2}
@@ -129,7 +135,11 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "second": {"data": {"path": other, "load": "memory", "replicate": True}},
         "third": {"data": {"path": other, "load": "mmap"}},
     }
-    mixture = {"kind": "mixture", "shares": {"first": 0.5, "second": 0.25, "third": 0.25}, "of": uniform}
+    mixture = {
+        "kind": "mixture",
+        "shares": {"first": 0.5, "second": 0.25, "third": 0.25},
+        "of": uniform,
+    }
     by_tokens = {"trajectories": 20, "tokens": 300, "minibatches": 2}
     prioritized = {"kind": "prioritized", "unit": "trajectory", "beta": 0.5, "decay": 1.0}
     replicated = {"data": {"path": data, "replicate": True}, "group": group}
@@ -141,8 +151,13 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "of": {"kind": "fifo", "unit": "group"},
         "by_table": {"again": {"kind": "top_k", "unit": "group"}},
     }
-    prompts = table(group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1})
-    seen = {"media": MEDIA, "schema": {"columns": {**COLUMNS, "image": {"dtype": "int64", "role": "media"}}}}
+    prompts = table(
+        group=group, max_times_sampled=1, writers=1, prompts={"data": data, "max_lag": 1}
+    )
+    seen = {
+        "media": MEDIA,
+        "schema": {"columns": {**COLUMNS, "image": {"dtype": "int64", "role": "media"}}},
+    }
     late = {**COLUMNS, **LATE, "ref": {"dtype": "float32", "late": True}}
     staged = {"group": {**group, "needs": ["reward", "ref"]}, "writers": 2}
     staged |= {name: prompts[name] for name in ("max_times_sampled", "prompts")}
@@ -153,7 +168,9 @@ def cases(data: str, other: str) -> dict[str, Case]:
         "members": {"section": {**groups("uniform", by_member, members), "count_draws": True}},
         "used up": {"section": groups("uniform", token, max_times_sampled=2)},
         "group priorities": {"section": groups("prioritized", by_group)},
-        "replicated groups": {"section": groups("prioritized", by_group, prefix="share", main=replicated)},
+        "replicated groups": {
+            "section": groups("prioritized", by_group, prefix="share", main=replicated)
+        },
         "queue": {"section": groups("fifo", token, max_times_sampled=1)},
         "prompts": {"section": groups("fifo", token, main=prompts), "resumes": True},
         "stages": {"section": groups("fifo", token, main=table(late, **staged)), "resumes": True},
@@ -186,7 +203,9 @@ def place_of(case: Case, rank: int, world: int) -> RankCoordinates:
             data_rank=rank % half, data_world=half, tensor_rank=rank // half, tensor_world=2
         )
     data, sequence = divmod(rank, half) if how == "node" else (rank % half, rank // half)
-    return RankCoordinates(data_rank=data, data_world=half, sequence_rank=sequence, sequence_world=2)
+    return RankCoordinates(
+        data_rank=data, data_world=half, sequence_rank=sequence, sequence_world=2
+    )
 
 
 def fill(replay: Replay) -> None:
@@ -257,7 +276,9 @@ def fill_stages(replay: Replay, config: dict[str, Any]) -> list[list[list[int]]]
                 if (lease.columns["prompt"] == 0) == is_first:
                     lease.fill(lease.columns["number"] % 3)
             barrier()
-            assert replay.can_sample() == is_first  # five groups that follow an open one are no batch
+            assert (
+                replay.can_sample() == is_first
+            )  # five groups that follow an open one are no batch
     return passes
 
 
@@ -303,8 +324,16 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
             assert set(micro["image"][0].tolist()) >= {one.number for one in items(group, step)}
     opaque = micro.opaque("note") if "note" in micro.sources.opaque else None
     assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
-    numbers, rows = micro["number"].tolist(), [int(micro["tokens"].numel()), int(micro.loss_mask.sum())]
-    return {"numbers": numbers, "group": micro.group.tolist(), "rows": rows, "digest": digest.hexdigest()}
+    numbers, rows = (
+        micro["number"].tolist(),
+        [int(micro["tokens"].numel()), int(micro.loss_mask.sum())],
+    )
+    return {
+        "numbers": numbers,
+        "group": micro.group.tolist(),
+        "rows": rows,
+        "digest": digest.hexdigest(),
+    }
 
 
 def prepare(replay: Replay) -> tuple[Any, list[int]]:
@@ -383,7 +412,9 @@ def run_case(
                 found["passes"].append(fill_column(replay, "reward"))
             (rollout, filled), first = prepare(replay), len(seen.packs)
             found["numbers"].append(rollout.values("number").tolist())
-            assert torch.equal(rollout.values("prompt"), torch.tensor(found["numbers"][-1]) // GROUP)
+            assert torch.equal(
+                rollout.values("prompt"), torch.tensor(found["numbers"][-1]) // GROUP
+            )
             for step in rollout:
                 seen.train(step)
                 if folder is not None and rollout.number == 0 and step.number == 0:

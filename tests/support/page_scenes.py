@@ -26,7 +26,9 @@ def write_hopper(path: str, trajectories: int = 40) -> None:
     """Write a data set with the columns of Hopper."""
     observation = {**COLUMNS["observation"], "shape": [11]}
     action = {"dtype": "float32", "shape": [3], "role": "action"}
-    schema = Schema.from_json({"columns": {**COLUMNS, "observation": observation, "action": action}})
+    schema = Schema.from_json(
+        {"columns": {**COLUMNS, "observation": observation, "action": action}}
+    )
     random = np.random.default_rng(0)
     with DatasetWriter(path, schema) as writer:
         for number in range(trajectories):
@@ -68,9 +70,20 @@ def trajectory(steps: int = 5, number: int = 0) -> dict[str, Any]:
 
 def section(**options: Any) -> dict[str, Any]:
     """Return a gear section of a table of CartPole; options are added."""
-    table = {"capacity_steps": 2000, "max_length": 100, "writers": 2, "schema": {"columns": COLUMNS}}
+    table = {
+        "capacity_steps": 2000,
+        "max_length": 100,
+        "writers": 2,
+        "schema": {"columns": COLUMNS},
+    }
     memory = {"prefix": prefix()}
-    return {"batch_size": 8, "tables": {"main": table}, "shared_memory": memory, "timeout_s": 20.0, **options}
+    return {
+        "batch_size": 8,
+        "tables": {"main": table},
+        "shared_memory": memory,
+        "timeout_s": 20.0,
+        **options,
+    }
 
 
 def adam(lr: float = 1e-2) -> dict[str, Any]:
@@ -89,7 +102,9 @@ def make_engine(model: nn.Module, gear: dict[str, Any], **options: Any) -> Any:
     return engine
 
 
-def language_model() -> tuple[Any, Callable[[int], None], Callable[[torch.Tensor, Any], torch.Tensor]]:
+def language_model() -> tuple[
+    Any, Callable[[int], None], Callable[[torch.Tensor, Any], torch.Tensor]
+]:
     """Make an engine whose table takes groups of four responses.
 
     Returns:
@@ -106,7 +121,12 @@ def language_model() -> tuple[Any, Callable[[int], None], Callable[[torch.Tensor
         "reward": {"dtype": "float32", "rows": "1"},
         "prompt_id": {"dtype": "int64", "rows": "1"},
     }
-    table = {"capacity_trajectories": 256, "capacity_steps": 20_000, "max_length": 64, "remove": "fifo"}
+    table = {
+        "capacity_trajectories": 256,
+        "capacity_steps": 20_000,
+        "max_length": 64,
+        "remove": "fifo",
+    }
     table |= {"max_times_sampled": 1, "group": {"column": "prompt_id", "size": 4}}
     gear = {
         "tables": {"rollouts": {**table, "schema": {"columns": columns}}},
@@ -117,18 +137,25 @@ def language_model() -> tuple[Any, Callable[[int], None], Callable[[torch.Tensor
     }
     config = {"train_micro_batch_size_per_gpu": 1, "managed_gradient_accumulation": False}
     config |= {"optimizer": adam(), "gear": gear}
-    engine, *_ = deepspeed_gear.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed_gear.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     random, numbers = np.random.default_rng(0), iter(range(10_000))
 
     def generate(count: int) -> None:
         for group in [next(numbers) for _ in range(count)]:
             for _ in range(4):
                 steps = int(random.integers(5, 20))
-                columns = {"tokens": random.integers(0, 64, steps), "loss_mask": np.arange(steps) > 2}
+                columns = {
+                    "tokens": random.integers(0, 64, steps),
+                    "loss_mask": np.arange(steps) > 2,
+                }
                 engine.gear.add({**columns, "reward": random.random(), "prompt_id": group})
 
     def policy_loss(logits: torch.Tensor, micro: Any) -> torch.Tensor:
-        loss = nn.functional.cross_entropy(logits[0].float(), micro.targets[0], reduction="none")[None]
+        loss = nn.functional.cross_entropy(logits[0].float(), micro.targets[0], reduction="none")[
+            None
+        ]
         return loss * torch.as_tensor(micro["advantage"])
 
     return engine, generate, policy_loss

@@ -49,7 +49,16 @@ MODES = {  # what the program makes: ranks, replicas
 }
 # Those that can follow each other in one process: DeepSpeed keeps groups of the last engine in globals.
 TOGETHER = [
-    ["zero:0x2", "zero:1x2", "zero:2x2", "expert:2", "hpz:2", "pipe:2", "tensor:2", "tp_model_init:2"],
+    [
+        "zero:0x2",
+        "zero:1x2",
+        "zero:2x2",
+        "expert:2",
+        "hpz:2",
+        "pipe:2",
+        "tensor:2",
+        "tp_model_init:2",
+    ],
     ["zero:3x4", "pipe:2x2", "pipe:2x1x2", "megatron:2x2", "ulysses:2x2", "tensor:2x2"],
     ["mesh:2x2"],
     ["pipe:3"],
@@ -68,7 +77,9 @@ def section(data: Path) -> dict[str, Any]:
     return config_of(data, fields=FIELDS, pipeline=ENDS, seed=3, timeout_s=60.0)
 
 
-def check_modes(call: Callable[..., list[Any]], dataset: Path, out: Path, modes: Sequence[str]) -> None:
+def check_modes(
+    call: Callable[..., list[Any]], dataset: Path, out: Path, modes: Sequence[str]
+) -> None:
     """Train engines on the ranks of `call`, which must see their parts of one process's batches."""
     replicas = {mode: MODES[mode][1] for mode in modes}
     found = call(train_modes, replicas, section(dataset), CASES, STEPS, out)
@@ -107,7 +118,9 @@ def rows_of(seen: Arrays, name: str, part: int, parts: int) -> int:
     low, high = part * length // parts, (part + 1) * length // parts
     if "length" not in field:
         low, high = 0, 1
-    return int(np.clip(np.minimum(place + last - first, high) - np.maximum(place, low), 0, None).sum())
+    return int(
+        np.clip(np.minimum(place + last - first, high) - np.maximum(place, low), 0, None).sum()
+    )
 
 
 def digest_of(dataset: Path, case: str, whole: Arrays) -> tuple[int, int]:
@@ -115,7 +128,9 @@ def digest_of(dataset: Path, case: str, whole: Arrays) -> tuple[int, int]:
     every = CASES[case]["gear"]["verify_every"]
     last = (STEPS - 1) // every * every
     rows = np.stack([whole["trajectory_id"][last], whole["anchor"][last]], axis=1)
-    digest = int.from_bytes(hashlib.blake2b(rows.tobytes(), digest_size=8).digest(), "little", signed=True)
+    digest = int.from_bytes(
+        hashlib.blake2b(rows.tobytes(), digest_size=8).digest(), "little", signed=True
+    )
     if case == "uniform":
         gear = {**section(dataset), **CASES[case]["gear"]}
         shown = preview(parse(gear), BATCH, 1, {}, 1, last + 1)
@@ -132,7 +147,10 @@ def check_case(
 ) -> None:
     places = [tuple(report["coordinates"].values()) for report, _ in found]
     assert len(set(places)) == len(places)
-    worlds = {axis: 1 + max(r["coordinates"][axis] for r, _ in found) for axis in found[0][0]["coordinates"]}
+    worlds = {
+        axis: 1 + max(r["coordinates"][axis] for r, _ in found)
+        for axis in found[0][0]["coordinates"]
+    }
     assert worlds["data"] == replicas
     assert math.prod(worlds.values()) == len(found)
     by_replica: dict[int, list[Arrays]] = defaultdict(list)
@@ -152,7 +170,9 @@ def check_case(
         real = sum(rows_of(seen, name, part, parts) for name in fields)
         if case == "prioritized":  # the other one prefetches
             assert report["bytes"] * STEPS == pytest.approx(size), report
-            assert report["padding"] == pytest.approx(1 - real / (samples * sum(length.values()))), report
+            assert report["padding"] == pytest.approx(
+                1 - real / (samples * sum(length.values()))
+            ), report
     for seen_by_replica in by_replica.values():
         for seen in seen_by_replica[1:]:
             for name in ("sample_number", "trajectory_id", "anchor", "is_weight"):
@@ -162,14 +182,18 @@ def check_case(
     if case == "prioritized":
         assert sum(report["reports"] for report, _ in found) == replicas
         applied = {report["node"]: report["applied"] for report, _ in found}
-        assert sum(applied.values()) == (STEPS - 1) * BATCH, "each sample once, by the node that holds it"
+        assert sum(applied.values()) == (STEPS - 1) * BATCH, (
+            "each sample once, by the node that holds it"
+        )
     digests = {tuple(report["digest"]) for report, seen in found if seen}
     assert digests == {digest}
 
 
 def check_values(seen: Arrays, whole: Arrays, fields: set[str], part: int, parts: int) -> None:
     """Check that a rank's samples are those of these numbers, and its windows the right parts."""
-    place = seen["sample_number"] - whole["sample_number"][:, :1]  # in the global batch, which is in order
+    place = (
+        seen["sample_number"] - whole["sample_number"][:, :1]
+    )  # in the global batch, which is in order
     rows = np.arange(len(place))[:, None]
     assert (whole["sample_number"][rows, place] == seen["sample_number"]).all()
     for name in ("trajectory_id", "anchor", "is_weight", "num_steps"):

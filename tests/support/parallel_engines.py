@@ -83,7 +83,12 @@ class Losses:
 
 
 def pipeline(topology: Any, losses: Losses) -> PipelineModule:
-    layers = [first_layer, LayerSpec(Stage, WINDOW * SIZE, 8), LayerSpec(Stage, 8, 8), LayerSpec(Stage, 8, 2)]
+    layers = [
+        first_layer,
+        LayerSpec(Stage, WINDOW * SIZE, 8),
+        LayerSpec(Stage, 8, 8),
+        LayerSpec(Stage, 8, 2),
+    ]
     return PipelineModule(layers, topology=topology, loss_fn=losses, partition_method="uniform")
 
 
@@ -94,7 +99,9 @@ def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
     model, options = None, {}
     if kind == "pipe":
         mesh = PipeDataParallelTopology(one, two)
-        model = pipeline(PipeModelDataParallelTopology(one, three, two) if three > 1 else mesh, losses)
+        model = pipeline(
+            PipeModelDataParallelTopology(one, three, two) if three > 1 else mesh, losses
+        )
     elif kind == "zero":
         config["zero_optimization"] = {"stage": one, "stage3_param_persistence_threshold": 0}
     elif kind == "hpz":
@@ -165,7 +172,10 @@ def check_resume(engine: Any, folder: str, rows: list[Arrays]) -> None:
         found = step(engine)
         assert bool(found) == bool(rows)
         for key in ("sample_number", "trajectory_id", "anchor", "is_weight") if found else ():
-            assert (np.concatenate([part[key] for part in found]) == rows[number][key]).all(), (number, key)
+            assert (np.concatenate([part[key] for part in found]) == rows[number][key]).all(), (
+                number,
+                key,
+            )
 
 
 def train_modes(
@@ -190,7 +200,9 @@ def train_modes(
     return found
 
 
-def train_case(mode: str, config: dict[str, Any], steps: int, folder: str) -> tuple[dict[str, Any], Arrays]:
+def train_case(
+    mode: str, config: dict[str, Any], steps: int, folder: str
+) -> tuple[dict[str, Any], Arrays]:
     losses, rows = Losses(), []
     engine = made(mode, config, losses)
     for number in range(steps):
@@ -205,7 +217,9 @@ def train_case(mode: str, config: dict[str, Any], steps: int, folder: str) -> tu
     place, known = topology_of(replay).place, replay.statistics()
     check_resume(engine, folder, rows)
     report = {
-        "coordinates": dict(zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)),
+        "coordinates": dict(
+            zip(("pipe", "data", "sequence", "tensor"), place.coordinates, strict=True)
+        ),
         "node": replay.node,
         "reads": place.reads,
         "reports": place.reports,

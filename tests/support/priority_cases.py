@@ -14,7 +14,9 @@ Item = tuple[int, int]
 def handles(stream: Any, items: list[Item]) -> np.ndarray:
     """Return slot, generation and anchor of items. [n, 3]."""
     slots = stream.table.slots_of(np.array([number for number, _ in items]))
-    return np.stack([slots, stream.table.slots[slots, Slot.GENERATION], [a for _, a in items]], axis=1)
+    return np.stack(
+        [slots, stream.table.slots[slots, Slot.GENERATION], [a for _, a in items]], axis=1
+    )
 
 
 def report(stream: Any, items: list[Item], priorities: Any, order: Any = LogEntry.BY_ID) -> None:

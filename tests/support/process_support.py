@@ -68,7 +68,11 @@ def free_port() -> int:
 
 def environment(**extra: str) -> dict[str, str]:
     """Return the environment of ranks: CPU, one thread, the checkout and this module importable."""
-    paths = [str(ROOT), str(ROOT / "tests" / "support"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [
+        str(ROOT),
+        str(ROOT / "tests" / "support"),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
     fixed = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     return {**os.environ, **fixed, "GEAR_TEST_PREFIX": prefix(), **extra}
 
@@ -81,7 +85,9 @@ class Ranks:
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(count):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            rank_env = environment(**{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, **place, **env})
+            rank_env = environment(
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.port, **place, **env}
+            )
             self.processes.append(self.start(rank, [str(program), *arguments], rank_env))
 
     def start(self, rank: int, program: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
@@ -127,7 +133,9 @@ def run_ranks(
     The first ones in a fresh checkout build DeepSpeed's op for collectives in shared memory, for a minute.
     """
     results = Ranks(program, count, *arguments, **env).wait(timeout_s)
-    assert all(status == 0 for status, _ in results), "\n".join(f"[{s}] {out}" for s, out in results)
+    assert all(status == 0 for status, _ in results), "\n".join(
+        f"[{s}] {out}" for s, out in results
+    )
     return [output for _, output in results]
 
 

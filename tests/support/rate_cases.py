@@ -19,7 +19,9 @@ def prioritized(normalize: str | None) -> dict[str, Any]:
     return {**options, "normalize": normalize}
 
 
-def section_of(kind: str | dict[str, Any], unit: str = "trajectory", **table: Any) -> dict[str, Any]:
+def section_of(
+    kind: str | dict[str, Any], unit: str = "trajectory", **table: Any
+) -> dict[str, Any]:
     """Return a gear section with a table of 60 trajectories of at most 30 steps, and more options of it."""
     sampler = {"kind": kind, "unit": unit} if isinstance(kind, str) else kind
     sizes = {"capacity_steps": 900, "capacity_trajectories": 60, "max_length": 30}

@@ -176,12 +176,23 @@ class Proxy:
         self._thread.join()
 
 
-def openssl_certificate(folder: Path, address: str = "IP:127.0.0.1", days: int = 2) -> tuple[Path, Path]:
+def openssl_certificate(
+    folder: Path, address: str = "IP:127.0.0.1", days: int = 2
+) -> tuple[Path, Path]:
     """Make a certificate that signs itself, for localhost and an address; one of -1 days has expired."""
     chain, key, request = folder / "cert.pem", folder / "key.pem", folder / "request.pem"
     asked = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -addext".split()
     asked += [f"subjectAltName=DNS:localhost,{address}", "-keyout", str(key), "-out", str(request)]
-    signed = ["x509", "-req", "-in", str(request), "-signkey", str(key), "-copy_extensions", "copyall"]
+    signed = [
+        "x509",
+        "-req",
+        "-in",
+        str(request),
+        "-signkey",
+        str(key),
+        "-copy_extensions",
+        "copyall",
+    ]
     for arguments in (asked, [*signed, "-days", str(days), "-out", str(chain)]):
         subprocess.run(["openssl", *arguments], check=True, capture_output=True)
     return chain, key
@@ -193,7 +204,15 @@ def connect(url: str, **options: Any) -> RemoteWriter:
 
 def serve(config: Path, token: Path, *options: str) -> tuple[WarmProcess, str]:
     """Start `gear serve`; return it and its url."""
-    command = ["-m", "deepspeed_gear.cli.main", "serve", "--config", str(config), "--token-file", str(token)]
+    command = [
+        "-m",
+        "deepspeed_gear.cli.main",
+        "serve",
+        "--config",
+        str(config),
+        "--token-file",
+        str(token),
+    ]
     process = WarmProcess([*command, *options], environment(), PIPE)
     STARTED.append(process)
     assert process.stdout is not None

@@ -38,7 +38,12 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
     """Return the sections of all cases by name; `data` has an evaluation split."""
 
     def case(kind: str = "uniform", unit: str = "step", **options: Any) -> dict[str, Any]:
-        return {"data": str(data), "sampler": {"kind": kind, "unit": unit}, "fields": WINDOWS, **options}
+        return {
+            "data": str(data),
+            "sampler": {"kind": kind, "unit": unit},
+            "fields": WINDOWS,
+            **options,
+        }
 
     def estimated(**options: Any) -> dict[str, Any]:
         window = {"offset": -2, "length": 5}
@@ -54,7 +59,10 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
         "uniform": case(),
         "over_devices": case(exchange="device"),
         "priorities_over_devices": case(
-            sampler=prioritized("step"), fields=FOLLOWING, n_step={"n": 3, "gamma": 0.9}, exchange="device"
+            sampler=prioritized("step"),
+            fields=FOLLOWING,
+            n_step={"n": 3, "gamma": 0.9},
+            exchange="device",
         ),
         "mixture_over_devices": {
             **mixed,
@@ -82,7 +90,9 @@ def cases(data: Path, other: Path) -> dict[str, dict[str, Any]]:
         ),
         "n_step": case(fields=FOLLOWING, n_step={"n": 3, "gamma": 0.9}),
         "gae": estimated(kind="gae", lam=0.9),
-        "vtrace": estimated(kind="vtrace", log_prob="reward", behaviour_log_prob="reward", c_bar=0.75),
+        "vtrace": estimated(
+            kind="vtrace", log_prob="reward", behaviour_log_prob="reward", c_bar=0.75
+        ),
         "hindsight": case(fields=GOALS, hindsight={"strategy": "future", "fraction": 0.8}),
         "mixture": {**mixed, "sampler": {**shares, "of": prioritized("step")}, "prefetch": 1},
         "verified": case(verify_every=2, prefetch=1),
@@ -129,7 +139,9 @@ def by_id(replay: Replay) -> None:
 
 def digests(batch: Batch, with_ids: bool = True) -> dict[str, str]:
     """Return a digest of everything about each sample, by table and sample number."""
-    parts = [batch[name] for name in sorted(batch)] + [batch.mask[name] for name in sorted(batch.mask)]
+    parts = [batch[name] for name in sorted(batch)] + [
+        batch.mask[name] for name in sorted(batch.mask)
+    ]
     known = ("anchor", "num_steps", "is_weight", "probability", "epoch", "valid", "goal_step")
     parts += [getattr(batch, name) for name in (*known, *(["trajectory_id"] if with_ids else []))]
     rows = [part.contiguous().reshape(batch.num_samples, -1).numpy() for part in parts]

@@ -53,7 +53,15 @@ def take(replay: Replay, count: int) -> list[Batch]:
 
 
 def same(a: Batch, b: Batch) -> bool:
-    parts = ("trajectory_id", "anchor", "sample_number", "probability", "is_weight", "epoch", "valid")
+    parts = (
+        "trajectory_id",
+        "anchor",
+        "sample_number",
+        "probability",
+        "is_weight",
+        "epoch",
+        "valid",
+    )
     fields = list(a) == list(b) and all(torch.equal(a[n], b[n]) for n in a)
     return fields and all(torch.equal(getattr(a, p), getattr(b, p)) for p in parts)
 

@@ -66,7 +66,11 @@ def online(sampler: dict[str, Any] | None = None, **options: Any) -> dict[str, A
         "task": {},
         **({} if table.get("num_envs") else {"return_to_go": {}}),
     }
-    section = {"tables": {"main": table}, "sampler": sampler or SAMPLERS["uniform steps"], "batch_size": 32}
+    section = {
+        "tables": {"main": table},
+        "sampler": sampler or SAMPLERS["uniform steps"],
+        "batch_size": 32,
+    }
     return {**section, "fields": fields, "n_step": {"n": 3, "gamma": 0.9}, **options}
 
 
@@ -87,7 +91,9 @@ def trajectories(count: int, steps: int, first: int = 0) -> dict[str, Tensor]:
     }
 
 
-def step_of(columns: dict[str, Tensor], step: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def step_of(
+    columns: dict[str, Tensor], step: int = 0
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A step of each trajectory, and the states after it."""
     rows = {name: values if name == "task" else values[:, step] for name, values in columns.items()}
     return rows, {"observation": columns["observation"][:, step + 1]}
@@ -161,7 +167,10 @@ def assert_same(got: Any, expected: Any) -> None:
 
 
 def assert_traced(
-    made: dict[str, Any], step: Callable[..., Tensor], turns: int, prepare: Callable[[DeviceReplay], object]
+    made: dict[str, Any],
+    step: Callable[..., Tensor],
+    turns: int,
+    prepare: Callable[[DeviceReplay], object],
 ) -> None:
     """A step that adds, draws and trains gives the same with torch.compile, in one graph, as without."""
     torch._dynamo.reset()
@@ -171,6 +180,8 @@ def assert_traced(
             prepare(replay)
             batch = replay.new_batch()
             losses = [run(replay, batch, trajectories(3, 4, 3 * turn)) for turn in range(turns)]
-            found.append((torch.stack(losses), batch.trajectory_id.clone(), replay.table.state.clone()))
+            found.append(
+                (torch.stack(losses), batch.trajectory_id.clone(), replay.table.state.clone())
+            )
     for plain, traced in zip(*found, strict=True):
         assert torch.equal(plain, traced)

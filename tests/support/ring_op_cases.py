@@ -59,8 +59,12 @@ class Ring:
             "priorities": ((items if self.prioritized else 0,), torch.float32),
             "row_slots": ((self.num_rows if self.by_row else 0,), torch.int32),
         }
-        self.tensors = {name: self.zeros(*size, dtype=dtype) for name, (size, dtype) in zeros.items()}
-        self.tensors["state"][[RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]] = ONE
+        self.tensors = {
+            name: self.zeros(*size, dtype=dtype) for name, (size, dtype) in zeros.items()
+        }
+        self.tensors["state"][
+            [RingState.COUNTS + UpdateCount.HIGHEST_PRIORITY, RingState.INITIAL]
+        ] = ONE
 
     def __getattr__(self, name: str) -> Tensor:
         return self.__dict__["tensors"][name]
@@ -70,7 +74,9 @@ class Ring:
 
     def batch(self, count: int) -> tuple[Tensor, Tensor]:
         """Return what a draw writes: records, and weights where it is prioritized."""
-        return self.zeros(count, 8), self.zeros(count if self.prioritized else 0, dtype=torch.float32)
+        return self.zeros(count, 8), self.zeros(
+            count if self.prioritized else 0, dtype=torch.float32
+        )
 
     @property
     def by_row(self) -> bool:
@@ -97,7 +103,13 @@ class Ring:
 
     def select(self, count: int, draw: list[int], betas: list[int]) -> tuple[Tensor, Tensor]:
         records, weights = self.batch(count)
-        known = self.slots, self.sums, self.minima, self.row_slots, torch.tensor(betas, device=self.device)
+        known = (
+            self.slots,
+            self.sums,
+            self.minima,
+            self.row_slots,
+            torch.tensor(betas, device=self.device),
+        )
         how = self.rule, self.shape, draw, self.drawn_unit
         self.ops.ring_select_(self.state, records, weights, *known, *how)
         return records, weights
@@ -108,7 +120,9 @@ class Ring:
         """Draw, and remove what was drawn `most` times."""
         (resolutions, weights), unit = self.batch(count), self.drawn_unit
         named = (self.state, resolutions, weights, self.slots, self.sums, self.minima)
-        self.ops.ring_select_limited_(*named, torch.tensor(betas), self.rule, self.shape, draw, unit, most)
+        self.ops.ring_select_limited_(
+            *named, torch.tensor(betas), self.rule, self.shape, draw, unit, most
+        )
         drawn = resolutions[resolutions[:, Resolution.ID] >= 0]
         is_used_up = self.slots[drawn[:, Resolution.SLOT], Slot.TIMES_SAMPLED] >= most
         self.remove(sorted(set(drawn[is_used_up, Resolution.ID].tolist())))
@@ -116,7 +130,15 @@ class Ring:
 
     def top_k(self, count: int, draw: list[int]) -> tuple[Tensor, Tensor]:
         resolutions, weights = torch.zeros(count, 8, dtype=torch.int64), torch.zeros(count)
-        named = (self.state, resolutions, weights, self.slots, self.sums, self.priorities, self.row_slots)
+        named = (
+            self.state,
+            resolutions,
+            weights,
+            self.slots,
+            self.sums,
+            self.priorities,
+            self.row_slots,
+        )
         self.ops.ring_top_k_(*named, self.rule, self.shape, draw, self.item_unit, not self.by_row)
         return resolutions, weights
 
@@ -143,7 +165,13 @@ class Environments(Ring):
     """The tensors of a ring to which environments add steps."""
 
     def __init__(
-        self, ops: Ops, num_envs: int, kind: tuple[Any, ...], most: int = 4, part: int = 0, own_slots: int = 0
+        self,
+        ops: Ops,
+        num_envs: int,
+        kind: tuple[Any, ...],
+        most: int = 4,
+        part: int = 0,
+        own_slots: int = 0,
     ) -> None:
         unit, rule, prioritized, with_minima, final = kind
         part = part or most + final + (1 + final) * (most + 1) + 3
@@ -153,16 +181,36 @@ class Environments(Ring):
         opened = torch.zeros(num_envs, OpenTrajectory.NUM_WORDS, dtype=torch.int64)
         owners = torch.zeros(self.num_rows, dtype=torch.int32)
         kept = {name: self.tensors[name] for name in ("sums", "minima", "priorities")}
-        self.tensors = {"state": self.state, "slots": self.slots, "opened": opened, "owners": owners, **kept}
+        self.tensors = {
+            "state": self.state,
+            "slots": self.slots,
+            "opened": opened,
+            "owners": owners,
+            **kept,
+        }
         self.truncations = torch.zeros(self.num_rows, dtype=torch.bool)
 
     def step(
-        self, terminated: Tensor, truncated: Tensor | None, mask: Tensor | None, next_step: bool = False
+        self,
+        terminated: Tensor,
+        truncated: Tensor | None,
+        mask: Tensor | None,
+        next_step: bool = False,
     ) -> tuple[Tensor, Tensor]:
         placed, begun = (torch.full((self.num_envs, n), 77) for n in (PlacedStep.NUM_WORDS, 3))
-        rest = (self.rule, self.shape, self.unit, self.alpha, HIGHEST_SO_FAR, self.most_bits, next_step)
+        rest = (
+            self.rule,
+            self.shape,
+            self.unit,
+            self.alpha,
+            HIGHEST_SO_FAR,
+            self.most_bits,
+            next_step,
+        )
         flags = terminated, truncated, mask
-        self.ops.ring_extend_(*self.tensors.values(), placed, begun, self.truncations, *flags, *rest)
+        self.ops.ring_extend_(
+            *self.tensors.values(), placed, begun, self.truncations, *flags, *rest
+        )
         return placed, begun
 
     @property
@@ -176,7 +224,10 @@ class Environments(Ring):
     def check(self) -> None:
         """Stored trajectories lie apart from each other, in their environments' parts; the tree is right."""
         num_rows, final, most = self.num_rows, self.final_row, self.most_steps
-        part, stored = num_rows // self.num_envs, self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED]
+        part, stored = (
+            num_rows // self.num_envs,
+            self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED],
+        )
         tail, following = int(self.state[RingState.TAIL]), int(self.state[RingState.NEXT])
         assert sorted(stored[:, Slot.ID].tolist()) == list(range(tail, following))
         assert int(stored[:, Slot.NUM_STEPS].sum()) == self.state[RingState.STEPS]
@@ -200,9 +251,9 @@ class Environments(Ring):
                 first, steps = slot[Slot.FIRST_ROW], slot[Slot.NUM_STEPS]
                 are = anchors.admits(np.arange(steps), np.array(steps))
                 assert not sums[first : first + steps][~torch.from_numpy(are)].any(), "of no anchor"
-        assert int((sums[:items] > 0).sum()) == self.state[RingState.COUNTS + UpdateCount.DRAWABLE] or (
-            not self.prioritized
-        )
+        assert int((sums[:items] > 0).sum()) == self.state[
+            RingState.COUNTS + UpdateCount.DRAWABLE
+        ] or (not self.prioritized)
 
 
 class Both:
@@ -264,8 +315,26 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
     arguments: dict[str, tuple[Any, ...]] = {
         "ring_add_": (*ring.tensors.values(), placed, lengths, ring.rule, shape, *adding),
         "ring_remove_": (state, slots, sums, minima, priorities, ring.zeros(300), ids, shape, unit),
-        "ring_select_": (state, *batch, slots, sums, minima, row_slots, torch.tensor(betas), *drawing),
-        "ring_select_limited_": (state, *batch, slots, sums, minima, torch.tensor(betas), *drawing, 2),
+        "ring_select_": (
+            state,
+            *batch,
+            slots,
+            sums,
+            minima,
+            row_slots,
+            torch.tensor(betas),
+            *drawing,
+        ),
+        "ring_select_limited_": (
+            state,
+            *batch,
+            slots,
+            sums,
+            minima,
+            torch.tensor(betas),
+            *drawing,
+            2,
+        ),
         "ring_top_k_": (state, *batch, slots, sums, priorities, row_slots, *drawing, False),
         "ring_update_": (
             *(state, sums, minima, priorities, slots, batch[0], reported),

@@ -105,11 +105,17 @@ class Envs:
             self.begin(self.done & np.isin(np.arange(len(self.done)), envs))
         columns |= {"observation": self.look(), "task": task}
         columns = {name: column[envs] for name, column in columns.items()}
-        return columns | ({"final": {"observation": final[envs]}} if self.mode == "same_step" else {})
+        return columns | (
+            {"final": {"observation": final[envs]}} if self.mode == "same_step" else {}
+        )
 
 
 def simulate(
-    config: dict[str, Any], envs: Envs, num_rounds: int, in_parts: bool = False, timeout_s: float = 10.0
+    config: dict[str, Any],
+    envs: Envs,
+    num_rounds: int,
+    in_parts: bool = False,
+    timeout_s: float = 10.0,
 ) -> None:
     """Run environments as a process of simulators does."""
     with (
@@ -126,7 +132,9 @@ def simulate(
             else:
                 which, answers = every, simulators.act(timeout_s)
             acts = ~envs.done[which]
-            assert answers["code"][acts].tolist() == (envs.task * STEP + envs.t)[which][acts].tolist()
+            assert (
+                answers["code"][acts].tolist() == (envs.task * STEP + envs.t)[which][acts].tolist()
+            )
             simulators.step(envs=which if in_parts else None, **envs.step(which))
             if envs.mode == "disabled" and envs.done.any():
                 begun = envs.done.copy()

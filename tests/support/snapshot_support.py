@@ -43,12 +43,16 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
             chosen_rows = chosen if is_single else np.concatenate([np.empty(0, np.int64), *rows])
             np.save(part / file_of(column.name, None if is_single else "000000"), data[chosen_rows])
         for name, content in whole.streams.items():
-            by_step = len(content.get("priorities", content.get("draws", chosen))) > len(whole.slots)
+            by_step = len(content.get("priorities", content.get("draws", chosen))) > len(
+                whole.slots
+            )
             items = reshard.items_of(whole.slots, chosen) if by_step else None
             for key, array in reshard.part_of(whole, name, division, index, items).items():
                 np.save(part / f"stream.{name}.{key}.npy", array)
         next_id = reshard.next_id_of(whole.next_id, index, count)
-        files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in part.glob("*.npy")}
+        files = {
+            path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in part.glob("*.npy")
+        }
         segments = {"000000": {"rows": int(records[:, Slot.NUM_ROWS].sum())}}
         own = {"next_id": next_id, "shard": {"index": index, "count": count}, "files": files}
         own["segments"] = segments

@@ -58,7 +58,11 @@ class StoreScene:
         self.ops, self.specs, self.timeout_s = load_backend("cpu"), list(specs), timeout_s
         self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", RunIdentity("0" * 32)
         sizes = (num_slots, num_rows + spare_rows, None, True, True, num_peers, shard)
-        rules: dict[str, Any] = {"retention": retention or Retention(), "group": group, "prompts": prompts}
+        rules: dict[str, Any] = {
+            "retention": retention or Retention(),
+            "group": group,
+            "prompts": prompts,
+        }
         self.spec = TableSpec("main", SCHEMA, *sizes, spare_rows=spare_rows, **rules)
         extra = [region for spec in self.specs for region in stream_regions(spec, self.spec)]
         meaning = {spec.name: spec.describe() for spec in self.specs}
@@ -74,7 +78,12 @@ class StoreScene:
 
     def attach(self, peer: int, **changes: Any) -> tuple[Any, list[Any]]:
         """Attach to the store once more; return table and streams."""
-        given = {"expected": self.layout, "run_id": self.run.id, "ops": self.ops, "timeout_s": self.timeout_s}
+        given = {
+            "expected": self.layout,
+            "run_id": self.run.id,
+            "ops": self.ops,
+            "timeout_s": self.timeout_s,
+        }
         table = Table.attach(self.spec, self.name, peer=peer, **{**given, **changes})
         return table, [BatchStream(StreamState(spec, table)) for spec in self.specs]
 
@@ -120,7 +129,9 @@ def priority_rule(alpha: Any = 0.6, beta: Any = 0.4, **options: Any) -> Any:
     return PriorityRule(*schedules, **{**defaults, **options})
 
 
-def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any) -> Any:
+def stream_spec(
+    kind: str = "random", unit: str = "trajectory", batch: int = 8, **options: Any
+) -> Any:
     """Return a stream over all anchors, or with the `anchors`, `by_length`, `where`, ... given.
 
     Kinds are "random", "stratified", "epoch", "pass", and those of the config that take items in an order:
@@ -153,7 +164,9 @@ def stream_spec(kind: str = "random", unit: str = "trajectory", batch: int = 8, 
     names = ("num_shards", "count", "count_draws", "most_trajectories")
     extra = {name: options[name] for name in names if name in options}
     seed, depth = options.get("seed", 0), options.get("depth", 4)
-    return StreamSpec(options.get("name", "train"), sampler, sampling, seed, 7, batch, depth, **extra)
+    return StreamSpec(
+        options.get("name", "train"), sampler, sampling, seed, 7, batch, depth, **extra
+    )
 
 
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
@@ -217,7 +230,9 @@ def check_priorities_whole(masses: Any) -> None:
 
 
 def killed_at(
-    line: int, action: Callable[[], None], parts: Sequence[str] = ("store", "sampling", "writer", "replay")
+    line: int,
+    action: Callable[[], None],
+    parts: Sequence[str] = ("store", "sampling", "writer", "replay"),
 ) -> bool:
     """Kill a child before its line-th line in these parts of the package; say if it came so far."""
     traced = tuple(str(ROOT / "deepspeed_gear" / part) for part in parts)

@@ -33,7 +33,11 @@ class EngineTrainer:
     def __init__(self, model_of: Callable[[Any], Any], case: dict[str, Any]) -> None:
         # As in a process of its own: DeepSpeed keeps the mpu and the mesh that it was given last.
         groups.mpu = groups.mesh_device = None
-        section = {"stage": case["zero"], "stage3_param_persistence_threshold": 0, **case.get("section", {})}
+        section = {
+            "stage": case["zero"],
+            "stage3_param_persistence_threshold": 0,
+            **case.get("section", {}),
+        }
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
@@ -57,7 +61,9 @@ class EngineTrainer:
             config["tensor_parallel"] = {"autotp_size": case["tensor"], "partition_config": SPLIT}
         model = model_of(group)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        self.trained = deepspeed.initialize(model=model, optimizer=optimizer, config=config, **options)[0]
+        self.trained = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=config, **options
+        )[0]
         assert self.trained.zero_optimization_stage() == case["zero"]
 
     def weights(self) -> Weights:
@@ -91,7 +97,11 @@ class ModuleTrainer:
     """
 
     def __init__(
-        self, model_of: Callable[[Any], Any], parts: tuple[str, list[str]], kind: str, **options: Any
+        self,
+        model_of: Callable[[Any], Any],
+        parts: tuple[str, list[str]],
+        kind: str,
+        **options: Any,
     ) -> None:
         self.kind, model = kind, model_of(None)
         self.trained: Any = model
@@ -123,16 +133,24 @@ class ModuleTrainer:
                 wrapped: Any = fully_shard(unit, mesh=mesh)
                 if "factor" in options:
                     wrapped.set_gradient_divide_factor(options["factor"])
-                    wrapped.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+                    wrapped.set_force_sum_reduction_for_comms(
+                        True
+                    )  # gloo cannot scale while it sums
         self._optimizer = torch.optim.SGD(self.trained.parameters(), lr=1.0)
 
     def weights(self) -> Weights:
         if self.kind == "fsdp1":
             with FullyShardedDataParallel.summon_full_params(self.trained):
                 named = list(self.trained.named_parameters())
-                return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in named}
+                return {
+                    name.replace("_fsdp_wrapped_module.", ""): p.detach().clone()
+                    for name, p in named
+                }
         if self.kind == "fsdp2":
-            return {name: p.full_tensor().detach().clone() for name, p in self.trained.named_parameters()}
+            return {
+                name: p.full_tensor().detach().clone()
+                for name, p in self.trained.named_parameters()
+            }
         module = self.trained.module if self.kind == "ddp" else self.trained
         return {name: p.detach().clone() for name, p in module.named_parameters()}
 

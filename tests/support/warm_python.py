@@ -70,7 +70,12 @@ class WarmProcess(subprocess.Popen):
         self._inside = inside
         errors = "replace" if text else None
         super().__init__(
-            list(map(str, arguments)), env=env, stdout=stdout, stderr=stderr, errors=errors, **options
+            list(map(str, arguments)),
+            env=env,
+            stdout=stdout,
+            stderr=stderr,
+            errors=errors,
+            **options,
         )
 
     def _execute_child(self, *given: Any) -> None:
@@ -79,12 +84,20 @@ class WarmProcess(subprocess.Popen):
             command = [sys.executable, "-u", *given[0]]
             if self._inside is not None:
                 where = f"--wd={given[5] or os.getcwd()}"
-                command = [*f"nsenter -t {self._inside} -n -u -i -m -p".split(), where, "--", *command]
+                command = [
+                    *f"nsenter -t {self._inside} -n -u -i -m -p".split(),
+                    where,
+                    "--",
+                    *command,
+                ]
             super()._execute_child(command, *given[1:])
             return
         arguments, cwd, env, is_session = given[0], given[5], given[6], given[21]
         pipes = given[10:16]  # stdin, stdout, stderr: the end to read from, the end to write to
-        theirs = [end if end != -1 else number for number, end in enumerate((pipes[0], pipes[3], pipes[5]))]
+        theirs = [
+            end if end != -1 else number
+            for number, end in enumerate((pipes[0], pipes[3], pipes[5]))
+        ]
         request = {
             "arguments": arguments,
             "env": dict(env),
@@ -105,7 +118,9 @@ class WarmProcess(subprocess.Popen):
         if HAS_GPU:
             return super()._wait(timeout)
         if self.returncode is None:
-            if not select.select([self._status], [], [], None if timeout is None else max(timeout, 0))[0]:
+            if not select.select(
+                [self._status], [], [], None if timeout is None else max(timeout, 0)
+            )[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             status = os.read(self._status, 16)
             os.close(self._status)
@@ -268,7 +283,9 @@ if __name__ == "__main__":
     if sys.argv[1].isdecimal():
         _clients = [socket.socket(fileno=int(sys.argv[1]))]
     else:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: it ends with the shell that started it
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGTERM
+        )  # PR_SET_PDEATHSIG: it ends with the shell that started it
         _listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _listener.bind(sys.argv[1])
         _listener.listen(64)

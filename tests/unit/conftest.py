@@ -46,7 +46,11 @@ def write_d4rl(
 
 
 def write_minari(
-    folder: Path, form: str = "hdf5", lengths: Sequence[int] = (3, 1, 4), spaces: Any = None, **changes: Any
+    folder: Path,
+    form: str = "hdf5",
+    lengths: Sequence[int] = (3, 1, 4),
+    spaces: Any = None,
+    **changes: Any,
 ) -> list[Any]:
     """Write a Minari data set with the minari package and return its episode buffers.
 
@@ -71,7 +75,9 @@ def write_minari(
             "terminations": [False] * (length - 1) + [i % 2 == 0],
             "truncations": [False] * (length - 1) + [i % 2 == 1],
         }
-        parts.update({k: value(length) if callable(value) else value for k, value in changes.items()})
+        parts.update(
+            {k: value(length) if callable(value) else value for k, value in changes.items()}
+        )
         buffers.append(EpisodeBuffer(**parts))
         storage.update_episodes(buffers[-1:])
     return buffers
@@ -81,7 +87,9 @@ def write_minari(
 def trees(checkout: Path) -> dict[str, ast.Module]:
     """The syntax tree of each module of the package, by its name."""
     return {
-        ".".join(file.relative_to(checkout).with_suffix("").parts): ast.parse(file.read_text("utf-8"))
+        ".".join(file.relative_to(checkout).with_suffix("").parts): ast.parse(
+            file.read_text("utf-8")
+        )
         for file in sorted((checkout / "deepspeed_gear").rglob("*.py"))
     }
 

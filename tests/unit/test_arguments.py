@@ -42,7 +42,8 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.replay = Replay(
-            config_of(batch_size=4, sampler=SAMPLER, tables={"main": ROOM}), schemas={"main": SCHEMA}
+            config_of(batch_size=4, sampler=SAMPLER, tables={"main": ROOM}),
+            schemas={"main": SCHEMA},
         )
         for number in range(3):
             self.replay.add(trajectory(number, 5))
@@ -139,7 +140,10 @@ CALLS: dict[str, Call] = {
     "loader asks": (lambda s, bad: InferenceLoader(s.replay, 2, asks=bad), {"None"}),
     "priorities of": (lambda s, bad: s.replay.update_priorities(bad, torch.ones(4)), set()),
     "update_priorities": (lambda s, bad: s.replay.update_priorities(s.batch, bad), set()),
-    "priorities' mask": (lambda s, bad: s.replay.update_priorities(s.batch, torch.ones(4, 3), bad), {"None"}),
+    "priorities' mask": (
+        lambda s, bad: s.replay.update_priorities(s.batch, torch.ones(4, 3), bad),
+        {"None"},
+    ),
     "set_priorities ids": (lambda s, bad: s.replay.set_priorities(bad, [1.0], [0]), NUMBERS),
     "set_priorities": (lambda s, bad: s.replay.set_priorities([0], bad, [0]), set()),
     "set_priorities steps": (lambda s, bad: s.replay.set_priorities([0], [1.0], bad), NUMBERS),
@@ -156,7 +160,10 @@ CALLS: dict[str, Call] = {
     "batch.minibatches epochs": (lambda s, bad: s.batch.minibatches(2, bad), set()),
     "Batch.cat": (lambda s, bad: Batch.cat(bad), set()),
     "normalize": (lambda s, bad: s.replay.normalize(bad, 1.0), set()),
-    "normalize values": (lambda s, bad: s.replay.normalize("observation", bad), {"a tensor with a history"}),
+    "normalize values": (
+        lambda s, bad: s.replay.normalize("observation", bad),
+        {"a tensor with a history"},
+    ),
     "denormalize values": (
         lambda s, bad: s.device.denormalize("observation", bad),
         {"a tensor with a history"},
@@ -176,7 +183,10 @@ CALLS: dict[str, Call] = {
     "attach to": (lambda s, bad: attach(table=bad), {"None"}),
     "attach name": (lambda s, bad: attach(name=bad), {"None"}),
     "writer.vector": (lambda s, bad: s.writer.vector_writer(bad), set()),
-    "vector.reset mask": (lambda s, bad: s.vector.reset(bad, observation=ROWS["observation"]), {"None"}),
+    "vector.reset mask": (
+        lambda s, bad: s.vector.reset(bad, observation=ROWS["observation"]),
+        {"None"},
+    ),
     "vector.reset": (lambda s, bad: s.vector.reset(observation=bad), set()),
     "vector.step envs": (lambda s, bad: s.vector.step(envs=bad, **ROWS), {"None"}),
     "vector.step reward": (lambda s, bad: s.vector.step(**{**ROWS, "reward": bad}), set()),
@@ -190,7 +200,10 @@ CALLS: dict[str, Call] = {
     "fill_ ids": (lambda s, bad: s.device.fill_(bad, {}), set()),
     "fill_": (lambda s, bad: s.device.fill_(torch.zeros(1, dtype=torch.int64), bad), {"a mapping"}),
     "sample_": (lambda s, bad: s.device.sample_(bad), set()),
-    "update_priorities_ of": (lambda s, bad: s.device.update_priorities_(bad, torch.ones(4)), set()),
+    "update_priorities_ of": (
+        lambda s, bad: s.device.update_priorities_(bad, torch.ones(4)),
+        set(),
+    ),
     "update_priorities_": (lambda s, bad: s.device.update_priorities_(s.device_batch, bad), set()),
     "device load_state_dict": (lambda s, bad: s.device.load_state_dict(bad), set()),
     "device import_table": (lambda s, bad: s.device.import_table(bad), set()),
@@ -248,7 +261,9 @@ def test_bad_arguments_are_named(scene: Scene, call: str) -> None:
     assert scene.stored() == before
 
 
-@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, np.float64)])
+@pytest.mark.parametrize(
+    "form", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, np.float64)]
+)
 def test_priorities_and_masks_in_any_form(scene: Scene, form: Callable[[Any], Any]) -> None:
     batch = scene.replay.sample()
     scene.replay.update_priorities(batch, form([1.0, 2.0, 3.0, 4.0]))
@@ -267,7 +282,10 @@ def test_exceptions_become_errors_with_their_text_as_value_or_remedy() -> None:
         ({"remedy": ""}, "file must be read, got 'bad'"),
     )
     for given, text in cases:
-        with pytest.raises(DataError) as raised, DataError.on("file", "must be read", ValueError, **given):
+        with (
+            pytest.raises(DataError) as raised,
+            DataError.on("file", "must be read", ValueError, **given),
+        ):
             raise ValueError("bad")
         assert str(raised.value) == text
     own = DataError("row", "must be whole")

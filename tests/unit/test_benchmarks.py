@@ -16,7 +16,9 @@ from gear_support import ROOT
 from process_support import environment
 from warm_python import run_warm
 
-LONG = pytest.mark.skipif(os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1")
+LONG = pytest.mark.skipif(
+    os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
+)
 Load = Callable[[str], ModuleType]
 
 
@@ -29,7 +31,9 @@ def load(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> Load:
 
 def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a benchmark as its user does, in a process that has imported torch."""
-    return run_warm(str(ROOT / "benchmarks" / f"{script}.py"), *arguments, env=environment(), cwd=ROOT)
+    return run_warm(
+        str(ROOT / "benchmarks" / f"{script}.py"), *arguments, env=environment(), cwd=ROOT
+    )
 
 
 def rows_of(path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
@@ -37,7 +41,9 @@ def rows_of(path: Path, script: str, *arguments: str) -> list[dict[str, Any]]:
     result = run(script, "--quick", "--json", str(path), *arguments)
     assert result.returncode == 0, result.stderr
     document = json.loads(path.read_text())
-    assert {"commit", "date", "command", "machine", "versions", "disturbance", "rows"} <= set(document)
+    assert {"commit", "date", "command", "machine", "versions", "disturbance", "rows"} <= set(
+        document
+    )
     return list(document["rows"])
 
 
@@ -46,12 +52,19 @@ INGEST = ("inference", "add", "reader") if os.environ.get("GEAR_LONG_TESTS") els
 RUNS: dict[str, tuple[Sequence[str], dict[str, set[Any]], Sequence[str]]] = {
     "gather": (
         ["--ranks", "2"],
-        {"what": {"op", "sample", "index_select", "two_ranks"}, "window": {"whole", "100", "20", "frames"}},
+        {
+            "what": {"op", "sample", "index_select", "two_ranks"},
+            "window": {"whole", "100", "20", "frames"},
+        },
         ["ms", "limit_ms", "ratio"],
     ),
     "selection": (
         ["--ranks", "2"],
-        {"what": {"batch", "memory", "ranks"}, "sampler": {"prioritized", "uniform"}, "B": {256, 4096}},
+        {
+            "what": {"batch", "memory", "ranks"},
+            "sampler": {"prioritized", "uniform"},
+            "B": {256, 4096},
+        },
         ["ms", "limit_ms", "ratio", "batches_per_s"],
     ),
     "scale": ([], {"nodes": {1, 2, 4}, "samples": {8, 16, 32}}, []),
@@ -137,13 +150,23 @@ def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: 
     gear.made.close()
     heavy = np.ones(40, np.int64)
     heavy[33] = 1 << 40
-    drawn = limits.SelectLimit([torch.zeros(40, 1)], [[torch.zeros(8, 1)]], heavy, heavy[None, 32:], 40)
+    drawn = limits.SelectLimit(
+        [torch.zeros(40, 1)], [[torch.zeros(8, 1)]], heavy, heavy[None, 32:], 40
+    )
     drawn.run(1)
     assert (drawn.items == 33).all()
 
 
 GPU_FIGURES = {
-    *("gather", "draw", "update", "sample and update", "add", "add, sample and update", "add_steps"),
+    *(
+        "gather",
+        "draw",
+        "update",
+        "sample and update",
+        "add",
+        "add, sample and update",
+        "add_steps",
+    ),
     *("add_steps, sample and update", "n-step returns", "returns-to-go", "host table"),
     "training step beside",
 }

@@ -36,7 +36,9 @@ def test_this_project_is_right() -> None:
         found = {case: child.order("case", case=case) for case in SHOWN}
     finally:
         child.end()
-    assert {case: one.get("kind") for case, one in found.items()} == dict.fromkeys(SHOWN, "right"), found
+    assert {case: one.get("kind") for case, one in found.items()} == dict.fromkeys(
+        SHOWN, "right"
+    ), found
 
 
 def test_every_case_has_a_report_and_a_right_answer(cases: ModuleType) -> None:
@@ -66,7 +68,9 @@ def test_a_refusal_needs_a_text(cases: ModuleType) -> None:
         cases.refuses("an item", silent)
 
 
-def test_a_case_without_an_answer_is_late(cases: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_case_without_an_answer_is_late(
+    cases: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = importlib.import_module("conformance.run")
 
     def slow(_: object) -> None:

@@ -42,7 +42,15 @@ def test_links_lead_somewhere(checkout: Path) -> None:
 
 def test_the_site_and_the_api_reference_build(checkout: Path, tmp_path: Path) -> None:
     """Links lead to files of the site; the API reference has each public name."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     built = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     page = (tmp_path / "site" / "reference" / "api" / "index.html").read_text(encoding="utf-8")
@@ -53,7 +61,12 @@ def test_the_site_and_the_api_reference_build(checkout: Path, tmp_path: Path) ->
     ]
     assert missing == []
     site = tmp_path / "site"
-    links = [(page, link) for page in site.rglob("*.html") for link in links_of(page) if page.stem != "404"]
+    links = [
+        (page, link)
+        for page in site.rglob("*.html")
+        for link in links_of(page)
+        if page.stem != "404"
+    ]
     assert len(links) > 1000
     dead = [(page, link) for page, link in links if not (page.parent / link).resolve().exists()]
     assert dead == []
@@ -75,9 +88,13 @@ def test_the_readme_is_short(checkout: Path) -> None:
 
 
 def test_errors_that_the_changelog_names_are_there(checkout: Path) -> None:
-    named = set(re.findall(r"\b[A-Z]\w*Error\b", (checkout / "CHANGELOG.md").read_text(encoding="utf-8")))
+    named = set(
+        re.findall(r"\b[A-Z]\w*Error\b", (checkout / "CHANGELOG.md").read_text(encoding="utf-8"))
+    )
     assert len(named) > 5
-    assert [name for name in named if not hasattr(errors, name) and not hasattr(builtins, name)] == []
+    assert [
+        name for name in named if not hasattr(errors, name) and not hasattr(builtins, name)
+    ] == []
     public = {name for name in vars(errors) if name.endswith("Error")}
     assert public <= set(deepspeed_gear.__all__)
 
@@ -98,7 +115,9 @@ def test_files_that_pages_name_are_there(checkout: Path) -> None:
     lost = [
         f"{page.relative_to(checkout)}: {name}"
         for page in pages
-        for name in re.findall(r"`([\w./-]+\.(?:py|h|cpp|cu|sh|json|md))`", page.read_text(encoding="utf-8"))
+        for name in re.findall(
+            r"`([\w./-]+\.(?:py|h|cpp|cu|sh|json|md))`", page.read_text(encoding="utf-8")
+        )
         if name not in ends | NOT_OURS
     ]
     assert lost == []

@@ -14,7 +14,11 @@ from deepspeed_gear.cli.main import build_parser
 
 pytestmark = pytest.mark.timeout(600)  # the first page may wait for the build of the native op
 BLOCKS = [block for page in PAGES for block in blocks(page)]
-RUN = [page for page in PAGES if any(b.page == page and b.language in ("python", "json") for b in BLOCKS)]
+RUN = [
+    page
+    for page in PAGES
+    if any(b.page == page and b.language in ("python", "json") for b in BLOCKS)
+]
 
 
 def test_no_block_is_left_out() -> None:
@@ -22,7 +26,9 @@ def test_no_block_is_left_out() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         seen = sum(block.page == page for block in BLOCKS)
-        assert 2 * seen == len(re.findall(r"^\s*```", text, re.M)) + 2 * text.count("<!-- python\n"), page
+        assert 2 * seen == len(re.findall(r"^\s*```", text, re.M)) + 2 * text.count(
+            "<!-- python\n"
+        ), page
     assert {block.language for block in BLOCKS} <= {"", "python", "json", "bash"}
     assert len(RUN) > 20
 
@@ -36,7 +42,11 @@ def test_python_compiles() -> None:
 @pytest.fixture(scope="module")
 def failed(request: pytest.FixtureRequest) -> dict[str, str]:
     """Run the pages of the chosen tests in one process, which imports once; return outputs of failures."""
-    chosen = [item.callspec.params["page"] for item in request.session.items if "failed" in item.fixturenames]
+    chosen = [
+        item.callspec.params["page"]
+        for item in request.session.items
+        if "failed" in item.fixturenames
+    ]
     program = str(ROOT / "tests" / "support" / "page_support.py")
     ran = run_warm(program, *map(str, chosen), env=environment(), timeout_s=580)
     assert ran.returncode == 0, ran.stderr

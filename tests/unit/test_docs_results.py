@@ -52,7 +52,9 @@ def commits(checkout: Path) -> dict[str, str]:
     return found
 
 
-def test_claims_of_a_gpu_name_the_commit_that_ran(pages: dict[str, str], commits: dict[str, str]) -> None:
+def test_claims_of_a_gpu_name_the_commit_that_ran(
+    pages: dict[str, str], commits: dict[str, str]
+) -> None:
     claiming = {name for name, text in pages.items() if "H100" in text}
     assert {"README.md", "docs/how-to/gpu.md", "docs/design/0014-kernel-costs.md"} <= claiming
     assert [name for name in claiming if not any(commit in pages[name] for commit in commits)] == []
@@ -61,7 +63,9 @@ def test_claims_of_a_gpu_name_the_commit_that_ran(pages: dict[str, str], commits
         assert wrong == [], pattern
 
 
-def test_pages_say_whether_the_kernels_have_changed(pages: dict[str, str], commits: dict[str, str]) -> None:
+def test_pages_say_whether_the_kernels_have_changed(
+    pages: dict[str, str], commits: dict[str, str]
+) -> None:
     """Since the last run on a GPU. Another run replaces the results, and then the sentences."""
     changed = CudaOp().source_digest() not in commits.values()
     for name in ("README.md", "docs/how-to/gpu.md"):
@@ -106,7 +110,9 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
         f"; {three['us']:.0f} us, {three['of_card']:.2f} | 0.85 |",
         f"| the same, beside a copy of as many bytes | {one['fraction']:.2f}; {three['fraction']:.2f}",
         f"{small_one['fraction']:.2f}; {small_three['fraction']:.2f} of a copy",
-        "{:.0f} and {:.0f} times as long as the large gather, {:.0f} and {:.0f} as the small".format(*index),
+        "{:.0f} and {:.0f} times as long as the large gather, {:.0f} and {:.0f} as the small".format(
+            *index
+        ),
         f"| draw 1,024 of 2^24 | {us('draw', '1024')} us",
         f"| update 1,024 of 2^24 | {us('update', '1024')} us",
         f"| sample and update, B = 256 | {us('sample and update', 'B=256')} us",
@@ -121,9 +127,8 @@ def test_the_figures_of_a_gpu_are_those_of_the_results(checkout: Path) -> None:
     text = read(checkout, "docs/how-to/gpu.md")
     assert [cell for cell in cells if cell not in text] == []
     assert document["device"]["name"] in text
-    rates_of_pages = (
-        f"{min(row['gb_per_s'] for row in kernel):.0f} to {max(row['gb_per_s'] for row in kernel):.0f} GB/s"
-    )
+    slowest, fastest = (choose(row["gb_per_s"] for row in kernel) for choose in (min, max))
+    rates_of_pages = f"{slowest:.0f} to {fastest:.0f} GB/s"
     for name in ("docs/how-to/transfer.md", "docs/design/0009-devices.md"):
         assert rates_of_pages in read(checkout, name), name
 
@@ -143,7 +148,10 @@ def test_the_figures_of_this_project_are_those_of_the_results(checkout: Path) ->
     lean, exchange = results(checkout, "lean")["rows"], results(checkout, "exchange")["rows"]
 
     def ms(window: str, what: str, form: str) -> str:
-        return format(one_of(gather, workload="W1", window=window, what=what, B=512)["ms"], form) + " ms"
+        return (
+            format(one_of(gather, workload="W1", window=window, what=what, B=512)["ms"], form)
+            + " ms"
+        )
 
     def batch(system: str, sampler: str, size: int, form: str) -> str:
         row = one_of(select, what="batch", system=system, sampler=sampler, B=size)
@@ -179,7 +187,8 @@ def test_the_figures_of_this_project_are_those_of_the_results(checkout: Path) ->
         plan("verl 0.9.1", 4096, ".0f", ".1%"),
         f"trajectory of 1.2 MB {added(1_220_000)}",
         f"trajectory of 61 KB {added(61_000)}",
-        "a CPU second | " + ", ".join(f"{rate:,.0f}" for rate in (*steps[:-1], round(steps[-1], -1))),
+        "a CPU second | "
+        + ", ".join(f"{rate:,.0f}" for rate in (*steps[:-1], round(steps[-1], -1))),
         f"one owner with RPC {exchanged:.0f}",
     ]
     text = read(checkout, "docs/performance.md")
@@ -193,7 +202,9 @@ def test_the_packing_plans_of_the_readme_are_those_of_the_results(checkout: Path
         for name, planner in (("gear", "gear"), ("AReaL", "AReaL 1.0.4"), ("verl", "verl 0.9.1"))
     }
     gear = plans.pop("gear")
-    wanted = [f"takes {gear['ms']:.1f} ms ({gear['k'][0]} micro batches, {gear['imbalance']:.2%} imbalance)"]
+    wanted = [
+        f"takes {gear['ms']:.1f} ms ({gear['k'][0]} micro batches, {gear['imbalance']:.2%} imbalance)"
+    ]
     for name, row in plans.items():
         wanted.append(f"{name}'s {row['ms']:.0f} ms ({row['k'][0]}, {row['imbalance']:.1%})")
     text = read(checkout, "README.md")
@@ -201,7 +212,9 @@ def test_the_packing_plans_of_the_readme_are_those_of_the_results(checkout: Path
 
 
 def test_prose_beside_the_comparison_repeats_its_numbers(checkout: Path) -> None:
-    us = one_of(results(checkout, "peers")["rows"], work="goals by hindsight, B = 256", system="gear")["us"]
+    us = one_of(
+        results(checkout, "peers")["rows"], work="goals by hindsight, B = 256", system="gear"
+    )["us"]
     assert f"Of the {us:.0f} us above" in read(checkout, "docs/comparison.md")
     counted = "nine other systems and with NumPy arrays"  # beside this project and the C loop
     assert len(results(checkout, "peers")["systems"]) == 9 + 3
@@ -224,14 +237,22 @@ def test_the_readme_has_the_returns_of_the_tutorials(checkout: Path) -> None:
     hopper = table(checkout, "docs/tutorials/decision-transformer.md", "seed | before training |")
     before = hopper[0][1]
     last = [f"{int(row[-1]):,}" for row in hopper]
-    assert f"from a return of {before} to {last[0]} (seeds 1 and 2: {last[1]} and {last[2]})" in text
+    assert (
+        f"from a return of {before} to {last[0]} (seeds 1 and 2: {last[1]} and {last[2]})" in text
+    )
     iql = table(checkout, "docs/tutorials/offline-rl.md", "draws | options | seed |")
     by_return = [row for row in iql if row[:2] == ["by return", ""]]
     assert len(by_return) == 3
     ends = [f"{int(row[6]):,}" for row in by_return]
-    best, seconds = sorted(int(row[4]) for row in by_return), sorted(int(row[7]) for row in by_return)
+    best, seconds = (
+        sorted(int(row[4]) for row in by_return),
+        sorted(int(row[7]) for row in by_return),
+    )
     assert f"ends at {ends[0]}, {ends[1]} and {ends[2]} on" in text
-    assert f"{seconds[0]} to {seconds[-1]} s each; best evaluations {best[0]:,} to {best[-1]:,}" in text
+    assert (
+        f"{seconds[0]} to {seconds[-1]} s each; best evaluations {best[0]:,} to {best[-1]:,}"
+        in text
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/how-to/language-models.md"])

@@ -48,7 +48,12 @@ def test_the_sampler_of_the_page() -> None:
         for number in range(30):
             (replay if number % 2 else writer).add({"code": np.arange(5) + 5 * number})
             newest = 5 * number + 4
-            assert replay.sample()["code"][:4].tolist() == [newest, newest - 1, newest - 2, newest - 3]
+            assert replay.sample()["code"][:4].tolist() == [
+                newest,
+                newest - 1,
+                newest - 2,
+                newest - 3,
+            ]
         counts = torch.bincount(
             torch.cat([replay.sample()["code"][4:].clone() for _ in range(300)]), minlength=150
         )
@@ -76,7 +81,11 @@ def test_the_ingest_format_of_the_page(
 ) -> None:
     source, format = modules / "episodes.jsonl", "jsonl_episodes:JsonlReader"
     lines = [
-        {"observation": [[i, t] for t in range(i + 2)], "action": [1] * (i + 1), "reward": [0.5] * (i + 1)}
+        {
+            "observation": [[i, t] for t in range(i + 2)],
+            "action": [1] * (i + 1),
+            "reward": [0.5] * (i + 1),
+        }
         for i in range(4)
     ]
     rows = [json.dumps({**line, "terminated": i % 2 == 0}) + "\n" for i, line in enumerate(lines)]
@@ -87,18 +96,26 @@ def test_the_ingest_format_of_the_page(
     assert found["observation"].tolist() == lines[3]["observation"]
     assert found["truncated"].tolist() == [False, False, False, True]
     # The command finds the module in its working directory; a reader may record as little as this one.
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(modules))])
+    monkeypatch.setattr(
+        sys, "path", [entry for entry in sys.path if entry not in ("", str(modules))]
+    )
     monkeypatch.chdir(modules)
     sys.modules.pop("jsonl_episodes")
     assert main(["ingest", source.name, "of-command", "--format", format, "--quiet"]) == 0
     assert main(["inspect", "of-command"]) == 0
     assert re.search(r"^  source +episodes\.jsonl \(jsonl\)$", capsys.readouterr().out, re.M)
     source.write_text(source.read_text().replace("[3, 4]]", "]").replace(", ]", "]"))
-    with pytest.raises(DataError, match=r"jsonl: line 4 must have an observation after the last step"):
+    with pytest.raises(
+        DataError, match=r"jsonl: line 4 must have an observation after the last step"
+    ):
         ingest([source], modules / "set", format=format, overwrite=True)
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [("episode 0", {})])
-        with pytest.raises(DataError, match=r"episode 0: column observation must be in every trajectory"):
+        patch.setattr(
+            sys.modules["jsonl_episodes"].JsonlReader, "episodes", lambda self: [("episode 0", {})]
+        )
+        with pytest.raises(
+            DataError, match=r"episode 0: column observation must be in every trajectory"
+        ):
             ingest([source], modules / "set", format=format, overwrite=True)
     for name, text in {
         "csv": "must be one of auto, .*table, or module:Class",

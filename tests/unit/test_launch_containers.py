@@ -55,7 +55,9 @@ def test_the_dockerfile_names_what_is_there(image: ModuleType, checkout: Path) -
         ("WORKDIR /src", "VOLUME /src", "VOLUME: is not known to this check"),
     ],
 )  # fmt: skip
-def test_each_fault_is_named(image: ModuleType, checkout: Path, old: str, new: str, message: str) -> None:
+def test_each_fault_is_named(
+    image: ModuleType, checkout: Path, old: str, new: str, message: str
+) -> None:
     (found,) = problems(image, checkout, old, new)
     assert message in found
 
@@ -93,14 +95,22 @@ def test_steps_run_in_overlays_of_the_base(checkout: Path, tmp_path: Path, work:
     if subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
         pytest.skip("namespaces need root")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    texts = {name: (checkout / name).read_text() for name in (".dockerignore", "launch/check_image.py")}
+    texts = {
+        name: (checkout / name).read_text() for name in (".dockerignore", "launch/check_image.py")
+    }
     texts |= {"README.md": "1", "deepspeed_gear/ops/a.py": "2", "deepspeed_gear/ops/a.so": "3"}
     for name, text in {**texts, "Dockerfile": MINIATURE}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
 
     def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "launch/check_image.py", "--run=cpu", "--base=/", f"--work={work / name}"]
+        command = [
+            sys.executable,
+            "launch/check_image.py",
+            "--run=cpu",
+            "--base=/",
+            f"--work={work / name}",
+        ]
         return subprocess.run([*command, *options], cwd=tmp_path, capture_output=True, text=True)
 
     done = run("good", "--build-arg", "WHO=me")
@@ -122,7 +132,9 @@ SLURM = {
 }
 
 
-def run_job(checkout: Path, folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run_job(
+    checkout: Path, folder: Path, *arguments: str, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run launch/slurm.sbatch in a folder as Slurm does: a copy of it, with the variables of a job."""
     (folder / "bin").mkdir()
     for name, text in SLURM.items():
@@ -138,7 +150,14 @@ def run_job(checkout: Path, folder: Path, *arguments: str, **env: str) -> subpro
     return subprocess.run(
         ["bash", "slurm_script", *arguments],
         cwd=folder,
-        env={**os.environ, **job, "VIRTUAL_ENV": str(folder), "PATH": path, "PYTHONPATH": str(folder), **env},
+        env={
+            **os.environ,
+            **job,
+            "VIRTUAL_ENV": str(folder),
+            "PATH": path,
+            "PYTHONPATH": str(folder),
+            **env,
+        },
         capture_output=True,
         text=True,
     )
@@ -150,7 +169,9 @@ def test_a_slurm_job_checks_its_nodes_and_trains(checkout: Path, tmp_path: Path)
     assert (tmp_path / "hosts-7").read_text() == "n1 slots=4\nn2 slots=4\n"
     doctor, launch = done.stdout.splitlines()
     assert doctor == "SRUN 6 --ntasks=2 --ntasks-per-node=1 --label gear doctor"
-    assert launch.startswith(f"DEEPSPEED --hostfile {tmp_path / 'hosts-7'} --launcher slurm --force_multi ")
+    assert launch.startswith(
+        f"DEEPSPEED --hostfile {tmp_path / 'hosts-7'} --launcher slurm --force_multi "
+    )
     assert "--launcher_args=--mpi=pmix --kill-on-bad-exit=1 train.py --x a b" in launch
 
 
@@ -162,14 +183,19 @@ def test_each_task_of_a_slurm_job_has_a_gpu(checkout: Path, tmp_path: Path) -> N
     (tmp_path / "few").mkdir()
     done = run_job(checkout, tmp_path / "few", "train.py", SLURM_GPUS_PER_NODE="h100:2")
     assert done.returncode == 2
-    assert "--ntasks-per-node must be at most --gpus-per-node (2), as a task is a rank, got 4" in done.stderr
+    assert (
+        "--ntasks-per-node must be at most --gpus-per-node (2), as a task is a rank, got 4"
+        in done.stderr
+    )
     assert "sbatch --ntasks-per-node=2" in done.stderr
 
 
 def test_the_options_of_the_slurm_job(checkout: Path) -> None:
     """Its end: a signal that the process which removes stores ignores, long before the kill of the cgroup."""
     lines = (checkout / "launch" / "slurm.sbatch").read_text().splitlines()
-    named = dict(line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH "))
+    named = dict(
+        line.removeprefix("#SBATCH --").split("=") for line in lines if line.startswith("#SBATCH ")
+    )
     assert named["gpus-per-node"] == named["ntasks-per-node"]
     assert {"nodes", "cpus-per-task", "time"} <= named.keys()
     assert named["output"] == "%x-%j.out"  # one file for each job
@@ -186,7 +212,9 @@ def test_a_slurm_job_that_cannot_train_is_refused(checkout: Path, tmp_path: Path
         (("a.py",), {}, "by Slurm"),
     ):
         env = {"PATH": os.environ["PATH"], **variables}
-        done = subprocess.run(["bash", "-c", text, "sbatch", *given], env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-c", text, "sbatch", *given], env=env, capture_output=True, text=True
+        )
         assert done.returncode == 2
         assert message in done.stderr
 
@@ -240,7 +268,9 @@ def test_pods_have_shared_memory_within_their_limit(job: dict[str, Any]) -> None
         )
         assert room > 0
         assert limits["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
-        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]  # docker's memlock=-1
+        assert container["securityContext"]["capabilities"]["add"] == [
+            "IPC_LOCK"
+        ]  # docker's memlock=-1
 
 
 def test_the_job_of_kubeflow_trainer_has_the_same_pods(checkout: Path, job: dict[str, Any]) -> None:
@@ -261,7 +291,9 @@ def test_the_job_of_kubeflow_trainer_has_the_same_pods(checkout: Path, job: dict
     (replicated,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     template = replicated["template"]
     assert replicated["name"] == "node"  # part of the master's address
-    assert template["metadata"]["labels"] == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    assert template["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
     spec, trainer = template["spec"]["template"]["spec"], train_job["spec"]["trainer"]
     (container,) = spec["containers"]
     assert container.pop("name") == "node"
@@ -269,7 +301,9 @@ def test_the_job_of_kubeflow_trainer_has_the_same_pods(checkout: Path, job: dict
     for other, variables in pods:
         assert spec["volumes"] == other["volumes"]
         same = {**container, "command": trainer["command"], "args": trainer["args"]}
-        assert same == {key: value for key, value in other["containers"][0].items() if key != "name"}
+        assert same == {
+            key: value for key, value in other["containers"][0].items() if key != "name"
+        }
         assert str(trainer["numNodes"]) == variables["PET_NNODES"]
         assert str(trainer["numProcPerNode"]) == variables["PET_NPROC_PER_NODE"]
     # One failure ends all pods, and starts all again.
@@ -296,7 +330,10 @@ def test_the_commands_of_the_pods_form_one_group(job: dict[str, Any], tmp_path: 
     path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
 
     def run(pod: tuple[dict[str, Any], dict[str, str]]) -> list[Any]:
-        (container,), variables = pod[0]["containers"], {**os.environ, **pod[1], **here, "PATH": path}
+        (container,), variables = (
+            pod[0]["containers"],
+            {**os.environ, **pod[1], **here, "PATH": path},
+        )
         command = [*container["command"], *container["args"]]
         done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
@@ -304,6 +341,11 @@ def test_the_commands_of_the_pods_form_one_group(job: dict[str, Any], tmp_path: 
 
     with ThreadPoolExecutor(2) as pods:
         found = [rank for ranks in pods.map(run, pods_of(job)) for rank in ranks]
-    places = [[0, 0], [1, 1], [2, 0], [3, 1]]  # what deepspeed_gear.initialize reads, by torch and DeepSpeed
+    places = [
+        [0, 0],
+        [1, 1],
+        [2, 0],
+        [3, 1],
+    ]  # what deepspeed_gear.initialize reads, by torch and DeepSpeed
     master = [4, here["MASTER_ADDR"], here["MASTER_PORT"]]
     assert sorted(found) == [[*place, *master, ["--steps", "2000"]] for place in places]

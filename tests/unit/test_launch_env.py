@@ -11,7 +11,9 @@ SHOW = "source launch/env.sh && cd / && command -v python && "
 SHOW += 'echo "$OMP_NUM_THREADS $DS_ACCELERATOR ${root:-unset}"'
 
 
-def sourced(shell: str, folder: Path, code: str = SHOW, **env: str) -> subprocess.CompletedProcess[str]:
+def sourced(
+    shell: str, folder: Path, code: str = SHOW, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Run code in a shell that stops at errors and unset variables, where nothing else is set."""
     command = [str(shutil.which(shell)), "-euc", code]
     variables = {"PATH": os.environ["PATH"], **env}
@@ -46,7 +48,9 @@ def test_it_needs_nothing_but_an_environment(shell: str, copy: Path, tmp_path: P
     # A variable of the user's shell is not taken for the checkout, and `cd` does not look in other folders.
     (tmp_path / "launch").mkdir()
     code = SHOW.replace("launch/env.sh", "'a checkout/launch/env.sh'")
-    elsewhere = sourced(shell, tmp_path, code, root="/nowhere", CDPATH="/usr:/tmp", OMP_NUM_THREADS="3")
+    elsewhere = sourced(
+        shell, tmp_path, code, root="/nowhere", CDPATH="/usr:/tmp", OMP_NUM_THREADS="3"
+    )
     assert elsewhere.stdout == f"{copy}/.venv/bin/python\n3 cpu /nowhere\n", elsewhere.stderr
 
 

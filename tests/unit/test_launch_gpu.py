@@ -70,7 +70,11 @@ NO_CUDA = 'case "$2" in *cuda*) exit 1;; esac; echo "$0 $*"'
     [
         ({"bin/python3": SEES, ".venv/bin/python": BLIND}, "A --out results", "bin/python3"),
         ({"bin/python3": SEES, ".venv/bin/python": SEES}, "B", ".venv/bin/python"),
-        ({"bin/python3": SEES, ".venv/bin/python": SEES, "other/bin/python": SEES}, "B", "other/bin/python"),
+        (
+            {"bin/python3": SEES, ".venv/bin/python": SEES, "other/bin/python": SEES},
+            "B",
+            "other/bin/python",
+        ),
         ({"bin/python3": NO_CUDA}, "A --dry-run", "bin/python3"),
         ({"bin/python3": BLIND, ".venv/bin/python": BLIND}, "A", None),
     ],
@@ -91,7 +95,11 @@ def test_the_python_that_runs_the_stages(
     env = {"PATH": str(tmp_path / "bin")}
     if "other/bin/python" in programs:
         env["VIRTUAL_ENV"] = str(tmp_path / "other")
-    command = [str(tmp_path / "bin" / "bash"), str(tmp_path / "launch" / "test_gpu.sh"), *arguments.split()]
+    command = [
+        str(tmp_path / "bin" / "bash"),
+        str(tmp_path / "launch" / "test_gpu.sh"),
+        *arguments.split(),
+    ]
     found = subprocess.run(command, env=env, capture_output=True, text=True)
     if wanted is None:
         assert (found.returncode, found.stdout) == (1, "")
@@ -111,10 +119,14 @@ def record_of(out: Path, stage: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def stage_of(stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def stage_of(
+    stages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
     """Make a stage A of other steps, each with a name, a command and a limit; it records in `tmp_path`."""
 
-    def make(*waves: list[tuple[Any, ...]], card: tuple[Any, ...] = (), is_dry: bool = False) -> Any:
+    def make(
+        *waves: list[tuple[Any, ...]], card: tuple[Any, ...] = (), is_dry: bool = False
+    ) -> Any:
         steps = [[stages.Step(*step, needs=()) for step in wave] for wave in waves]
         steps += [list(card)] if card else []
         monkeypatch.setitem(stages.STAGES, "A", lambda here: steps)
@@ -128,7 +140,10 @@ def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
     stages: ModuleType, stage_of: Any, tmp_path: Path
 ) -> None:
     good, bad = ("good", ("echo", "fine"), 20), ("bad", ("sh", "-c", "echo why; exit 3"), 20)
-    hangs, absent = ("hangs", ("sh", "-c", "echo begun; sleep 3600"), 1), ("absent", ("no-such-program",), 20)
+    hangs, absent = (
+        ("hangs", ("sh", "-c", "echo begun; sleep 3600"), 1),
+        ("absent", ("no-such-program",), 20),
+    )
     card = stages.Step("card", ("true",), 20, elsewhere="a test")
     lane = stages.Step("lane", ("false",), 20, dry=("echo", "CPU"))
     assert stage_of([good, bad], [hangs], [absent], card=(card, lane), is_dry=True).run() == 3
@@ -145,7 +160,9 @@ def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
 def test_every_step_is_in_the_record_as_soon_as_it_has_ended(stage_of: Any, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     waits = ("sh", "-c", f"until test -e {gate}; do sleep 0.05; done")
-    running = threading.Thread(target=stage_of([("first", ("true",), 20)], [("second", waits, 20)]).run)
+    running = threading.Thread(
+        target=stage_of([("first", ("true",), 20)], [("second", waits, 20)]).run
+    )
     running.start()
     try:
         wait_until((tmp_path / "stage-A.json").exists, "the record of a step")
@@ -192,7 +209,9 @@ def test_a_stage_on_a_gpu_has_no_step_that_is_left_out(
     names = [stages.file_name(step.name) for step in steps]
     assert len(set(names)) == len(names)
     for step in steps:
-        for file in (part for part in step.command if str(part).startswith(("tests/", "benchmarks/"))):
+        for file in (
+            part for part in step.command if str(part).startswith(("tests/", "benchmarks/"))
+        ):
             assert (stages.ROOT / file).exists(), file
 
 
@@ -200,7 +219,9 @@ def test_shards_are_all_tests_once(
     checkout: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(checkout / "tests" / "conftest.py")
-    (conftest,) = [p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "__file__", "") == path]
+    (conftest,) = [
+        p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "__file__", "") == path
+    ]
     tests = [MagicMock() for _ in range(10)]
     parts = []
     for number in (1, 2, 3):
@@ -228,7 +249,9 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
         assert record["dry_run"]
         for step in record["steps"]:
             if step["rc"] is None:
-                assert "this is a dry run" in step["skipped"] or "there is no nvcc" in step["skipped"]
+                assert (
+                    "this is a dry run" in step["skipped"] or "there is no nvcc" in step["skipped"]
+                )
             ran[stage, step["name"]] = step["rc"]
     lanes = [("A", "environment"), ("A", "build of the CPU op"), ("A", "ops against the reference")]
     lanes += [("A", "figures of device tables"), ("A", "captured and compiled steps 1 of 4")]
@@ -236,5 +259,10 @@ def test_a_dry_run_of_every_stage(checkout: Path, tmp_path: Path) -> None:
     if toolchain.cuda_home() is not None:
         lanes += [("A", "build of the kernels")]
     assert {lane: ran[lane] for lane in lanes} == dict.fromkeys(lanes, 0)
-    assert ran["A", "no hidden waits"] is ran["B", "two ranks on one card"] is ran["C", "memcheck"] is None
+    assert (
+        ran["A", "no hidden waits"]
+        is ran["B", "two ranks on one card"]
+        is ran["C", "memcheck"]
+        is None
+    )
     assert json.loads((tmp_path / "figures-of-device-tables.json").read_text())["rows"]

@@ -65,11 +65,14 @@ def run(
 def calls(work: Path) -> list[str]:
     """Return what pytest was called with, without its options."""
     return [
-        line.split("--durations-min=5 ")[-1].strip() for line in (work / "calls").read_text().splitlines()
+        line.split("--durations-min=5 ")[-1].strip()
+        for line in (work / "calls").read_text().splitlines()
     ]
 
 
-def test_every_test_is_in_one_group_and_the_last_lines_are_pytests(work: Path, checkout: Path) -> None:
+def test_every_test_is_in_one_group_and_the_last_lines_are_pytests(
+    work: Path, checkout: Path
+) -> None:
     status, lines = run(work)
     assert status == 0, lines
     groups = calls(work)

@@ -32,7 +32,9 @@ class Module(NamedTuple):
 def modules(trees: dict[str, ast.Module]) -> list[Module]:
     assert len(trees) > 10
     init = ".__init__"
-    return [Module(name.removesuffix(init), tree, name.endswith(init)) for name, tree in trees.items()]
+    return [
+        Module(name.removesuffix(init), tree, name.endswith(init)) for name, tree in trees.items()
+    ]
 
 
 def gear_imports(module: Module) -> Iterator[tuple[str, list[str]]]:
@@ -58,7 +60,9 @@ def wrong_arrows(module: Module) -> list[str]:
     """List the imports of a module that do not go to the left."""
     own = module.name.split(".")[1]
     if own not in RANK:
-        return [f"{module.name}: {own} is in no layer; add it to the order in this test and in the design"]
+        return [
+            f"{module.name}: {own} is in no layer; add it to the order in this test and in the design"
+        ]
     wrong = []
     for whole, names in gear_imports(module):
         # `from .. import errors` names a module; `from ..errors import GearError` names what is in one.
@@ -73,7 +77,9 @@ def wrong_arrows(module: Module) -> list[str]:
 
 
 def test_every_import_goes_to_the_left(modules: list[Module]) -> None:
-    assert [arrow for module in modules if module.name != PACKAGE for arrow in wrong_arrows(module)] == []
+    assert [
+        arrow for module in modules if module.name != PACKAGE for arrow in wrong_arrows(module)
+    ] == []
 
 
 # What resolves a config, or takes one from a program.
@@ -94,9 +100,15 @@ READS_CONFIG = {
 def test_below_the_resolved_plan_nothing_reads_a_config(checkout: Path) -> None:
     files = sorted((checkout / PACKAGE).rglob("*.py"))
     found = {
-        str(f.relative_to(checkout / PACKAGE).with_suffix("")) for f in files if "GearConfig" in f.read_text()
+        str(f.relative_to(checkout / PACKAGE).with_suffix(""))
+        for f in files
+        if "GearConfig" in f.read_text()
     }
-    others = {name for name in found if name not in READS_CONFIG and name.split("/")[0] not in READS_CONFIG}
+    others = {
+        name
+        for name in found
+        if name not in READS_CONFIG and name.split("/")[0] not in READS_CONFIG
+    }
     assert others == set()
 
 
@@ -155,14 +167,25 @@ def test_no_modules_import_each_other(modules: list[Module]) -> None:
     [
         {"a": "from deepspeed_gear.b import x", "b": "from . import a"},
         {"a": "def f():\n    from deepspeed_gear.b import x", "b": "import deepspeed_gear.a"},
-        {"a": "def f():\n    from deepspeed_gear.p import x", "p.__init__": "from deepspeed_gear.a import y"},
-        {"p.a": "from . import x", "p.__init__": "from .b import x", "p.b": "def f():\n    from .a import y"},
+        {
+            "a": "def f():\n    from deepspeed_gear.p import x",
+            "p.__init__": "from deepspeed_gear.a import y",
+        },
+        {
+            "p.a": "from . import x",
+            "p.__init__": "from .b import x",
+            "p.b": "def f():\n    from .a import y",
+        },
     ],
     ids=["modules", "in-a-function", "through-a-package", "of-the-own-package"],
 )
 def test_a_circle_is_found(sources: dict[str, str]) -> None:
     modules = [
-        Module(f"{PACKAGE}.{name.removesuffix('.__init__')}", ast.parse(source), name.endswith("__init__"))
+        Module(
+            f"{PACKAGE}.{name.removesuffix('.__init__')}",
+            ast.parse(source),
+            name.endswith("__init__"),
+        )
         for name, source in sources.items()
     ]
     assert len(circle(modules)) > 2
@@ -191,7 +214,9 @@ def test_without_an_engine_neither_deepspeed_nor_torchs_compiler_is_imported(
 ) -> None:
     """Either takes seconds of each process; DeepSpeed also warns where it finds no GPU."""
     load_backend()  # builds the op if that is still to be done, which needs DeepSpeed
-    found = run_python("-c", WITHOUT_ENGINE, env={"PYTHONPATH": str(checkout), "DS_ACCELERATOR": None})
+    found = run_python(
+        "-c", WITHOUT_ENGINE, env={"PYTHONPATH": str(checkout), "DS_ACCELERATOR": None}
+    )
     assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 

@@ -59,11 +59,15 @@ def test_a_compiled_program_gives_the_numbers_of_a_plain_one(
     assert np.isfinite([plain["loss"], plain["test"], plain["return"]]).all()
     assert plain["held"] == held
     compiled, compiles = list[Any](), partial(torch.compile, backend="eager")
-    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or compiles(function))
+    monkeypatch.setattr(
+        torch, "compile", lambda function: compiled.append(function) or compiles(function)
+    )
     torch._dynamo.reset()
     again = program.train(Namespace(**{**OPTIONS, **options, "compile": True}))
     assert len(compiled) >= 2, "acting and learning"
-    assert (again["held"], again["return"]) == (plain["held"], plain["return"]), "of the same actions"
+    assert (again["held"], again["return"]) == (plain["held"], plain["return"]), (
+        "of the same actions"
+    )
     assert again["loss"] == pytest.approx(plain["loss"], rel=1e-3)
 
 
@@ -89,7 +93,10 @@ def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
             observation, reward, terminated, truncated, _ = own.step(row["action"][env].numpy())
             assert np.array_equal(row["following"][env], observation)
             assert float(row["reward"][env]) == pytest.approx(float(reward), rel=1e-5)
-            assert (bool(row["terminated"][env]), bool(row["truncated"][env])) == (terminated, truncated)
+            assert (bool(row["terminated"][env]), bool(row["truncated"][env])) == (
+                terminated,
+                truncated,
+            )
             total += float(reward)
             if truncated:
                 observation, _ = own.reset()
@@ -112,7 +119,9 @@ def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(loop.Environments, "step", record)
     networks, network = list[Any](), program.network
-    monkeypatch.setattr(program, "network", lambda *sizes: networks.append(network(*sizes)) or networks[-1])
+    monkeypatch.setattr(
+        program, "network", lambda *sizes: networks.append(network(*sizes)) or networks[-1]
+    )
     found: dict[str, Tensor] = {}
 
     def note(replay: Any, columns: dict[str, Tensor]) -> None:
@@ -179,14 +188,18 @@ def recorded(env: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> set[tup
         before = np.array(observe(self), np.float32)
         following, reward, terminated, truncated, infos = step(self, action)
         numbers = before, action, np.float32(reward), following, terminated
-        record.add(tuple(np.concatenate([np.ravel(one).astype(np.float64) for one in numbers]).tolist()))
+        record.add(
+            tuple(np.concatenate([np.ravel(one).astype(np.float64) for one in numbers]).tolist())
+        )
         return following, reward, terminated, truncated, infos
 
     monkeypatch.setattr(env, "step", recording)
     return record
 
 
-@pytest.mark.parametrize(("program", "envs", "steps"), [("dqn", 3, 150), ("sac", 1, 420), ("td3", 2, 420)])
+@pytest.mark.parametrize(
+    ("program", "envs", "steps"), [("dqn", 3, 150), ("sac", 1, 420), ("td3", 2, 420)]
+)
 def test_what_an_example_samples_is_what_its_environments_have_done(
     program: str, envs: int, steps: int, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +248,9 @@ def test_ppo_sees_every_step_of_its_roll_outs_once_per_epoch(epochs: int) -> Non
                     ("log_probability", "reward", "action", "truncated"), np.zeros(64, np.int64)
                 )
                 rows = {"observation": np.stack([code] * 4, 1), "value": np.append(code, 0)}
-                replay.add({**rows, **zeros, "terminated": np.arange(64) % 9 == 8}, split_by_flags=True)
+                replay.add(
+                    {**rows, **zeros, "terminated": np.arange(64) % 9 == 8}, split_by_flags=True
+                )
             seen = Counter(
                 v for _ in range(4 * epochs) for v in replay.sample()["observation"][:, 0].tolist()
             )

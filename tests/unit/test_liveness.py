@@ -69,7 +69,9 @@ def test_what_the_killed_have_held_is_free(tmp_path: Path) -> None:
 
 def test_a_child_keeps_the_number_and_the_files_of_its_own(tmp_path: Path) -> None:
     """Else the next file that a child opens would take the number, and be closed by its parent's object."""
-    held, forgotten = (os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("held", "forgotten"))
+    held, forgotten = (
+        os.open(tmp_path / name, os.O_RDWR | os.O_CREAT) for name in ("held", "forgotten")
+    )
     liveness.hold(held)
     liveness.forget(liveness.hold(forgotten))
 

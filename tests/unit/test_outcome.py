@@ -52,7 +52,9 @@ def test_texts_name_types_of_others() -> None:
         (EmptyTableError, NotReadyError, EmptyTableError),
     ],
 )
-def test_types(made: Callable[..., Exception], relayed: type[GearError], own: type[GearError]) -> None:
+def test_types(
+    made: Callable[..., Exception], relayed: type[GearError], own: type[GearError]
+) -> None:
     error = made("x", "must be y") if issubclass(made, GearError) else made("x")  # type: ignore[arg-type]
     outcome = Outcome.read(Outcome.of(error).words(16))
     assert type(outcome.error("rank 1")) is relayed

@@ -19,7 +19,12 @@ def work(monkeypatch: pytest.MonkeyPatch, checkout: Path) -> ModuleType:
 
 
 def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:
-    command = [str(checkout / "benchmarks" / "speed" / "run.py"), "--quick", "--only", "windows of 20"]
+    command = [
+        str(checkout / "benchmarks" / "speed" / "run.py"),
+        "--quick",
+        "--only",
+        "windows of 20",
+    ]
     environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
     done = run_python(*command, "gear", "limit", "numpy_ring", env=environment)
     rows = [line for line in done.stdout.splitlines() if "windows of 20" in line]
@@ -28,10 +33,18 @@ def test_this_project_is_timed(run_python: Any, checkout: Path) -> None:
 
 
 def test_trainers_of_this_project_share_one_distribution(run_python: Any, checkout: Path) -> None:
-    command = [str(checkout / "benchmarks" / "speed" / "run.py"), "--quick", "--only", "trainers on", "gear"]
+    command = [
+        str(checkout / "benchmarks" / "speed" / "run.py"),
+        "--quick",
+        "--only",
+        "trainers on",
+        "gear",
+    ]
     environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
     done = run_python(*command, env=environment)
-    rows = [json.loads(line[7:]) for line in done.stderr.splitlines() if line.startswith("peers: {")]
+    rows = [
+        json.loads(line[7:]) for line in done.stderr.splitlines() if line.startswith("peers: {")
+    ]
     assert [row.get("trainers") for row in rows] == [2, 4], done.stderr
     for row in rows:
         assert row["exact"]
@@ -57,7 +70,9 @@ def test_files_are_read_with_less_memory_than_data(run_python: Any, checkout: Pa
     command = [str(checkout / "benchmarks" / "speed" / "run.py"), "--quick", "--only", "from disk"]
     environment = {"PYTHONPATH": os.pathsep.join([str(checkout / "benchmarks"), str(checkout)])}
     done = run_python(*command, "gear", "limit", env=environment)
-    rows = [json.loads(line[len("peers: ") :]) for line in done.stderr.splitlines() if "peers: " in line]
+    rows = [
+        json.loads(line[len("peers: ") :]) for line in done.stderr.splitlines() if "peers: " in line
+    ]
     assert [row["work"].partition(":")[0][:9] for row in rows].count("from disk") == len(rows) - 2
     for row in rows:
         if "left out" in row:  # no root, or no controller
@@ -99,7 +114,9 @@ def test_tables_have_a_column_for_each_system_that_was_timed(
     ]
     systems = {"gear": "1", "torchrl": "2", "cpprb": "3", "reverb": "4"}
     machine = {"cpu": "a CPU", "cores": 2}
-    text = table.tables({"rows": rows, "machine": machine, "commit": "c", "command": "x", "systems": systems})
+    text = table.tables(
+        {"rows": rows, "machine": machine, "commit": "c", "command": "x", "systems": systems}
+    )
     assert "|  | deepspeed_gear | TorchRL |" in text
     assert "| windows | 5 | 1,234 |" in text
     assert "(the device reads 1 B ahead)" in text
@@ -111,10 +128,13 @@ def test_the_page_the_figures_and_the_readme_are_those_of_the_results(
     work: ModuleType, checkout: Path
 ) -> None:
     """`python -m speed.table` writes them anew."""
-    table, figures, summary = (importlib.import_module(f"speed.{x}") for x in ("table", "figures", "summary"))
+    table, figures, summary = (
+        importlib.import_module(f"speed.{x}") for x in ("table", "figures", "summary")
+    )
     content = json.loads((checkout / "benchmarks" / "results" / "peers.json").read_text())
     assert (
-        table.BEGIN + table.tables(content) + table.END in (checkout / "docs" / "comparison.md").read_text()
+        table.BEGIN + table.tables(content) + table.END
+        in (checkout / "docs" / "comparison.md").read_text()
     )
     assert summary.BEGIN + summary.committed() + summary.END in (checkout / "README.md").read_text()
     for name, svg in figures.figures(content["rows"], table.NAMES):
@@ -130,7 +150,9 @@ def test_figures_leave_out_what_was_not_timed(work: ModuleType) -> None:
         {"work": "a step of 1 environment", "system": "gear", "us": 2.0},
         {"work": "a step of 64 environments", "system": "gear", "us": 20.0},
     ]
-    for _, svg in figures.figures(rows, {"gear": "deepspeed_gear", "limit": "C loop", "cpprb": "cpprb"}):
+    for _, svg in figures.figures(
+        rows, {"gear": "deepspeed_gear", "limit": "C loop", "cpprb": "cpprb"}
+    ):
         ElementTree.fromstring(svg)
         assert "deepspeed_gear" in svg
         assert "cpprb" not in svg
@@ -159,7 +181,10 @@ def test_rollouts_of_other_tokens_are_found(work: ModuleType) -> None:
         "rewards of others": [step[0]._replace(reward=step[0].reward[::-1]), step[1]],
         "loss mask of other": [step[0]._replace(loss_mask=~step[0].loss_mask), step[1]],
         "values are lost": [step[0]._replace(of=step[0].of[:-1]), step[1]],
-        "filled values of other": [step[0]._replace(ref_logp=np.roll(step[0].ref_logp, 1)), step[1]],
+        "filled values of other": [
+            step[0]._replace(ref_logp=np.roll(step[0].ref_logp, 1)),
+            step[1],
+        ],
     }
     for text, found in wrong.items():
         with pytest.raises(AssertionError, match=text):
@@ -169,8 +194,13 @@ def test_rollouts_of_other_tokens_are_found(work: ModuleType) -> None:
 def _micro(rollouts: ModuleType, data: Any, responses: range) -> Any:
     """Return the micro batch of some responses."""
     rows = [data.groups[at // 8][at % 8] for at in responses]
-    columns = {name: np.concatenate([row[name] for row in rows]) for name in ("tokens", "loss_mask", "logp")}
+    columns = {
+        name: np.concatenate([row[name] for row in rows])
+        for name in ("tokens", "loss_mask", "logp")
+    }
     rewards = np.array([row["reward"] for row in rows])
     of = columns["tokens"].astype(np.int64)
     first = data.begins[responses.start : responses.stop]
-    return rollouts.Micro(of, first, rewards, of, columns["loss_mask"], columns["logp"], 2 * columns["logp"])
+    return rollouts.Micro(
+        of, first, rewards, of, columns["loss_mask"], columns["logp"], 2 * columns["logp"]
+    )

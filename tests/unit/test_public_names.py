@@ -62,7 +62,9 @@ def test_a_replay_and_its_batch() -> None:
         assert repr(batch) == "Batch(overwritten)"
         assert {"get", "mask"} <= set(dir(batch)), "completion raises no error"
         replay.add({"x": np.zeros(4)})
-        assert repr(replay) == "Replay(main: uniform, batches of 4, on cpu, 2 trajectories, 6 steps)"
+        assert (
+            repr(replay) == "Replay(main: uniform, batches of 4, on cpu, 2 trajectories, 6 steps)"
+        )
     assert repr(replay) == "Replay(main: uniform, batches of 4, on cpu, closed)"
 
 
@@ -72,7 +74,10 @@ def test_a_replay_on_a_device_and_its_batch() -> None:
         assert dir(replay) == shown(DEVICE_REPLAY)
         replay.add_({"x": torch.zeros(1, 4)})
         assert dir(replay.sample()) == shown(BATCH)
-        assert repr(replay) == "DeviceReplay(main: uniform, batches of 4, on cpu, 1 trajectories, 3 steps)"
+        assert (
+            repr(replay)
+            == "DeviceReplay(main: uniform, batches of 4, on cpu, 1 trajectories, 3 steps)"
+        )
 
 
 def test_a_rollout_batch_its_steps_and_its_micro_batches() -> None:
@@ -98,7 +103,10 @@ def test_writers_show_what_they_did() -> None:
         steps = replay.vector_writer(2, "next_step")
         steps.reset(x=np.zeros(2))
         steps.step(x=np.ones(2), terminated=np.array([True, False]))
-        assert repr(steps) == 'VectorWriter(2 environments, "next_step", 2 steps, 1 trajectories added)'
+        assert (
+            repr(steps)
+            == 'VectorWriter(2 environments, "next_step", 2 steps, 1 trajectories added)'
+        )
         assert dir(steps) == shown("autoreset close num_envs num_steps num_trajectories reset step")
 
 

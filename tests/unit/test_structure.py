@@ -15,7 +15,9 @@ def test_no_function_takes_more_than_eight_parameters(trees: dict[str, ast.Modul
     found = []
     for name, tree in trees.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and not name.startswith(f"{PACKAGE}.ops.reference"):
+            if isinstance(node, ast.FunctionDef) and not name.startswith(
+                f"{PACKAGE}.ops.reference"
+            ):
                 arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = len([one for one in arguments if one.arg not in ("self", "cls")])
                 if count > MOST_PARAMETERS:
@@ -39,7 +41,9 @@ def defined(node: ast.ClassDef) -> set[str]:
             found.update(name.id for name in ast.walk(child) if isinstance(name, ast.Name))
         elif isinstance(child, ast.AnnAssign):
             is_value = (
-                child.value is not None or _is_record(node) or "ClassVar" in ast.unparse(child.annotation)
+                child.value is not None
+                or _is_record(node)
+                or "ClassVar" in ast.unparse(child.annotation)
             )
             if is_value and isinstance(child.target, ast.Name):
                 found.add(child.target.id)
@@ -57,7 +61,9 @@ def used(node: ast.ClassDef) -> set[str]:
     return {
         child.attr
         for child in ast.walk(node)
-        if isinstance(child, ast.Attribute) and isinstance(child.value, ast.Name) and child.value.id == "self"
+        if isinstance(child, ast.Attribute)
+        and isinstance(child.value, ast.Name)
+        and child.value.id == "self"
     }
 
 
@@ -88,9 +94,15 @@ def test_classes_define_what_they_use(trees: dict[str, ast.Module]) -> None:
 
 def assigned_from_outside(tree: ast.Module) -> Iterator[str]:
     """Return the assignments to attributes of objects of other modules: one may fill its own records."""
-    own = {name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for name in defined(node)}
+    own = {
+        name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for name in defined(node)
+    }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in own:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and node.attr not in own
+        ):
             holder = node.value
             if not isinstance(holder, ast.Name) or holder.id not in ("self", "cls"):
                 yield ast.unparse(node)
@@ -108,7 +120,9 @@ OF_OTHERS = set(
 
 
 def test_objects_are_whole_after_construction(trees: dict[str, ast.Module]) -> None:
-    targets = ((name, target) for name, tree in trees.items() for target in assigned_from_outside(tree))
+    targets = (
+        (name, target) for name, tree in trees.items() for target in assigned_from_outside(tree)
+    )
     assert [f"{name}: {target}" for name, target in targets if target not in OF_OTHERS] == []
 
 
@@ -145,7 +159,9 @@ def private_names_of_others(trees: dict[str, ast.Module]) -> list[str]:
     for name, tree in trees.items():
         others = of_package - own[name]
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).startswith(PACKAGE)):
+            if isinstance(node, ast.ImportFrom) and (
+                node.level or str(node.module).startswith(PACKAGE)
+            ):
                 private = [alias.name for alias in node.names if is_private(alias.name)]
                 found += [f"{name} imports {each}" for each in private]
             elif isinstance(node, ast.Attribute) and node.attr in others and not is_own(node):

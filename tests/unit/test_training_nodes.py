@@ -52,7 +52,9 @@ def test_a_rank_trains_and_collects(paths: list[str], tmp_path: Path) -> None:
     assert again == {"left out": f"KeyError: '{mode}'"}
 
 
-def rows(nodes: int, point: str, rates: dict[tuple[str, str], float], **more: Any) -> list[dict[str, Any]]:
+def rows(
+    nodes: int, point: str, rates: dict[tuple[str, str], float], **more: Any
+) -> list[dict[str, Any]]:
     common = {"point": point, "nodes": nodes, "B": 32, "others": 0.5, "cpu_s_per_gb": 1.0, **more}
     return [
         {**common, "system": system, "mode": mode, "fresh": True, "version": "1", "mb_per_s": rate}
@@ -66,7 +68,9 @@ def test_the_tables_compare_with_the_best_way_of_reverb(table: ModuleType) -> No
     found.append({**found[0], "fresh": False, "mb_per_s": 900.0})
     found += rows(1, "compute", {("gear", "a part"): 4.0, ("reverb", "one"): 5.0})
     found += rows(1, "collection", {("gear", "a part"): 4000.0, ("reverb", "one"): 2000.0})
-    found.append({"point": "collection", "nodes": 1, "B": 32, "system": "limit", "mb_per_s": 5000.0})
+    found.append(
+        {"point": "collection", "nodes": 1, "B": 32, "system": "limit", "mb_per_s": 5000.0}
+    )
     found.append({"point": "network", "nodes": 2, "mb_per_s": 700.0})
     found += rows(2, "data", two) + rows(2, "compute", two)
     content = {

@@ -16,7 +16,9 @@ from speed import team, work
 class Shared(team.Shared):
     def __init__(self, processes: int, count: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        timed = cpprb.MPPrioritizedReplayBuffer(count, columns_of(work.steps(0, 1)), alpha=0.6, ctx=context)
+        timed = cpprb.MPPrioritizedReplayBuffer(
+            count, columns_of(work.steps(0, 1)), alpha=0.6, ctx=context
+        )
         for first in range(0, count, System.fills):
             timed.add(**work.steps(first, System.fills))
         number = {"number": {"dtype": np.int64}}

@@ -33,13 +33,19 @@ class Trainer(team.Trainer):
             where = f"file://{self._folder}/{trainers}"
             dist.init_process_group("gloo", where, rank=self._rank, world_size=trainers)
         if is_timed:
-            made = GearBatches(count=self._count, micro_batch_size=batch, **transition_options(True))
+            made = GearBatches(
+                count=self._count, micro_batch_size=batch, **transition_options(True)
+            )
             if self._rank == 0:
                 add_transitions(made.replay, self._count)
         else:
             sampler = {**PRIORITIZED, "unit": "trajectory", "alpha": 1.0}
             made = GearBatches(
-                {"number": {"dtype": "int64"}}, team.ITEMS, 1, sampler=sampler, micro_batch_size=batch
+                {"number": {"dtype": "int64"}},
+                team.ITEMS,
+                1,
+                sampler=sampler,
+                micro_batch_size=batch,
             )
             if self._rank == 0:
                 for number in range(team.ITEMS):

@@ -24,7 +24,9 @@ class Shared(team.Shared):
         self.given = f"localhost:{self._server.port}"
         client = reverb.Client(self.given)
         filler = ReverbBatches(count, 1, client=client).of(TIMED, ())
-        filler.insert((work.steps(first, work.EPISODE) for first in range(0, count, work.EPISODE)), 1)
+        filler.insert(
+            (work.steps(first, work.EPISODE) for first in range(0, count, work.EPISODE)), 1
+        )
         with client.trajectory_writer(num_keep_alive_refs=1) as writer:
             for number in range(team.ITEMS):
                 writer.append({"number": np.int64(number)})

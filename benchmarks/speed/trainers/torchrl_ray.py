@@ -7,7 +7,12 @@ from typing import Any
 
 import ray
 from peers.interface import Buffer
-from torchrl.data import LazyTensorStorage, PrioritizedSampler, RayReplayBuffer, TensorDictReplayBuffer
+from torchrl.data import (
+    LazyTensorStorage,
+    PrioritizedSampler,
+    RayReplayBuffer,
+    TensorDictReplayBuffer,
+)
 
 from speed import team
 from speed.trainers.torchrl_rpc import RemoteBatches, fill

@@ -41,7 +41,9 @@ class RemoteBatches(Buffer):
 
     def restore(self) -> None:
         """Set the known priorities."""
-        self._remote().update_priority(torch.arange(team.ITEMS), torch.from_numpy(team.SHARES).float())
+        self._remote().update_priority(
+            torch.arange(team.ITEMS), torch.from_numpy(team.SHARES).float()
+        )
 
 
 def fill(timed: Any, known: Any, count: int) -> None:

@@ -79,7 +79,9 @@ class HostStream:
         Torch's allocator of pinned memory reuses a block only when the copies from it are done.
         """
         packing = Packing([(tensor.shape, tensor.dtype) for tensor in tensors])
-        pinned = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        pinned = torch.empty(
+            packing.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+        )
         for view, tensor in zip(packing.views(pinned), tensors, strict=True):
             view.copy_(tensor)
         there = torch.empty(packing.num_bytes, dtype=torch.uint8, device=self.device)
@@ -97,7 +99,9 @@ class CudaStream(HostStream):
         self._known = threading.local()
 
     def running(self) -> AbstractContextManager[Any]:
-        if threading.current_thread() is not threading.main_thread() and not hasattr(self._known, "relaxed"):
+        if threading.current_thread() is not threading.main_thread() and not hasattr(
+            self._known, "relaxed"
+        ):
             allow_captures_elsewhere()
             self._known.relaxed = True
         return torch.cuda.stream(self._stream)

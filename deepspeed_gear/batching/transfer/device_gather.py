@@ -35,7 +35,9 @@ from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
 DIRECT, STAGED = "direct", "staged"
 WAYS = (DIRECT, STAGED)  # in order of preference
-PINNED = 4  # batches that are staged at once; bounds how many batches the host is ahead of the device
+PINNED = (
+    4  # batches that are staged at once; bounds how many batches the host is ahead of the device
+)
 # Of a launch, for all its fields. PCIe 5 has 50 GB/s and 1.5 us latency, so 75 KB of reads must be in flight:
 # these blocks of 256 threads have 256 KiB with two vectors of 16 bytes a thread, as for short windows, and
 # more with long ones. Of an H200's 132 multiprocessors at least 100 are free of them.
@@ -57,7 +59,9 @@ def column_name(field: ResolvedField) -> str:
 class Reach:
     """The columns of one table that a device reads in place (zero-copy)."""
 
-    columns: Mapping[str, torch.Tensor]  # device tensors over the stored columns that it can read, by name
+    columns: Mapping[
+        str, torch.Tensor
+    ]  # device tensors over the stored columns that it can read, by name
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,12 @@ class FieldTransfer:
         are staged.
         """
         is_read = is_computed(field) or self.is_reached(column_name(field))
-        if self.preferred == STAGED or field.hindsight is not None or field.mask_only or not is_read:
+        if (
+            self.preferred == STAGED
+            or field.hindsight is not None
+            or field.mask_only
+            or not is_read
+        ):
             return STAGED
         return DIRECT
 
@@ -112,7 +121,9 @@ class DeviceGatherer(Gatherer):
         self._slots: list[_Slot] = []
         self._pinned: deque[_Pinned] = deque()
         self._out: deque[tuple[_Slot, int]] = deque()
-        self._lock = threading.Lock()  # guards `_out` and the state of slots between the two threads
+        self._lock = (
+            threading.Lock()
+        )  # guards `_out` and the state of slots between the two threads
         self.made = 0  # index of the latest ring entry
         with self._lane.running():  # zeros are written before the stream gathers
             self._counters_there = torch.zeros(3, dtype=torch.int64, device=self._lane.device)
@@ -145,7 +156,9 @@ class DeviceGatherer(Gatherer):
             reached = self._reach.columns.__getitem__
             self._n_step_there = NStepReturns(self._n_step, self._table, reached, self._lane.device)
             self._n_step_here = None
-        chosen = {way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)}
+        chosen = {
+            way: [i for i, of in enumerate(self._ways) if of == way] for way in set(self._ways)
+        }
         plain = [i for i in chosen.get(STAGED, []) if self._rows[i].stored is None]
         self._here = self._group(plain, [rows.column for rows in self._rows])
         there = [self._there(i) for i in range(len(self._fields))]
@@ -208,7 +221,9 @@ class DeviceGatherer(Gatherer):
             assert isinstance(gatherer, DeviceGatherer)
             end = first + len(records)
             if end > first:
-                host, there = ((b if whole else b.part(first, end)) for b in (pinned.buffers, buffers))
+                host, there = (
+                    (b if whole else b.part(first, end)) for b in (pinned.buffers, buffers)
+                )
                 some.append((gatherer, records, goals, host, there))
             first = end
         with self._lane.running():

@@ -79,20 +79,27 @@ def open_source(
         if not path.exists():
             raise DataError(str(path), "must exist", None, "check the path of the source")
         if (path / SCHEMA_FILE).is_file():
-            raise DataError(str(path), "must not be a data set already", None, "train from it as it is")
+            raise DataError(
+                str(path), "must not be a data set already", None, "train from it as it is"
+            )
         check_source(path, expansion)
         kind = _recognised(path) if format == "auto" else _reader_class(format)
     return _opened(kind(path, select, expansion, _given(str(path), kind, options)))
 
 
 def open_rows(
-    rows: Any, columns: Sequence[str] | None = None, max_expansion: float = MAX_EXPANSION, **options: Any
+    rows: Any,
+    columns: Sequence[str] | None = None,
+    max_expansion: float = MAX_EXPANSION,
+    **options: Any,
 ) -> Reader:
     """Open rows of a program, as `Dataset.from_iterable` takes them; arguments as of `open_source`."""
     select, expansion = ColumnSelection(columns), Expansion(max_expansion)
     name = type(rows).__name__
     if isinstance(rows, (str, os.PathLike)):
-        raise DataError("rows", "must be rows of a program", name, "open_source reads a file or folder")
+        raise DataError(
+            "rows", "must be rows of a program", name, "open_source reads a file or folder"
+        )
     given = _given(name, TableReader, options)
     held = list(rows) if isinstance(rows, Iterator) and "schema" not in given else rows
     return _opened(TableReader(Path(name), select, expansion, {**given, "rows": held}))
@@ -106,7 +113,9 @@ def _given(where: str, kind: type[Reader], options: Mapping[str, Any]) -> dict[s
         if not having:
             raise TypeError(f"open_source() got an unexpected keyword argument '{name}'")
         option = f"--{name.replace('_', '-')}"
-        raise DataError(f"{where}: {option}", f"must be for the format {' or '.join(having)}", kind.format)
+        raise DataError(
+            f"{where}: {option}", f"must be for the format {' or '.join(having)}", kind.format
+        )
     return given
 
 
@@ -141,7 +150,10 @@ def _reader_class(format: str) -> type[Reader]:
     if ":" not in format:
         if format not in READERS:
             rule = f"must be one of auto, {', '.join(READERS)}, or module:Class"
-            remedy = near_name(format, ["auto", *READERS]) or "docs/how-to/add-an-ingest-format.md adds one"
+            remedy = (
+                near_name(format, ["auto", *READERS])
+                or "docs/how-to/add-an-ingest-format.md adds one"
+            )
             raise DataError("format", rule, format, remedy)
         return READERS[format]
     found: Any = imported(format, "format")
@@ -230,8 +242,12 @@ def ingest(
     if not sources and not isinstance(sources, str):
         raise DataError("sources", "must name at least one file or folder")
     sources = [sources] if isinstance(sources, (str, os.PathLike, Reader)) else sources
-    if (columns is not None or format != "auto") and any(isinstance(one, Reader) for one in sources):
-        raise ConfigError("columns and format", "must be given to open_source, which has opened a source")
+    if (columns is not None or format != "auto") and any(
+        isinstance(one, Reader) for one in sources
+    ):
+        raise ConfigError(
+            "columns and format", "must be given to open_source, which has opened a source"
+        )
     check_destination(dest, overwrite or append)
     known = Dataset.open(dest) if append else None
     with ExitStack() as stack:
@@ -250,7 +266,9 @@ def ingest(
                     print(f"{reader.path}: {note}", file=sys.stderr)
         described = [{**reader.description, "notes": reader.notes} for reader in readers]
         source: dict[str, Any] = {"sources": described}
-        changes = {name: options.get(name) for name in ("dtype", "rename", "role", "reward", "group_scope")}
+        changes = {
+            name: options.get(name) for name in ("dtype", "rename", "role", "reward", "group_scope")
+        }
         if changed := {name: value for name, value in changes.items() if value}:
             source["options"] = changed
         if texts.texts:
@@ -261,7 +279,9 @@ def ingest(
         episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
         placed: dict[str, Any] = {"split": split, "overwrite": overwrite, "append": append}
         divides: Any = bool(options.get("split_by_flags"))
-        made = DatasetWriter(dest, schema, source=source, compress=options.get("compress"), **placed)
+        made = DatasetWriter(
+            dest, schema, source=source, compress=options.get("compress"), **placed
+        )
         with made as writer:
             for number, output in enumerate(outputs, writer.num_sources_before):
                 for name, arrays, length in output.episodes():
@@ -288,7 +308,9 @@ def _note_counted(readers: Sequence[Reader]) -> None:
             reader.notes.append(note)
 
 
-def ingest_rows(rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]) -> Dataset:
+def ingest_rows(
+    rows: Any, dest: str | Path, schema: Schema | None, options: Mapping[str, Any]
+) -> Dataset:
     """Turn the rows of a program into a data set: `Dataset.from_iterable`, which has the arguments."""
     of_ingest = {"split", "overwrite", "append", "progress", *Options.__annotations__}
     of_reader = {name: value for name, value in options.items() if name not in of_ingest}
@@ -319,7 +341,9 @@ def _common_schema(outputs: Sequence[OutputColumns], known: Dataset | None) -> S
         raise DataError(f"{first.reader.path}: {SOURCE.name}", rule, None, remedy)
     given = [c for output in outputs for c in output.columns] if known is None else [*known.schema]
     ordered = first.columns if known is None else [c for c in known.schema if c != SOURCE]
-    widest = [max((c for c in given if c.name == one.name), key=lambda c: c.max_bytes) for one in ordered]
+    widest = [
+        max((c for c in given if c.name == one.name), key=lambda c: c.max_bytes) for one in ordered
+    ]
     return Schema([*widest, *((SOURCE,) if has_several else ())])
 
 
@@ -331,7 +355,11 @@ def _without_bounds(column: Column) -> Column:
 
 
 def _describe(column: Column | None) -> str:
-    return "absent" if column is None else f"{column.dtype}{list(column.shape)} with rows {column.rows}"
+    return (
+        "absent"
+        if column is None
+        else f"{column.dtype}{list(column.shape)} with rows {column.rows}"
+    )
 
 
 def ingested(path: str | Path) -> Dataset:
@@ -347,7 +375,9 @@ def ingested(path: str | Path) -> Dataset:
     if not source.is_file():
         return Dataset.open(path)
     remedy = f"gear ingest {source} FOLDER, and name that folder"
-    writable = DataError.on(str(source), "must lie in a folder that can be written", OSError, remedy=remedy)
+    writable = DataError.on(
+        str(source), "must lie in a folder that can be written", OSError, remedy=remedy
+    )
     facts = source.stat()
     key = hashlib.sha256(f"{facts.st_size} {facts.st_mtime_ns}".encode()).hexdigest()[:12]
     dest = source.with_name(f".{source.name}.gear-{key}")

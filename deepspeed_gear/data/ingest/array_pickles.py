@@ -262,14 +262,20 @@ class _ArrayMachine:
         return _Pending(is_array=True)
 
     def _array_of_state(self, state: Any) -> np.ndarray:
-        if type(state) is not tuple or len(state) not in (4, 5) or not isinstance(state[-3], _Dtype):
+        if (
+            type(state) is not tuple
+            or len(state) not in (4, 5)
+            or not isinstance(state[-3], _Dtype)
+        ):
             raise pickle.UnpicklingError(f"a state of an array {_shown(state)}")
         shape, kind, is_fortran, content = state[-4:]
         if kind.dtype.hasobject:
             return self._objects(content, shape, "F" if is_fortran else "C")
         return self._array(_bytes(content), kind, shape, "F" if is_fortran else "C")
 
-    def _from_buffer(self, content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> np.ndarray:
+    def _from_buffer(
+        self, content: Any, kind: Any, shape: Any, order: Any, axes: Any = None
+    ) -> np.ndarray:
         if order not in ("C", "F", "K") or (axes is not None and not _is_shape(axes)):
             raise pickle.UnpicklingError(f"an array in the order {_shown(order)} of {_shown(axes)}")
         array = self._array(content, kind, shape, "F" if order == "F" else "C")
@@ -280,12 +286,18 @@ class _ArrayMachine:
 
     def _array(self, content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray:
         """Return a copy of bytes as an array."""
-        if not isinstance(kind, _Dtype) or kind.dtype.hasobject or type(content) not in (bytes, bytearray):
+        if (
+            not isinstance(kind, _Dtype)
+            or kind.dtype.hasobject
+            or type(content) not in (bytes, bytearray)
+        ):
             held = kind.dtype.name if isinstance(kind, _Dtype) else _name(kind)
             raise pickle.UnpicklingError(f"an array of {held} made of {_name(content)}")
         dtype = kind.dtype
         if not _is_shape(shape) or math.prod(shape) * dtype.itemsize != len(content):
-            raise pickle.UnpicklingError(f"an array of shape {_shown(shape)} with {len(content)} bytes")
+            raise pickle.UnpicklingError(
+                f"an array of shape {_shown(shape)} with {len(content)} bytes"
+            )
         # Rows without values take no bytes, and any number of them could be stated.
         rows = 0 if content else math.prod(max(1, size) for size in shape)
         self._spend(len(content) + rows * _OBJECT_BYTES)
@@ -319,7 +331,9 @@ class _ArrayMachine:
 
     def _ordered_dict(self, pairs: Any = ()) -> dict[Any, Any]:
         kinds = (list, tuple)
-        if type(pairs) not in kinds or not all(type(pair) in kinds and len(pair) == 2 for pair in pairs):
+        if type(pairs) not in kinds or not all(
+            type(pair) in kinds and len(pair) == 2 for pair in pairs
+        ):
             raise pickle.UnpicklingError("an OrderedDict of other than pairs")
         return _dict([part for pair in pairs for part in pair])
 
@@ -356,7 +370,9 @@ def load_pickle(where: str, content: bytes, expansion: Expansion, file_bytes: in
     except Exception as error:  # a malformed pickle can raise any
         rule = "must be a pickle of NumPy arrays, numbers, text, lists and dicts only"
         remedy = _FRAMES if f"{error}".startswith("pandas.") else ""
-        raise DataError(where, rule, f"{error}"[:_MOST_SHOWN] or type(error).__name__, remedy) from error
+        raise DataError(
+            where, rule, f"{error}"[:_MOST_SHOWN] or type(error).__name__, remedy
+        ) from error
 
 
 def _bytes(content: Any) -> Any:

@@ -57,9 +57,13 @@ class OutputColumns:
             return (*columns, *derived)
         is_new = self._at in ("last", "each")  # the rewards, so the returns too
         stated = {c.name: c for c in whole if replace(c, allow_nan=False) in derived}
-        derived = [stated.get(c.name, c) for c in derived if c.name in stated or (is_new and c == RETURN)]
+        derived = [
+            stated.get(c.name, c) for c in derived if c.name in stated or (is_new and c == RETURN)
+        ]
         places = {self.names.get(name, name): place for place, name in enumerate(whole.names)}
-        return (*sorted((*columns, *derived), key=lambda column: places.get(column.name, len(places))),)
+        return (
+            *sorted((*columns, *derived), key=lambda column: places.get(column.name, len(places))),
+        )
 
     def _check_kept(self) -> None:
         """Raise DataError if --columns has left out what may be the observations or the actions."""
@@ -69,7 +73,9 @@ class OutputColumns:
             if role not in roles and role not in select.excluded:
                 rule = f"must keep a column of the role {role}: it leaves out {', '.join(left_out)}"
                 remedy = f"name the {role}s as well, with --role COLUMN={role} where they lack the role; "
-                remedy += "or leave columns out by name: " + ",".join(f"!{name}" for name in left_out)
+                remedy += "or leave columns out by name: " + ",".join(
+                    f"!{name}" for name in left_out
+                )
                 raise DataError(f"{self.reader.path}: --columns", rule, None, remedy)
 
     def _check_names(self, option: str, patterns: Mapping[str, str], names: list[str]) -> None:
@@ -77,9 +83,13 @@ class OutputColumns:
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
                 rule = "must name a column of the source"
-                raise DataError(f"{self.reader.path}: {option}", rule, pattern, known_names(pattern, names))
+                raise DataError(
+                    f"{self.reader.path}: {option}", rule, pattern, known_names(pattern, names)
+                )
 
-    def _changed(self, columns: list[Column], what: str, values: Mapping[str, str] | None) -> list[Column]:
+    def _changed(
+        self, columns: list[Column], what: str, values: Mapping[str, str] | None
+    ) -> list[Column]:
         """Return the columns with the values of one option; the last pattern that matches counts."""
         self._check_names(f"--{what}", values or {}, [column.name for column in columns])
         for pattern, value in (values or {}).items():
@@ -90,7 +100,9 @@ class OutputColumns:
                     as_float = "" if column.is_floating else " --dtype reward=float32"
                     remedy = f"--rename {column.name}=reward{as_float} makes it the reward of a trajectory"
                     where = f"{self.reader.path}: --role {pattern}=reward"
-                    raise DataError(where, "must be of a value per step", "one per trajectory", remedy)
+                    raise DataError(
+                        where, "must be of a value per step", "one per trajectory", remedy
+                    )
             columns = [replace(c, **change) if c in chosen else c for c in columns]
         return columns
 
@@ -109,13 +121,19 @@ class OutputColumns:
         if given is not None and rule is not None:
             remedy = f"the source has rewards, its column {given}: leave --reward out"
             raise DataError(where, "must be for a source without rewards", rule, remedy)
-        needs_rule = not self.reader.has_schema and not any(column.role == "token" for column in columns)
+        needs_rule = not self.reader.has_schema and not any(
+            column.role == "token" for column in columns
+        )
         if given is None and rule is None and needs_rule:
             names = ", ".join(column.name for column in columns)
             remedy = f"or name one of its columns with --role COLUMN=reward: {names}"
-            if nulls := [note for note in self.reader.notes if note.startswith("null in every row")]:
+            if nulls := [
+                note for note in self.reader.notes if note.startswith("null in every row")
+            ]:
                 remedy += f"; {nulls[0]}"
-            raise DataError(where, f"must be given, as the source has no rewards: {_RULES}", None, remedy)
+            raise DataError(
+                where, f"must be given, as the source has no rewards: {_RULES}", None, remedy
+            )
         return at, value
 
     def episodes(self) -> Iterator[tuple[str, dict[str, Any], int]]:
@@ -131,15 +149,21 @@ class OutputColumns:
             derived = {"length": np.asarray(length, dtype=np.int64)}
             if self._at in ("last", "each"):
                 rewarded = [np.arange(length) >= (length - 1 if self._at == "last" else 0)]
-                rewarded += [as_stored(arrays.get(c.name), c, name, length) != 0 for c in self._ends]
+                rewarded += [
+                    as_stored(arrays.get(c.name), c, name, length) != 0 for c in self._ends
+                ]
                 arrays[_REWARD.name] = np.where(np.logical_or.reduce(rewarded), self._value, 0.0)
             if self._reward is not None and self._reward.name in arrays:
                 rewards = as_stored(arrays[self._reward.name], self._reward, name)
                 arrays[self._reward.name] = rewards
-                derived["return"] = np.asarray(as_numbers(rewards, self._reward).astype(np.float64).sum())
+                derived["return"] = np.asarray(
+                    as_numbers(rewards, self._reward).astype(np.float64).sum()
+                )
             for column in derived.keys() & arrays.keys():  # of a program's rows
                 if not np.array_equal(arrays[column], derived[column]):
                     rule = f"must be {derived[column]}, as ingest derives it"
-                    raise DataError(f"{name}: column {column}", rule, arrays[column], "leave it out")
+                    raise DataError(
+                        f"{name}: column {column}", rule, arrays[column], "leave it out"
+                    )
             kept = {column: derived[column] for column in derived if column in names}
             yield name, {**arrays, **kept}, length

@@ -37,7 +37,9 @@ class ExportedReader(Reader):
         return False
 
     def open(self) -> None:
-        with DataError.on(str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED):
+        with DataError.on(
+            str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED
+        ):
             found = _written_schema(self.path)
         if found is None:
             rule = "must be a file or folder that gear export wrote, with its schema"
@@ -48,11 +50,19 @@ class ExportedReader(Reader):
         self.columns = tuple(c for c in schema if c.role in NEEDED or self.select(c.name))
 
     def episodes(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        read = self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet
+        read = (
+            self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet
+        )
         names, number = [column.name for column in self.columns], 0
-        wide = sum(column.max_bytes for column in self.columns)  # rows of texts have their column's size
-        self._file_bytes = (self.path / ROWS_FILE if self.path.is_dir() else self.path).stat().st_size
-        with DataError.on(str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED):
+        wide = sum(
+            column.max_bytes for column in self.columns
+        )  # rows of texts have their column's size
+        self._file_bytes = (
+            (self.path / ROWS_FILE if self.path.is_dir() else self.path).stat().st_size
+        )
+        with DataError.on(
+            str(self.path), "must be as gear export wrote it", _MALFORMED, remedy=DAMAGED
+        ):
             for block in read(names):
                 for values in zip(*(block[name] for name in names), strict=True):
                     where = f"{self.path}: columns of texts and objects"
@@ -65,7 +75,9 @@ class ExportedReader(Reader):
         with (self.path / ROWS_FILE).open("rb") as file:
             for line in file:
                 row = parse_json(line)
-                values = [row[c.name] if c.is_opaque else as_array(row[c.name]) for c in self.columns]
+                values = [
+                    row[c.name] if c.is_opaque else as_array(row[c.name]) for c in self.columns
+                ]
                 yield {c.name: [value] for c, value in zip(self.columns, values, strict=True)}
 
     def _npz(self, names: list[str]) -> Iterator[dict[str, Any]]:
@@ -86,7 +98,9 @@ class ExportedReader(Reader):
             yield block | {name: map(self._parsed, block[name]) for name in texts}
 
     def _parsed(self, text: str) -> Any:
-        self.expansion.check(f"{self.path}: a JSON value", json_bytes(text.encode()), self._file_bytes)
+        self.expansion.check(
+            f"{self.path}: a JSON value", json_bytes(text.encode()), self._file_bytes
+        )
         return parse_json(text)
 
 

@@ -37,7 +37,9 @@ class D4rlReader(ArrayReader):
 
     @classmethod
     def recognises(cls, path: Path) -> bool:
-        return any(kind is h5py.Dataset and key in KINDS for key, kind in hdf5_members(path).items())
+        return any(
+            kind is h5py.Dataset and key in KINDS for key, kind in hdf5_members(path).items()
+        )
 
     def open(self) -> None:
         """Check the layout and find the episodes. Cost: one pass over the flags and observations."""
@@ -79,8 +81,12 @@ class RobomimicReader(ArrayReader):
         if (mask := self.options.get("mask")) is not None:
             if mask not in masks:
                 remedy = known_names(mask, sorted(masks))
-                raise DataError(f"{self.path}: --mask", "must be a filter of the file", mask, remedy)
-            names = (masks[mask][i] for i in range(len(masks[mask])))  # not all: a file may repeat a text
+                raise DataError(
+                    f"{self.path}: --mask", "must be a filter of the file", mask, remedy
+                )
+            names = (
+                masks[mask][i] for i in range(len(masks[mask]))
+            )  # not all: a file may repeat a text
             chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in names}
             if unknown := sorted(chosen - set(self._names)):
                 rule = "must name demonstrations of the file"
@@ -89,7 +95,9 @@ class RobomimicReader(ArrayReader):
         self._num_inner = 0
         self._describe()
         if self._num_inner:
-            self.notes.append(f"dones before the last step of {self._num_inner} demonstrations end nothing")
+            self.notes.append(
+                f"dones before the last step of {self._num_inner} demonstrations end nothing"
+            )
         environment = single_attributes(self._data).get("env_args", "{}")
         with DataError.on(f"{self.path}: data: env_args", "must be JSON", TypeError, ValueError):
             environment = parse_json(environment)

@@ -43,7 +43,11 @@ from deepspeed_gear.schema import Column
 
 _NEXT = {"next.reward": "reward", "next.done": "terminated", "next.truncated": "truncated"}
 _STATES = ("state", "states")  # as a feature of its own
-_COUNTERS = ("episode_index", "frame_index", "index")  # compared with the metadata, or implied by the order
+_COUNTERS = (
+    "episode_index",
+    "frame_index",
+    "index",
+)  # compared with the metadata, or implied by the order
 _TOLERANCE_S = 1e-4  # LeRobot's, between a frame of a video and its row
 CODECS = ("av1", "h264", "hevc", "vp9", "mpeg4")  # LeRobot writes the first three
 _LOSSY = 20  # video compresses this much more than other files
@@ -92,14 +96,20 @@ class LerobotReader(Reader):
             name = _NEXT.get(key) or column_name(*key.split("."))
             if key not in _COUNTERS and (key in _NEXT or self.select(name)):
                 self._add_column(key, name, feature)
-        places = ("chunk_index", "file_index") if self._has_many else ("episode_chunk", "episode_index")
+        places = (
+            ("chunk_index", "file_index") if self._has_many else ("episode_chunk", "episode_index")
+        )
         self._templates = {"data_path": self._info.template("data_path", places)}
         if self._columns["video"]:
-            self._templates["video_path"] = self._info.template("video_path", ("video_key", *places))
+            self._templates["video_path"] = self._info.template(
+                "video_path", ("video_key", *places)
+            )
         listed = self._metadata("episodes")
         self._episodes = [self._episode(row) for row in listed]
         if not listed or len(listed) != self._info.num_episodes:
-            rule = f"must list total_episodes = {self._info.num_episodes} episodes, and at least one"
+            rule = (
+                f"must list total_episodes = {self._info.num_episodes} episodes, and at least one"
+            )
             raise DataError(f"{self.path / 'meta'}: episodes", rule, len(listed), _AGAIN)
         videos: Counter[Path] = Counter()  # bytes of their frames
         for episode in self._episodes:
@@ -122,7 +132,9 @@ class LerobotReader(Reader):
         if "next.done" not in features:
             self.notes.append("there is no next.done: every episode is truncated at its last frame")
         elif not {"next.truncated", "next.success"} & features.keys():
-            self.notes.append("next.done is taken for a terminal state, as no feature tells a time limit")
+            self.notes.append(
+                "next.done is taken for a terminal state, as no feature tells a time limit"
+            )
 
     def _add_column(self, key: str, name: str, feature: Feature) -> None:
         if feature.kind == "text":
@@ -156,7 +168,11 @@ class LerobotReader(Reader):
         file, videos = self._file("data_path", **place), {}
         for key in self._columns["video"]:
             start = row.seconds(f"videos/{key}/from_timestamp") if self._has_many else 0.0
-            at = {name: row.whole(f"videos/{key}/{name}") for name in names} if self._has_many else place
+            at = (
+                {name: row.whole(f"videos/{key}/{name}") for name in names}
+                if self._has_many
+                else place
+            )
             videos[key] = self._file("video_path", video_key=key, **at), start
         return Episode(index, row.whole("length"), file, videos)
 
@@ -165,12 +181,16 @@ class LerobotReader(Reader):
         root = os.path.realpath(self.path)
         if not fits_file_system(path) or not Path(os.path.realpath(path)).is_relative_to(root):
             rule = f"must be a path below the folder, with {', '.join(values)} in braces"
-            raise DataError(f"{self._info.where}: {template}", rule, f"{self._templates[template]:.200}")
+            raise DataError(
+                f"{self._info.where}: {template}", rule, f"{self._templates[template]:.200}"
+            )
         return path
 
     def _trajectory_columns(self, listed: list[CheckedValues]) -> list[Column]:
         """Return the columns of a value per episode: its index, and the texts of its tasks."""
-        columns = [Column("episode_index", "int64", rows="1")] if self.select("episode_index") else []
+        columns = (
+            [Column("episode_index", "int64", rows="1")] if self.select("episode_index") else []
+        )
         self._tasks: dict[int, str] = {}
         has_numbers = "task_index" in self._columns[""]
         has_task = "task_index" in self._info.features and self.select("task")
@@ -182,7 +202,11 @@ class LerobotReader(Reader):
                 self._tasks[row.whole("task_index")] = texts[0]
             joined = ("\n".join(row.texts("tasks")) for row in listed)
             most = max(len(text.encode()) for text in (" ", *self._tasks.values(), *joined))
-            columns += [Column("task", "bytes", rows="1", max_bytes=most)] if has_task and self._tasks else []
+            columns += (
+                [Column("task", "bytes", rows="1", max_bytes=most)]
+                if has_task and self._tasks
+                else []
+            )
         if has_numbers and self._tasks:
             self.texts["task_index"] = dict(self._tasks)
         numbers = [c.name for c in self._columns[""].values() if c.name.endswith("_index")]
@@ -192,7 +216,9 @@ class LerobotReader(Reader):
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         row_bytes = sum(column.row_bytes for column in self.columns if column.rows == "T")
-        files = [(file, list(group)) for file, group in groupby(self._episodes, key=lambda e: e.file)]
+        files = [
+            (file, list(group)) for file, group in groupby(self._episodes, key=lambda e: e.file)
+        ]
         tables = read_ahead(self._read_file, files, lambda file: 2 * file[0].stat().st_size)
         pairs = (pair for file in tables for pair in file)
         return read_ahead(self._decode, pairs, lambda pair: pair[0].length * row_bytes)
@@ -201,13 +227,18 @@ class LerobotReader(Reader):
         path, episodes = file
         keys = {"episode_index", "frame_index", *self._columns[""], *self._columns["image"]}
         keys |= {"timestamp"} if self._columns["video"] else set()
-        keys |= {"next.success"} & self._info.features.keys() | ({"task_index"} if self._tasks else set())
+        keys |= {"next.success"} & self._info.features.keys() | (
+            {"task_index"} if self._tasks else set()
+        )
         table, num_rows = self._table(path, sorted(keys)), sum(e.length for e in episodes)
         if len(table) != num_rows:
             rule = f"must have the {num_rows} rows of its episodes in the metadata"
             raise DataError(str(path), rule, len(table), _AGAIN)
         ends = accumulate(episode.length for episode in episodes)
-        return [(e, table.slice(end - e.length, e.length)) for e, end in zip(episodes, ends, strict=True)]
+        return [
+            (e, table.slice(end - e.length, e.length))
+            for e, end in zip(episodes, ends, strict=True)
+        ]
 
     def _table(self, path: Path, keys: list[str] | None, are_objects: bool = False) -> Any:
         """Read columns of a Parquet file, or all but the statistics, if they are worth what they take.
@@ -218,7 +249,9 @@ class LerobotReader(Reader):
         def chosen(names: list[str]) -> list[str]:
             for key in keys or ():
                 if key not in names:
-                    raise DataError(f"{path}: {key}", "must be a column of the file", names, LEAVE_OUT)
+                    raise DataError(
+                        f"{path}: {key}", "must be a column of the file", names, LEAVE_OUT
+                    )
             return keys or [name for name in names if not name.startswith("stats/")]
 
         return read_table(path, self.expansion, chosen, lambda _: are_objects)
@@ -242,8 +275,13 @@ class LerobotReader(Reader):
         for key, expected in counters.items():
             given = numbers(key, Column(key, "int64"))
             for step in np.flatnonzero(given != expected):
-                where, rule = f"{episode.file}: {key}, {name}", f"must be {expected[step]} at step {step}"
-                raise DataError(where, rule, int(given[step]), "the rows are not those of the metadata")
+                where, rule = (
+                    f"{episode.file}: {key}, {name}",
+                    f"must be {expected[step]} at step {step}",
+                )
+                raise DataError(
+                    where, rule, int(given[step]), "the rows are not those of the metadata"
+                )
         arrays: dict[str, Any] = {c.name: numbers(key, c) for key, c in self._columns[""].items()}
         for key, column in self._columns["image"].items():
             where = f"{episode.file}: {key}, {name}"
@@ -284,7 +322,9 @@ class LerobotReader(Reader):
         av = optional(str(path), "must be decoded with PyAV", f"av, or {LEAVE_OUT}", "av")
         where, times, number = f"{path}: {name}", start + times, 0
         frames = np.empty((len(times), *column.shape), np.uint8)
-        is_readable = DataError.on(where, "must be a readable video", av.FFmpegError, remedy=DAMAGED)
+        is_readable = DataError.on(
+            where, "must be a readable video", av.FFmpegError, remedy=DAMAGED
+        )
         # Demuxers other than mp4's read files that a video names. FFmpeg gets no path: it could take one for
         # the address of a protocol.
         with is_readable, path.open("rb") as file, av.open(file, format="mp4") as container:
@@ -325,7 +365,9 @@ def _group(key: str, feature: Feature) -> str:
 
 def _check_stream(path: Path, stream: Any, column: Column) -> None:
     """Raise unless a video stream is in a known codec and has the frames of its column."""
-    codec = stream.codec_context.codec.canonical_name if stream.codec_context else "none that is known"
+    codec = (
+        stream.codec_context.codec.canonical_name if stream.codec_context else "none that is known"
+    )
     if codec not in CODECS:
         rule = f"must be in one of the codecs {', '.join(CODECS)}"
         raise DataError(str(path), rule, codec, f"encode it again, or {LEAVE_OUT}")
@@ -356,7 +398,9 @@ def read_ahead(
     do. Cost: a thread per core, at most 8; memory of 256 MiB of results, or of one that is larger.
     """
     waiting: deque[tuple[Future[Result], int]] = deque()
-    with ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "gear-ingest") as pool:
+    with ThreadPoolExecutor(
+        min(_MOST_THREADS, len(os.sched_getaffinity(0))), "gear-ingest"
+    ) as pool:
         try:
             for item in items:
                 size = num_bytes(item)

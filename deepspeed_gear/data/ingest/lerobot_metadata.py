@@ -32,7 +32,9 @@ class CheckedValues:
 
     def __init__(self, where: str, values: Any) -> None:
         if not isinstance(values, Mapping):
-            raise DataError(where, "must be an object of values by key", type(values).__name__, DAMAGED)
+            raise DataError(
+                where, "must be an object of values by key", type(values).__name__, DAMAGED
+            )
         self.where, self._values = where, values
 
     def raw(self, key: str) -> Any:
@@ -79,7 +81,9 @@ class CheckedValues:
     def texts(self, key: str) -> list[str]:
         """Return a list of texts; an empty one where it is absent."""
         value = self.raw(key)
-        if value is not None and not (isinstance(value, list) and all(is_text(t, None) for t in value)):
+        if value is not None and not (
+            isinstance(value, list) and all(is_text(t, None) for t in value)
+        ):
             self.refuse(key, "must be a list of texts")
         return value or []
 
@@ -89,7 +93,9 @@ class CheckedValues:
         if not isinstance(value, (bool, float, type(None))) and not (
             type(value) is int and abs(value) < _MOST_INTEGER
         ):
-            shown = value[:80] if isinstance(value, str) else f"{type(value).__name__} {value!r:.80}"
+            shown = (
+                value[:80] if isinstance(value, str) else f"{type(value).__name__} {value!r:.80}"
+            )
         raise DataError(f"{self.where}: {key}", rule, shown, remedy)
 
 
@@ -171,9 +177,13 @@ def _feature(features: CheckedValues, key: str) -> Feature:
     kind = dtype if dtype in IMAGES else ""
     if not isinstance(dtype, str) or not (kind or re.fullmatch(r"[a-z]+\d{0,3}", dtype)):
         values.refuse("dtype", "must be a dtype of numbers, or one of image, video, string")
-    with DataError.on(f"{where}: dtype", "must be a dtype of numbers", TypeError, ValueError, value=dtype):
+    with DataError.on(
+        f"{where}: dtype", "must be a dtype of numbers", TypeError, ValueError, value=dtype
+    ):
         stored = np.dtype(np.uint8 if kind else dtype)
-    is_list = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
+    is_list = isinstance(shape, (list, tuple)) and all(
+        type(size) is int and size >= 0 for size in shape
+    )
     if not is_list or (kind and len(shape) != 3) or math.prod(shape) > _MOST_VALUES:
         rule = f"must be a list of {'three ' if kind else ''}whole numbers, of at most {_MOST_VALUES} values"
         values.refuse("shape", rule)

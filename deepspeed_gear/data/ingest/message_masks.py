@@ -14,14 +14,24 @@ import numpy as np
 from deepspeed_gear.errors import DataError
 
 _OF_ROW = "message_loss_mask"
-_OF_MESSAGE = ("weight", "loss", "loss_mask", "message_loss_mask", "train", "training", "train_on_turn")
+_OF_MESSAGE = (
+    "weight",
+    "loss",
+    "loss_mask",
+    "message_loss_mask",
+    "train",
+    "training",
+    "train_on_turn",
+)
 # Of parts of a message, of losses that are scaled, or where 1 may mean either: not known to have one meaning.
 _UNCLEAR = ("mask", "loss_scale", "loss_weight", "train_detail", "training_detail")
 _UNKNOWN = "must not mask messages: the key has no one meaning"
 _ASSISTANTS = ("assistant", "gpt", "model", "bot", "chatgpt")
 _REJECTED = ("rejected", "non_preferred", "dispreferred")
 _CHOSEN = ("chosen", "preferred", "messages", "conversations")
-TAKE_ROW = "apply it in the function of --tokenize: def encode(messages, row), where row is the whole row"
+TAKE_ROW = (
+    "apply it in the function of --tokenize: def encode(messages, row), where row is the whole row"
+)
 
 
 def is_messages(value: Any) -> bool:
@@ -29,7 +39,9 @@ def is_messages(value: Any) -> bool:
     if not isinstance(value, (list, tuple, np.ndarray)) or not len(value):
         return False
     keys = ("role", "content"), ("from", "value")
-    return all(isinstance(one, Mapping) and any({*two} <= one.keys() for two in keys) for one in value)
+    return all(
+        isinstance(one, Mapping) and any({*two} <= one.keys() for two in keys) for one in value
+    )
 
 
 def is_of_assistant(message: Mapping[str, Any]) -> bool:
@@ -37,7 +49,9 @@ def is_of_assistant(message: Mapping[str, Any]) -> bool:
     return message.get("role", message.get("from")) in _ASSISTANTS
 
 
-def message_losses(where: str, row: Mapping[str, Any], messages: Sequence[Any]) -> list[bool | None]:
+def message_losses(
+    where: str, row: Mapping[str, Any], messages: Sequence[Any]
+) -> list[bool | None]:
     """Return for each message of a row whether its tokens have loss; None where the source does not say.
 
     Raises:
@@ -53,7 +67,9 @@ def message_losses(where: str, row: Mapping[str, Any], messages: Sequence[Any]) 
             if (value := given.get(key)) is not None:
                 is_kept = _as_mask(f"{where}: message {number}: {key}", value)
                 losses[number] = is_kept and losses[number] is not False
-    if isinstance(row.get("mask"), (str, list, np.ndarray)):  # of NeMo's chats the role that has no loss
+    if isinstance(
+        row.get("mask"), (str, list, np.ndarray)
+    ):  # of NeMo's chats the role that has no loss
         raise DataError(f"{where}: mask", _UNKNOWN, None, TAKE_ROW)
     of_row = row.get(_OF_ROW)
     if of_row is not None:
@@ -83,7 +99,9 @@ def check_applied(
         given = [key for key in _OF_MESSAGE if any(one.get(key) is not None for one in messages)]
         key = ", ".join([_OF_ROW] * (row.get(_OF_ROW) is not None) + given)
         shown = [None if loss is None else int(loss) for loss in losses]
-        raise DataError(f"{where}: {key}", "must be applied to the tokens of each message", shown, TAKE_ROW)
+        raise DataError(
+            f"{where}: {key}", "must be applied to the tokens of each message", shown, TAKE_ROW
+        )
 
 
 def _as_mask(where: str, value: Any) -> bool:
@@ -97,10 +115,15 @@ def check_no_pairs(where: str, row: Mapping[str, Any], tokenized: Iterable[str])
 
     A function that makes tokens of one of them only takes the row for a conversation with that answer.
     """
-    rejected = [name for name, value in row.items() if name.startswith(_REJECTED) and _is_answer(name, value)]
+    rejected = [
+        name
+        for name, value in row.items()
+        if name.startswith(_REJECTED) and _is_answer(name, value)
+    ]
     tokenized = [*tokenized]
     is_one = tokenized and not (
-        any(name in rejected for name in tokenized) and any(name.startswith(_CHOSEN) for name in tokenized)
+        any(name in rejected for name in tokenized)
+        and any(name.startswith(_CHOSEN) for name in tokenized)
     )
     if rejected and not is_one:
         rule = "must not be a pair of answers: a trajectory is one conversation"

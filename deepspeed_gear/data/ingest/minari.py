@@ -39,7 +39,14 @@ GROUPS = {
     "terminations": "terminated",
     "truncations": "truncated",
 }
-_DESCRIBED = ("dataset_id", "minari_version", "algorithm_name", "author", "code_permalink", "description")
+_DESCRIBED = (
+    "dataset_id",
+    "minari_version",
+    "algorithm_name",
+    "author",
+    "code_permalink",
+    "description",
+)
 _JPEG = b"\xff\xd8\xff"
 
 
@@ -66,7 +73,9 @@ class Hdf5Store:
 
     def keys(self, number: int) -> list[Key]:
         """Return the paths of all arrays of an episode."""
-        return [tuple(key.split("/")) for key in reader.hdf5_arrays(self._file[f"episode_{number}"])]
+        return [
+            tuple(key.split("/")) for key in reader.hdf5_arrays(self._file[f"episode_{number}"])
+        ]
 
     def load(self, number: int, key: Key) -> NDArray[Any]:
         """Read an array: T + 1 rows for observations, T or T + 1 for infos, T for the rest."""
@@ -80,7 +89,12 @@ class Hdf5Store:
             return decode_images(where, frames, self._expansion, file_bytes)
         reader.stored_dtype(where, array.dtype, LEAVE_OUT)  # before texts of any length are read
         rows = reader.read_rows(where, array, 0, len(array))
-        packed = array.dtype == np.uint8 and array.ndim == 2 and len(rows) and rows[0, :3].tobytes() == _JPEG
+        packed = (
+            array.dtype == np.uint8
+            and array.ndim == 2
+            and len(rows)
+            and rows[0, :3].tobytes() == _JPEG
+        )
         if packed:
             frames = [row.tobytes() for row in rows]
             return decode_images(where, frames, self._expansion, array.file.id.get_filesize())
@@ -116,8 +130,12 @@ class MinariReader(Reader):
     def open(self) -> None:
         """Check the layout by the first episode, and the metadata by all."""
         path = self.path
-        folder = path / "data" if _is_minari(path / "data") else path.parent if path.is_file() else path
-        metadata = read_source_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
+        folder = (
+            path / "data" if _is_minari(path / "data") else path.parent if path.is_file() else path
+        )
+        metadata = (
+            read_source_json(folder / _METADATA_FILE) if (folder / _METADATA_FILE).is_file() else {}
+        )
         metadata = metadata if "data_format" in metadata else {}
         if metadata.get("total_episodes") == 0:
             raise DataError(str(path), "must hold at least one episode", 0, "the data set is empty")
@@ -127,14 +145,20 @@ class MinariReader(Reader):
             remedy = "the data set is empty, or not in Minari's layout"
             raise DataError(str(path), "must hold at least one episode", 0, remedy)
         if metadata.get("total_episodes", len(numbers)) != len(numbers):
-            rule = f"must hold the {metadata['total_episodes']} episodes that {_METADATA_FILE} counts"
-            raise DataError(str(path), rule, len(numbers), "the data set is incomplete; download it again")
+            rule = (
+                f"must hold the {metadata['total_episodes']} episodes that {_METADATA_FILE} counts"
+            )
+            raise DataError(
+                str(path), rule, len(numbers), "the data set is incomplete; download it again"
+            )
         facts = [self._store.facts(number) for number in numbers]
         rule = "must be a whole number in every episode"
         with DataError.on(f"{path}: total_steps", rule, TypeError, ValueError, OverflowError):
             self.num_steps = sum(int(fact.get("total_steps", 0)) for fact in facts)
         self._names = {key: _name_of(key) for key in self._ordered_keys(numbers[0])}
-        self._keys = {k: n for k, n in self._names.items() if "/".join(k) in GROUPS or self.select(n)}
+        self._keys = {
+            k: n for k, n in self._names.items() if "/".join(k) in GROUPS or self.select(n)
+        }
         self._values: dict[str, NDArray[np.int64]] = {}
         for name, fact in (("episode_id", "id"), ("seed", "seed")):
             having = [one[fact] for one in facts if isinstance(one.get(fact), (int, np.integer))]
@@ -161,9 +185,13 @@ class MinariReader(Reader):
         stated = {c.name: c for c in schema}
         given = {c.name: c for c in self.columns}
         if {
-            name: replace(c, late=False, allow_nan=False) for name, c in stated.items() if name in given
+            name: replace(c, late=False, allow_nan=False)
+            for name, c in stated.items()
+            if name in given
         } != given:
-            self.notes.append(f"{SCHEMA_KEY} of {_METADATA_FILE} does not fit the episodes: not used")
+            self.notes.append(
+                f"{SCHEMA_KEY} of {_METADATA_FILE} does not fit the episodes: not used"
+            )
             return
         self.columns = tuple(column for name, column in stated.items() if name in given)
         self._columns = {key: stated[column.name] for key, column in self._columns.items()}
@@ -178,7 +206,9 @@ class MinariReader(Reader):
             raise DataError(f"{folder / _METADATA_FILE}: data_format", rule, form)
         file = self.path if self.path.is_file() else folder / _MAIN_FILE
         if not file.is_file():
-            raise DataError(str(file), "must exist", None, "the data set is incomplete; download it again")
+            raise DataError(
+                str(file), "must exist", None, "the data set is incomplete; download it again"
+            )
         return Hdf5Store(file, self.files.enter_context(reader.open_hdf5(file)), self.expansion)
 
     def _ordered_keys(self, number: int) -> list[Key]:
@@ -191,8 +221,12 @@ class MinariReader(Reader):
                 raise DataError(self._store.where(number, group), "must be in the episode", found)
         rank = {group: i for i, group in enumerate(GROUPS)}
         indices = {part: re.fullmatch(r"(?:_index_)?(\d+)", part) for key in keys for part in key}
-        natural = {part: (int(match[1]), "") if match else (-1, part) for part, match in indices.items()}
-        return sorted(keys, key=lambda key: (rank.get(key[0], len(rank)), [natural[part] for part in key]))
+        natural = {
+            part: (int(match[1]), "") if match else (-1, part) for part, match in indices.items()
+        }
+        return sorted(
+            keys, key=lambda key: (rank.get(key[0], len(rank)), [natural[part] for part in key])
+        )
 
     def _column(self, number: int, key: Key, name: str) -> Column:
         length = len(self._store.load(number, ("rewards",)))
@@ -217,8 +251,13 @@ class MinariReader(Reader):
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         for i, number in enumerate(self._store.numbers):
-            present, length = set(self._ordered_keys(number)), len(self._store.load(number, ("rewards",)))
-            arrays: dict[str, NDArray[Any]] = {name: values[i] for name, values in self._values.items()}
+            present, length = (
+                set(self._ordered_keys(number)),
+                len(self._store.load(number, ("rewards",))),
+            )
+            arrays: dict[str, NDArray[Any]] = {
+                name: values[i] for name, values in self._values.items()
+            }
             for key in sorted(present ^ self._names.keys()):
                 if key in self._keys or self.select(_name_of(key)):
                     where = self._store.where(number, *key)
@@ -246,7 +285,9 @@ def _is_minari(folder: Path) -> bool:
 class TableStore:
     """As `Hdf5Store`: folders `<n>` with a table each; row T + 1 is padding but in observations and infos."""
 
-    def __init__(self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion) -> None:
+    def __init__(
+        self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion
+    ) -> None:
         self._arrow = pyarrow_for(str(folder), f"must be read with pyarrow, as its form is {form}")
         self._folder, self._form, self._expansion = folder, form, expansion
         names = (entry.name for entry in folder.iterdir() if entry.is_dir())
@@ -294,18 +335,24 @@ class TableStore:
         shape = self._shapes.get(key, tuple(int(n) for n in text.decode().split(",") if n))
         if int(np.prod(shape)) != size:
             raise DataError(where, f"must have rows of shape {list(shape)} as in the space", [size])
-        return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(len(array), *shape)
+        return np.asarray(array.flatten().to_numpy(zero_copy_only=False)).reshape(
+            len(array), *shape
+        )
 
     def _read(self, number: int) -> dict[Key, Any]:
         path = self._folder / str(number)
         files = sorted(path.glob(f"*.{self._form}"))
         if not files:
-            raise DataError(str(path), f"must hold a .{self._form} file", None, "download the data set again")
+            raise DataError(
+                str(path), f"must hold a .{self._form} file", None, "download the data set again"
+            )
         with readable(files[0]):
             table = self._arrow.concat_tables([read_table(file, self._expansion) for file in files])
         steps = self.facts(number).get("total_steps", table.num_rows - 1)
         if table.num_rows != steps + 1:
-            raise DataError(str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows)
+            raise DataError(
+                str(path), f"must have {steps + 1} rows for {steps} steps", table.num_rows
+            )
         leaves: dict[Key, Any] = {}
 
         def visit(key: Key, array: Any, field: Any) -> None:
@@ -316,7 +363,11 @@ class TableStore:
                 leaves[key] = (array, field)
 
         for field, column in zip(table.schema, table.combine_chunks().columns, strict=True):
-            visit((field.name,), column.chunk(0) if column.num_chunks else column.combine_chunks(), field)
+            visit(
+                (field.name,),
+                column.chunk(0) if column.num_chunks else column.combine_chunks(),
+                field,
+            )
         return leaves
 
 

@@ -65,7 +65,9 @@ class NpzReader(ArrayReader):
 
     def _objects(self, where: str, values: Any) -> Any:
         if not isinstance(values, np.ndarray) or values.ndim != 1:
-            raise DataError(where, "must be an array of a value for each trajectory", type(values).__name__)
+            raise DataError(
+                where, "must be an array of a value for each trajectory", type(values).__name__
+            )
         found = np.empty(len(values), object)
         for i, value in enumerate(values):
             found[i] = self._as_array(where, value, self.path.stat().st_size)
@@ -83,14 +85,18 @@ class NpzReader(ArrayReader):
             return
         if action.dtype.kind == "O":
             for i in range(len(action)):
-                parts = {k: np.asarray(a[i]) for k, a in arrays.items() if a.shape[:1] == action.shape}
+                parts = {
+                    k: np.asarray(a[i]) for k, a in arrays.items() if a.shape[:1] == action.shape
+                }
                 yield f"trajectory {i}", parts, True
             return
         flat = next((kinds[kind] for kind in ("reward", *FLAG_KINDS) if kind in kinds), np.empty(0))
         num = len(flat[0]) if flat.ndim == 2 and len(flat) else 0
         if num > 1 or (num == 1 and state.ndim > 2 and state.shape[1] == 1):
             rows = (len(flat), len(flat) + 1)
-            divided = {k for k, a in arrays.items() if a.ndim > 1 and a.shape[1] == num and len(a) in rows}
+            divided = {
+                k for k, a in arrays.items() if a.ndim > 1 and a.shape[1] == num and len(a) in rows
+            }
             for i in range(num):
                 parts = {key: a[:, i] if key in divided else a for key, a in arrays.items()}
                 yield f"environment {i}", parts, False
@@ -116,7 +122,9 @@ class PickleReader(NpzReader):
         content = self.path.read_bytes()
         found = load_pickle(str(self.path), content, self.expansion, len(content))
         if isinstance(found, (list, tuple)):
-            return [self._flat(f"{self.path}: trajectory {i}", part) for i, part in enumerate(found)]
+            return [
+                self._flat(f"{self.path}: trajectory {i}", part) for i, part in enumerate(found)
+            ]
         return self._flat(str(self.path), found)
 
     def _flat(self, where: str, found: Any) -> dict[str, Any]:
@@ -142,17 +150,28 @@ def _trajectories(where: str, arrays: dict[str, Any], num_steps: int) -> Streams
     """Yield imitation's trajectories; `terminal` has a value for each."""
     indices = arrays["indices"]
     if indices.ndim != 1 or (indices.size and indices.dtype.kind not in "iu"):
-        raise DataError(f"{where}: indices", "must be the first actions of trajectories", list(indices.shape))
+        raise DataError(
+            f"{where}: indices", "must be the first actions of trajectories", list(indices.shape)
+        )
     bounds = [0, *indices.tolist(), num_steps]
     if any(low >= high for low, high in pairwise(bounds)):
-        raise DataError(f"{where}: indices", f"must rise, from 1 to {num_steps - 1}", bounds[1:-1][:8])
-    lengths = {num_steps + len(bounds) - 1: 1, num_steps: 0}  # rows more than actions in each trajectory
+        raise DataError(
+            f"{where}: indices", f"must rise, from 1 to {num_steps - 1}", bounds[1:-1][:8]
+        )
+    lengths = {
+        num_steps + len(bounds) - 1: 1,
+        num_steps: 0,
+    }  # rows more than actions in each trajectory
     for i, (low, high) in enumerate(pairwise(bounds)):
         parts = {}
         for key, array in arrays.items():
             if KINDS.get(key) == "done" and array.shape == (len(bounds) - 1,):
                 parts[key] = array[i]
             elif key != "indices":
-                more = lengths.get(len(array), 0) if array.ndim and KINDS.get(key) == "observation" else 0
+                more = (
+                    lengths.get(len(array), 0)
+                    if array.ndim and KINDS.get(key) == "observation"
+                    else 0
+                )
                 parts[key] = array[low + i * more : high + (i + 1) * more] if array.ndim else array
         yield f"trajectory {i}", parts, True

@@ -161,7 +161,9 @@ class ColumnSelection:
             if not any(fnmatchcase(name, pattern.removeprefix("!")) for name in self._asked):
                 known = f"optional columns are {', '.join(self._asked)}"
                 remedy = known if self._asked else "there are no optional columns"
-                raise DataError(f"{path}: --columns", "must match an optional column", pattern, remedy)
+                raise DataError(
+                    f"{path}: --columns", "must match an optional column", pattern, remedy
+                )
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
@@ -185,12 +187,19 @@ def stored_dtype(where: str, dtype: np.dtype[Any], remedy: str = "") -> str:
     name = str(dtype.name)
     name = _WIDER.get(name, name)
     if name not in DTYPES:
-        raise DataError(where, "must be numeric (bool, integer or float up to 64 bits)", str(dtype), remedy)
+        raise DataError(
+            where, "must be numeric (bool, integer or float up to 64 bits)", str(dtype), remedy
+        )
     return name
 
 
 def make_column(
-    where: str, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], role: str = "other", rows: Rows = "T"
+    where: str,
+    name: str,
+    dtype: np.dtype[Any],
+    shape: tuple[int, ...],
+    role: str = "other",
+    rows: Rows = "T",
 ) -> Column:
     """Describe a column as stored: scalar integer actions are int64, integer rewards float64, flags bool.
 
@@ -239,7 +248,12 @@ def decode_images(
         images = [Image.open(io.BytesIO(frame), formats=("JPEG", "PNG")) for frame in frames]
         pixels = sum(image.width * image.height * len(image.getbands()) for image in images)
         expansion.check(where, pixels, min(file_bytes, sum(map(len, frames))))
-        if not {image.mode for image in images} <= {"L", "RGB", "RGBA", "CMYK"}:  # 16 bits, palettes
+        if not {image.mode for image in images} <= {
+            "L",
+            "RGB",
+            "RGBA",
+            "CMYK",
+        }:  # 16 bits, palettes
             raise ValueError(f"an image of mode {images[0].mode}")
         return np.stack([np.asarray(image, dtype=np.uint8) for image in images])
 
@@ -250,7 +264,9 @@ def hdf5_members(path: Path, group: str = "/") -> dict[str, type]:
         return {}
     with open_hdf5(path) as file:
         found = file.get(group)
-        return {k: found.get(k, getclass=True) for k in found} if isinstance(found, h5py.Group) else {}
+        return (
+            {k: found.get(k, getclass=True) for k in found} if isinstance(found, h5py.Group) else {}
+        )
 
 
 def open_hdf5(path: Path) -> h5py.File:
@@ -278,7 +294,9 @@ def single_attributes(node: Any) -> dict[str, Any]:
 
 
 def read_rows(where: str, dataset: h5py.Dataset, low: int, high: int) -> NDArray[Any]:
-    with DataError.on(where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED):
+    with DataError.on(
+        where, f"must be readable in rows {low} to {high - 1}", OSError, remedy=DAMAGED
+    ):
         return np.asarray(dataset[low:high])
 
 
@@ -308,7 +326,11 @@ class RowReader:
     def __getitem__(self, rows: slice | tuple[()]) -> NDArray[Any]:
         """Return rows of step 1, as of an array, in what later calls do not change; with () all."""
         if isinstance(rows, tuple):
-            return read_rows(self._where, self._dataset, 0, len(self)) if self.ndim else self._dataset[()]
+            return (
+                read_rows(self._where, self._dataset, 0, len(self))
+                if self.ndim
+                else self._dataset[()]
+            )
         low, high, _ = rows.indices(len(self))
         high = max(low, high)
         if not self._first <= low <= high <= self._first + len(self._block):

@@ -38,7 +38,9 @@ class RllibReader(ArrayReader):
     def recognises(cls, path: Path) -> bool:
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         head = b"".join(first_bytes(file, _HEAD_BYTES) for file in files[:1])
-        return re.match(rb'\s*\{.*"type":\s*"(SampleBatch|MultiAgentBatch)"', head, re.S) is not None
+        return (
+            re.match(rb'\s*\{.*"type":\s*"(SampleBatch|MultiAgentBatch)"', head, re.S) is not None
+        )
 
     def open(self) -> None:
         files = sorted(self.path.glob("*.json")) if self.path.is_dir() else [self.path]
@@ -57,7 +59,10 @@ class RllibReader(ArrayReader):
     def _batches(self, where: str, line: bytes) -> dict[str, dict[str, Any]]:
         if not line.strip():
             return {}
-        rule, kinds = f"must be the JSON of a {' or '.join(_TYPES)}", (TypeError, KeyError, AttributeError)
+        rule, kinds = (
+            f"must be the JSON of a {' or '.join(_TYPES)}",
+            (TypeError, KeyError, AttributeError),
+        )
         with DataError.on(where, rule, ValueError, *kinds):
             batch = parse_json(line)
             batches = batch["policy_batches"] if batch["type"] == _TYPES[1] else {"": batch}
@@ -67,7 +72,9 @@ class RllibReader(ArrayReader):
         columns.get("", {}).pop("type", None)
         return columns
 
-    def _fragments(self, where: str, columns: dict[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def _fragments(
+        self, where: str, columns: dict[str, Any]
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield where rows are from, episode and agent, and those of the same that follow each other."""
         arrays = {}
         for key, value in columns.items():
@@ -80,7 +87,9 @@ class RllibReader(ArrayReader):
         arrays = {key: array for key, array in arrays.items() if array.ndim}
         for key in set(arrays).intersection(_PLACES[:3]):
             if arrays[key].ndim != 1 or arrays[key].dtype.kind not in "iuf":
-                raise DataError(f"{where}: {key}", "must be a number per step", list(arrays[key].shape))
+                raise DataError(
+                    f"{where}: {key}", "must be a number per step", list(arrays[key].shape)
+                )
         if "eps_id" not in arrays:
             yield (where,), arrays
             return
@@ -109,7 +118,9 @@ class RllibReader(ArrayReader):
 
     def _joined(self, parts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the rows of an episode in the order of `t`, as many as follow each other."""
-        with DataError.on(str(self.path), "must have the same columns in all lines", ValueError, KeyError):
+        with DataError.on(
+            str(self.path), "must have the same columns in all lines", ValueError, KeyError
+        ):
             keys = dict.fromkeys(key for part in parts for key in part)
             rows = {key: np.concatenate([part[key] for part in parts]) for key in keys}
         bounds = [0, len(next(iter(rows.values())))]
@@ -117,7 +128,9 @@ class RllibReader(ArrayReader):
             order = np.argsort(rows["t"], kind="stable")
             rows = {key: array[order] for key, array in rows.items()}
             if len(again := rows["t"][1:][np.diff(rows["t"]) == 0]):
-                raise DataError(f"{self.path}: t", "must not repeat", again[0].item(), "give each file once")
+                raise DataError(
+                    f"{self.path}: t", "must not repeat", again[0].item(), "give each file once"
+                )
             bounds[1:1] = (np.flatnonzero(np.diff(rows["t"]) != 1) + 1).tolist()
         for low, high in pairwise(bounds):
             yield {key: array[low:high] for key, array in rows.items()}
@@ -125,4 +138,8 @@ class RllibReader(ArrayReader):
     def _streams(self) -> Streams:
         for i, arrays in enumerate(self._trajectories):
             is_whole = "eps_id" in arrays
-            yield f"trajectory {i}", {key: a for key, a in arrays.items() if key not in _PLACES}, is_whole
+            yield (
+                f"trajectory {i}",
+                {key: a for key, a in arrays.items() if key not in _PLACES},
+                is_whole,
+            )

@@ -76,7 +76,9 @@ def check_source(path: Path, expansion: Expansion) -> None:
     """
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise DataError(str(path), "must be a file or a folder", stat.filemode(mode), "copy it into a file")
+        raise DataError(
+            str(path), "must be a file or a folder", stat.filemode(mode), "copy it into a file"
+        )
     is_file = stat.S_ISREG(mode)
     if is_file:
         check_no_pointer(path)
@@ -114,7 +116,9 @@ def read_source_json(path: Path) -> dict[str, Any]:
 
 def check_description(where: str, value: Any) -> None:
     """Raise unless a value can be kept with the data set, as JSON."""
-    with DataError.on(where, "must be JSON of finite numbers", TypeError, ValueError, RecursionError):
+    with DataError.on(
+        where, "must be JSON of finite numbers", TypeError, ValueError, RecursionError
+    ):
         json.dumps(value, allow_nan=False)
 
 
@@ -168,7 +172,9 @@ def _check_hdf5(path: Path, expansion: Expansion) -> None:
                 target = f"{link.filename}: {link.path}"
                 raise DataError(where, "must not be a link to another file", target, _OWN)
             if isinstance(link, h5py.SoftLink) and file.get(name) is None:
-                raise DataError(where, "must not be a link to nothing", link.path, "take a complete file")
+                raise DataError(
+                    where, "must not be a link to nothing", link.path, "take a complete file"
+                )
             if isinstance(node := file[name], h5py.Dataset):
                 sizes[h5py.h5o.get_info(node.id).addr] = _declared_bytes(where, node)
     expansion.check(str(path), sum(sizes.values()), path.stat().st_size)

@@ -15,7 +15,9 @@ from deepspeed_gear.schema import Column
 
 TEXTS = "texts"  # in the source of a data set: the numbers of texts, by column
 _SCOPES = ("file", "all")
-_COUNTED = 1 << 32  # numbers below it are counted; equal larger ones, such as hashes, are no accident
+_COUNTED = (
+    1 << 32
+)  # numbers below it are counted; equal larger ones, such as hashes, are no accident
 
 
 class _DistinctNumbers:
@@ -52,7 +54,9 @@ class GroupNumbers:
     Memory: a number for each group.
     """
 
-    def __init__(self, scope: str | None, outputs: Sequence[OutputColumns], known: Dataset | None) -> None:
+    def __init__(
+        self, scope: str | None, outputs: Sequence[OutputColumns], known: Dataset | None
+    ) -> None:
         if scope is not None and scope not in _SCOPES:
             raise ConfigError("group_scope", f"must be one of {', '.join(_SCOPES)}", scope)
         self._scope = scope
@@ -66,7 +70,9 @@ class GroupNumbers:
             before = np.unique(known.columns[first]).tolist()
         self._numbers = _DistinctNumbers(before)
         self._file: object = None
-        self._own: dict[int, int] = {}  # of the present file: its numbers, and those in the data set
+        self._own: dict[
+            int, int
+        ] = {}  # of the present file: its numbers, and those in the data set
         self._num_shared = 0
 
     def set_in(self, output: OutputColumns, name: str, arrays: dict[str, Any]) -> None:
@@ -98,7 +104,9 @@ class GroupNumbers:
 
     def notes(self) -> list[str]:
         """Return what the user should know of the groups of all files."""
-        shared = f"{self._num_shared} groups are in several files by their ids: taken as the same ones"
+        shared = (
+            f"{self._num_shared} groups are in several files by their ids: taken as the same ones"
+        )
         return [f"{shared} (--group-scope file takes them as others)"] if self._num_shared else []
 
 
@@ -109,7 +117,11 @@ def _group_column(output: OutputColumns) -> str | None:
     def is_group(column: Column) -> bool:
         is_number = not column.is_opaque and not column.is_floating and column.dtype != "bool"
         is_single = column.rows == "1" and not column.shape
-        return is_number and is_single and {column.name, names.get(column.name)}.intersection(GROUPS) != set()
+        return (
+            is_number
+            and is_single
+            and {column.name, names.get(column.name)}.intersection(GROUPS) != set()
+        )
 
     return next((column.name for column in output.columns if is_group(column)), None)
 

@@ -33,7 +33,15 @@ _KEYS = {  # the usual names of each kind of array
     "next_observation": ("next_observations", "next_observation", "next_obs", "new_obs"),
     "final_observation": ("final_observations", "final_observation", "final_obs"),
     "terminated": ("terminals", "terminations", "termination", "terminated", "terminateds"),
-    "truncated": ("timeouts", "timeout", "time_outs", "truncations", "truncation", "truncated", "truncateds"),
+    "truncated": (
+        "timeouts",
+        "timeout",
+        "time_outs",
+        "truncations",
+        "truncation",
+        "truncated",
+        "truncateds",
+    ),
     "done": ("dones", "done", "terminal"),  # of either cause
     "start": ("episode_starts", "episode_start"),
 }
@@ -58,7 +66,9 @@ class Steps:
     and those of ended steps, terminal ones too, the first ones of the next episodes (`resets`).
     """
 
-    def __init__(self, reader: ArrayReader, name: str, arrays: Mapping[str, Any], is_whole: bool) -> None:
+    def __init__(
+        self, reader: ArrayReader, name: str, arrays: Mapping[str, Any], is_whole: bool
+    ) -> None:
         """Check arrays by key (that of a part of a dict is such as "obs/position"), and find the ends.
 
         An episode ends by a time limit after `episode_length` steps; `is_whole`: the steps are one, and not
@@ -66,7 +76,9 @@ class Steps:
         """
         where = self.where = f"{reader.path}: {name}: " if name else f"{reader.path}: "
         self._is_whole = is_whole
-        self.arrays: dict[str, Any] = {}  # by kind, or kind and part; observations may have a row more
+        self.arrays: dict[
+            str, Any
+        ] = {}  # by kind, or kind and part; observations may have a row more
         self.keys: dict[str, str] = {}  # of the source, for each array
         self.left_out: list[str] = []  # keys of single values and of Python objects
         for key, array in arrays.items():
@@ -82,7 +94,9 @@ class Steps:
             if array.dtype.kind == "O":  # whose rows may be many times as large as the source
                 stored_dtype(f"{where}{key}", array.dtype)
             if name in self.keys:
-                raise DataError(f"{where}column {name}", "must come from one key only", None, LEAVE_OUT)
+                raise DataError(
+                    f"{where}column {name}", "must come from one key only", None, LEAVE_OUT
+                )
             self.keys[name], self.arrays[name] = key, array
         self.states = [name for name in self.arrays if _kind(name) == "observation"]
         self._check_rows(sorted(arrays))
@@ -91,15 +105,25 @@ class Steps:
 
     def _check_rows(self, found: list[str]) -> None:
         """Set `length`; raise unless every array has a row per step."""
-        source, rows = self.where.rstrip(": "), {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS}
+        source, rows = (
+            self.where.rstrip(": "),
+            {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS},
+        )
         action = next((name for name in rows if _kind(name) == "action"), "")
         if not action or not self.states:
-            rule, remedy = "must have observations and actions", "docs/how-to/formats.md has the known names"
-            remedy += "; --rename is of columns: give arrays of other names to Dataset.from_iterable"
+            rule, remedy = (
+                "must have observations and actions",
+                "docs/how-to/formats.md has the known names",
+            )
+            remedy += (
+                "; --rename is of columns: give arrays of other names to Dataset.from_iterable"
+            )
             raise DataError(source, rule, found, remedy)
         for name, array in rows.items():
             if not array.ndim:
-                raise DataError(f"{self.where}{self.keys[name]}", "must be an array with a row per step")
+                raise DataError(
+                    f"{self.where}{self.keys[name]}", "must be an array with a row per step"
+                )
         steps = "reward" if "reward" in rows else action
         self.length = len(rows[steps])
         for name, array in rows.items():
@@ -125,14 +149,18 @@ class Steps:
                     raise DataError(f"{self.where}{self.keys[name]}", rule, list(rows[name].shape))
 
     def _find_ends(self, limit: int | None, returns: Any) -> None:
-        given: dict[str, Any] = {kind: self._flag(kind) for kind in FLAG_KINDS if kind in self.arrays}
+        given: dict[str, Any] = {
+            kind: self._flag(kind) for kind in FLAG_KINDS if kind in self.arrays
+        }
         if "start" in given:  # recordings of Stable-Baselines are of whole episodes
             start = given.pop("start")
             is_complete = returns is not None and returns.shape == (np.count_nonzero(start),)
             given["done"] = given.get("done", False) | np.append(start[1:], is_complete)
         if limit is not None and "truncated" in given:
             where = f"{self.where}{self.keys['truncated']}"
-            raise DataError(where, "must not be in the source with --episode-length", None, "leave it out")
+            raise DataError(
+                where, "must not be in the source with --episode-length", None, "leave it out"
+            )
         if not (self._is_whole or limit is not None or given.keys() & {"truncated", "done"}):
             remedy = "--episode-length N ends an episode after N steps; or add an array of zeros"
             remedy += " if no episode ends by a time limit"
@@ -155,14 +183,21 @@ class Steps:
         if not rows.ndim:  # of the last step
             rows = np.append(np.zeros(self.length - 1, rows.dtype), rows)
         if rows.shape not in ((self.length,), (self.length, 1)):
-            raise DataError(where, f"must have one value for each of {self.length} steps", list(rows.shape))
+            raise DataError(
+                where, f"must have one value for each of {self.length} steps", list(rows.shape)
+            )
         return convert(where, rows, FLAGS[0])
 
     def _compare_next(self) -> None:
         """Set `is_shifted` and `resets` by one pass over observations and next observations."""
         self.has_next = any(_kind(name) == "next_observation" for name in self.arrays)
-        inner = self.ends[self.ends < self.length] - 1  # a state that follows a terminal one is of a reset
-        self.is_shifted, self.resets = self.has_next, self.has_next and bool(self.terminated[inner].any())
+        inner = (
+            self.ends[self.ends < self.length] - 1
+        )  # a state that follows a terminal one is of a reset
+        self.is_shifted, self.resets = (
+            self.has_next,
+            self.has_next and bool(self.terminated[inner].any()),
+        )
         ends = np.zeros(self.length, np.bool_)
         ends[self.ends - 1] = True
         flags = self.terminated | self.truncated
@@ -262,16 +297,22 @@ class ArrayReader(Reader):
             first = first or steps
             for name in sorted(steps.arrays.keys() ^ first.arrays.keys()):
                 if name not in FLAG_KINDS and _kind(name) not in _STATES:
-                    raise DataError(f"{steps.where}{name}", "must be in every trajectory", None, LEAVE_OUT)
+                    raise DataError(
+                        f"{steps.where}{name}", "must be in every trajectory", None, LEAVE_OUT
+                    )
             if steps.has_next != first.has_next:
-                raise DataError(str(self.path), "must have next observations in all trajectories or in none")
+                raise DataError(
+                    str(self.path), "must have next observations in all trajectories or in none"
+                )
             is_shifted &= steps.is_shifted
             has_cause &= steps.has_cause
             num_open += not (steps.terminated[-1] or steps.truncated[-1])
             num_resets += steps.resets
             pairs += [(high - low, end - low) for low, end, high in steps.bounds(False)]
         if first is None:
-            raise DataError(str(self.path), "must hold at least one step", 0, "the data set is empty")
+            raise DataError(
+                str(self.path), "must hold at least one step", 0, "the data set is empty"
+            )
         self._has_own_next = first.has_next and not is_shifted
         lengths, kept = np.array(pairs).T
         kept = lengths if self._has_own_next else kept
@@ -315,7 +356,9 @@ class ArrayReader(Reader):
                 arrays = {}
                 for column in self.columns:
                     rows = steps.rows(column, low, end, high)
-                    where = f"{self.path}: {steps.keys.get(column.name, column.name)}, episode {number}"
+                    where = (
+                        f"{self.path}: {steps.keys.get(column.name, column.name)}, episode {number}"
+                    )
                     arrays[column.name] = convert(where, rows, column)
                 end_episode(arrays)
                 yield f"episode {number}", arrays

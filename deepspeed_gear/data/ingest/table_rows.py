@@ -36,7 +36,10 @@ _MOST_COLUMNS = 4096
 _JSON_VALUE, _JSON_OBJECT = 64, 192  # bytes of a value of JSON, and of an object
 # Of values that pyarrow cannot make objects of, such as times of the year 10000.
 _UNKNOWN = ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError, RecursionError
-_OFFSET_BYTES, _LEVEL_BYTES = 4, 4  # of a text in Arrow, and of a value in lists while it is decoded
+_OFFSET_BYTES, _LEVEL_BYTES = (
+    4,
+    4,
+)  # of a text in Arrow, and of a value in lists while it is decoded
 _MOST_TYPE = 80  # characters of a type in an error
 _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".parquet", ".pq"), "parquet"),
@@ -61,7 +64,9 @@ def table_files(path: Path) -> list[Path]:
         return [path] if table_form(path) else []
     files = [file for file in sorted(path.rglob("*")) if file.is_file() and table_form(file)]
     forms = {form for form in map(table_form, files) if form != "json"}
-    lines = [file for file in files if ".json" not in file.suffixes]  # beside data, .json describes them
+    lines = [
+        file for file in files if ".json" not in file.suffixes
+    ]  # beside data, .json describes them
     if len(forms) > 1:
         rule, remedy = "must hold tables of one form", "give the files of one of them"
         raise DataError(str(path), rule, ", ".join(sorted(filter(None, forms))), remedy)
@@ -75,19 +80,28 @@ def file_blocks(files: list[Path], expansion: Expansion, is_nested: bool) -> Ite
             yield from row_blocks(_json_rows(file, expansion), str(file), is_nested)
             continue
         with readable(file):
-            for batch in record_batches(file, expansion, are_objects=_stays if is_nested else None)[1]:
+            for batch in record_batches(file, expansion, are_objects=_stays if is_nested else None)[
+                1
+            ]:
                 yield arrow_block(batch, is_nested, str(file))
 
 
 def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
     """Yield the blocks of a table of Minari, pandas or HF datasets, known by its methods, or of mappings."""
     if hasattr(source, "iterate_episodes"):
-        rows = ({name: getattr(one, name) for name in _MINARI_FIELDS} for one in source.iterate_episodes())
-        filled = ({name: of for name, of in row.items() if of is not None and len(of)} for row in rows)
+        rows = (
+            {name: getattr(one, name) for name in _MINARI_FIELDS}
+            for one in source.iterate_episodes()
+        )
+        filled = (
+            {name: of for name, of in row.items() if of is not None and len(of)} for row in rows
+        )
         yield from row_blocks(filled, where, is_nested)
     elif hasattr(source, "iloc"):
         arrays = {str(name): source[name].to_numpy() for name in source.columns}
-        yield {name: rows.tolist() if rows.dtype == object else rows for name, rows in arrays.items()}
+        yield {
+            name: rows.tolist() if rows.dtype == object else rows for name, rows in arrays.items()
+        }
     elif hasattr(source, "with_format") and hasattr(source, "features"):
         pyarrow_for(where)
         for table in source.with_format("arrow").iter(batch_size=_BLOCK_ROWS):
@@ -108,7 +122,11 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
             if not isinstance(row, Mapping):
                 raise DataError(at, "must be a mapping by column", type(row).__name__)
             firsts = {n: v[0] if isinstance(v, list) and v else v for n, v in row.items()}
-            whole = {n for n, first in firsts.items() if is_nested or not isinstance(first, (Mapping, tuple))}
+            whole = {
+                n
+                for n, first in firsts.items()
+                if is_nested or not isinstance(first, (Mapping, tuple))
+            }
             flat.append(flatten(at, dict(row), whole))
         names = dict.fromkeys(chain.from_iterable(flat))
         if len(names) > _MOST_COLUMNS:
@@ -121,7 +139,10 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
     """Yield the objects of JSON lines, or of one array."""
     file_bytes, num_bytes, number = path.stat().st_size, 0, 0
     rule = "must hold a JSON object per line, or an array of objects"
-    with DataError.on(str(path), "must be readable", OSError, remedy=DAMAGED), _opened(path) as file:
+    with (
+        DataError.on(str(path), "must be readable", OSError, remedy=DAMAGED),
+        _opened(path) as file,
+    ):
         while line := file.readline(FLOOR_BYTES):
             number += 1
             where = f"{path}: line {number}"
@@ -130,7 +151,10 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
             num_bytes += json_bytes(line)
             expansion.check(str(path), num_bytes, file_bytes)
             if len(line) >= FLOOR_BYTES:
-                most, remedy = f"must have less than {FLOOR_BYTES} bytes", "write an object per line"
+                most, remedy = (
+                    f"must have less than {FLOOR_BYTES} bytes",
+                    "write an object per line",
+                )
                 raise DataError(where, most, None, remedy)
             with DataError.on(where, rule, ValueError, remedy="correct the line"):
                 found = parse_json(line) if line.strip() else []
@@ -142,7 +166,11 @@ def json_bytes(text: bytes) -> int:
 
     It is at most 100 for each byte of the text: only compressed ones can be too large for their file.
     """
-    return len(text) + _JSON_VALUE * (text.count(b",") + text.count(b"[")) + _JSON_OBJECT * text.count(b"{")
+    return (
+        len(text)
+        + _JSON_VALUE * (text.count(b",") + text.count(b"["))
+        + _JSON_OBJECT * text.count(b"{")
+    )
 
 
 def _opened(path: Path) -> Any:
@@ -177,7 +205,9 @@ def record_batches(
         source.seek(len(_ARROW_FILE) if is_file else 0)
         messages = arrow.ipc.MessageReader.open_stream(source)
         kinds = ("record batch", "dictionary")
-        stated = sum(decompressed_bytes(message) or 0 for message in messages if message.type in kinds)
+        stated = sum(
+            decompressed_bytes(message) or 0 for message in messages if message.type in kinds
+        )
         expansion.check(str(path), stated, file_bytes)
         source.seek(0)
         file = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
@@ -293,7 +323,9 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
         for number, field in enumerate(kind):
             inner = f"{name}.{field.name}"
             if array.null_count and _has_no_nulls(arrow, field.type):
-                values = zip(_objects(arrow, array.field(number)), array.is_valid().to_pylist(), strict=True)
+                values = zip(
+                    _objects(arrow, array.field(number)), array.is_valid().to_pylist(), strict=True
+                )
                 divided[inner] = [value if is_valid else None for value, is_valid in values]
             else:
                 divided.update(_leaves(arrow, inner, arrow.compute.struct_field(array, number)))
@@ -308,7 +340,10 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
     else:
         is_number = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
         return {name: array.to_numpy(zero_copy_only=False) if is_number else _objects(arrow, array)}
-    return {key: _nested(rows, offsets - offsets[0]) for key, rows in _leaves(arrow, name, values).items()}
+    return {
+        key: _nested(rows, offsets - offsets[0])
+        for key, rows in _leaves(arrow, name, values).items()
+    }
 
 
 def _has_no_nulls(arrow: Any, kind: Any) -> bool:

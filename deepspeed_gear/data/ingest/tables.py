@@ -81,21 +81,29 @@ class TableReader(Reader):
         uneven: set[str] = set()  # columns whose values have no common shape
         while True:
             kept, num_trajectories = self._facts(uneven)
-            if not (more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}):
+            if not (
+                more := {f.name for f in kept if f.is_uneven or f.lacks_numbers(num_trajectories)}
+            ):
                 break
             uneven |= more
         if self._nulls:
             self.notes.append(f"null in every row, left out: {', '.join(sorted(self._nulls))}")
         if uneven:
-            self.notes.append(f"kept as JSON, without one shape in all rows: {', '.join(sorted(uneven))}")
+            self.notes.append(
+                f"kept as JSON, without one shape in all rows: {', '.join(sorted(uneven))}"
+            )
         order = [*(COLUMNS if self._row == "conversation" else _NAMES)]
         heads = {facts.name: facts.name.split(".")[0] for facts in kept}
         kept.sort(key=lambda facts: (*order, heads[facts.name]).index(heads[facts.name]))
         self.columns = tuple(facts.column(num_trajectories) for facts in kept)
         if "rows" not in self.options:
             wide = sum(column.max_bytes for column in self.columns) * num_trajectories
-            self.expansion.check(f"{self.path}: columns of texts and objects", wide, self._file_bytes)
-        self.counted = tuple(c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1")
+            self.expansion.check(
+                f"{self.path}: columns of texts and objects", wide, self._file_bytes
+            )
+        self.counted = tuple(
+            c.name for c in self.columns if c.name in _EPISODE_IDS and c.rows == "1"
+        )
         self.description.update(rows=self._row, trajectories=num_trajectories, steps=self.num_steps)
 
     def _facts(self, uneven: set[str]) -> tuple[list[_Facts], int]:
@@ -110,11 +118,15 @@ class TableReader(Reader):
                 where = f"{self.path}: {label}: {name}"
                 if name not in known:
                     is_kept = name in _NAMES or name in COLUMNS or self.select(name)
-                    known[name] = _Facts(where, name, self._row, name in uneven) if is_kept else None
+                    known[name] = (
+                        _Facts(where, name, self._row, name in uneven) if is_kept else None
+                    )
                     if (facts := known[name]) is not None and number > 1:
                         facts.lack(first)
                 if (facts := known[name]) is not None:
-                    if "rows" not in self.options and (name in uneven or not isinstance(value, np.ndarray)):
+                    if "rows" not in self.options and (
+                        name in uneven or not isinstance(value, np.ndarray)
+                    ):
                         self.expansion.check(where, plain_bytes(value), self._file_bytes)
                     facts.add(where, value, length)
             for name in known.keys() - arrays.keys():
@@ -132,7 +144,10 @@ class TableReader(Reader):
 
     def _what_a_row_is(self, first: Block) -> str:
         """Return "conversation", "step" or "episode", and set the column of episode ids."""
-        self._names, usual = first.keys(), {_usual(name, first): rows for name, rows in first.items()}
+        self._names, usual = (
+            first.keys(),
+            {_usual(name, first): rows for name, rows in first.items()},
+        )
         any_end = {_usual(name, first) for name in {"done", "dones"} & first.keys()}
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
@@ -146,7 +161,9 @@ class TableReader(Reader):
         if self._id is not None:
             if self._id not in first:
                 rule = "must name a column of the source"
-                raise DataError(f"{self.path}: --episode-id", rule, self._id, known_names(self._id, first))
+                raise DataError(
+                    f"{self.path}: --episode-id", rule, self._id, known_names(self._id, first)
+                )
             return "step"
         self._id = next((name for name in _EPISODE_IDS if name in first), None)
         ids = [] if self._id is None else [str(one) for one in first[self._id]]
@@ -163,7 +180,9 @@ class TableReader(Reader):
         for block in self._blocks(is_nested):
             if self.file != file:
                 number, file = 0, self.file
-            named |= {name for name, rows in block.items() if any(value is not None for value in rows)}
+            named |= {
+                name for name, rows in block.items() if any(value is not None for value in rows)
+            }
             self._nulls = (self._nulls | block.keys()) - named
             at = "" if file in (None, self.path) else f"{file.relative_to(self.path)}: "
             for values in zip(*block.values(), strict=True):
@@ -182,7 +201,9 @@ class TableReader(Reader):
             for name, value in row.items():
                 column = column_name(*name.split(".")) if is_chat else _usual(name, self._names)
                 if column in arrays:
-                    raise DataError(f"{where}: {column}", "must come from one key only", name, "rename one")
+                    raise DataError(
+                        f"{where}: {column}", "must come from one key only", name, "rename one"
+                    )
                 array = numeric(value)
                 arrays[column] = value if array is None else array
             length = _num_steps(where, arrays)
@@ -198,18 +219,31 @@ class TableReader(Reader):
                 ids = list(block.get(self._id, (None,)))
                 for number, one in enumerate(ids, num_rows):
                     if one is None or not isinstance(one, Hashable) or one != one:
-                        where, rule = f"{self.path}: row {number}: {self._id}", "must be a number or a text"
+                        where, rule = (
+                            f"{self.path}: row {number}: {self._id}",
+                            "must be a number or a text",
+                        )
                         raise DataError(where, rule, "null" if one is None else one)
                 num_rows += len(ids)
             else:
                 with DataError.on(
                     str(self.path), "must have an end flag in every row", ValueError, TypeError
                 ):
-                    flags = [np.asarray(b, bool) for name, b in block.items() if _usual(name, ()) in _FLAGS]
+                    flags = [
+                        np.asarray(b, bool)
+                        for name, b in block.items()
+                        if _usual(name, ()) in _FLAGS
+                    ]
                 if not flags:
-                    rule = "must have a column of episode ids, or of end flags, with one step per row"
-                    raise DataError(str(self.path), rule, ", ".join(block), "name it with --episode-id")
-                ends = ended + np.cumsum(np.any([f.any(tuple(range(1, f.ndim))) for f in flags], axis=0))
+                    rule = (
+                        "must have a column of episode ids, or of end flags, with one step per row"
+                    )
+                    raise DataError(
+                        str(self.path), rule, ", ".join(block), "name it with --episode-id"
+                    )
+                ends = ended + np.cumsum(
+                    np.any([f.any(tuple(range(1, f.ndim))) for f in flags], axis=0)
+                )
                 ids, ended = [ended, *ends.tolist()][: len(ends)], int(np.max(ends, initial=ended))
             bounds = sorted({0, *(i for i in range(1, len(ids)) if ids[i] != ids[i - 1]), len(ids)})
             for low, high in pairwise(bounds):
@@ -232,7 +266,9 @@ class TableReader(Reader):
             rows = [part.get(name, []) for part in parts]
             if name == self._id:
                 joined[name] = rows[0][0]
-            elif all(isinstance(one, np.ndarray) and one.shape[1:] == rows[0].shape[1:] for one in rows):
+            elif all(
+                isinstance(one, np.ndarray) and one.shape[1:] == rows[0].shape[1:] for one in rows
+            ):
                 joined[name] = np.concatenate(rows)
             else:
                 values = [*chain.from_iterable(rows)]
@@ -256,7 +292,11 @@ class _Facts:
     def __init__(self, where: str, name: str, row: str, is_json: bool) -> None:
         self.name, self.is_uneven = name, False
         is_token = row == "conversation"
-        self._where, self._known, self._is_json = where, COLUMNS.get(name) if is_token else None, is_json
+        self._where, self._known, self._is_json = (
+            where,
+            COLUMNS.get(name) if is_token else None,
+            is_json,
+        )
         self._role = "other" if is_token else _ROLES.get(name.split(".")[0], "other")
         self._dtype: np.dtype[Any] | None = None
         self._shapes: dict[Rows, tuple[int, ...]] = {}  # of a row, by what the rows may be
@@ -293,18 +333,25 @@ class _Facts:
         known = self._shapes if self._dtype is not None else fits
         self._shapes = {rows: shape for rows, shape in known.items() if fits.get(rows) == shape}
         kinds = {array.dtype.kind, array.dtype.kind if self._dtype is None else self._dtype.kind}
-        self._dtype = array.dtype if self._dtype is None else np.result_type(self._dtype, array.dtype)
+        self._dtype = (
+            array.dtype if self._dtype is None else np.result_type(self._dtype, array.dtype)
+        )
         rounds = kinds == {"i", "u"} and self._dtype.kind == "f"  # int64 and uint64
         self.is_uneven |= not self._shapes or (rounds and self._known is None)
         if self._role != "other" and not {*self._shapes} - {"1"}:
-            rule = f"must have a row for each of {length} steps, of the shape of the episodes before"
+            rule = (
+                f"must have a row for each of {length} steps, of the shape of the episodes before"
+            )
             raise DataError(where, rule, list(array.shape))
 
     def lacks_numbers(self, num_trajectories: int) -> bool:
         """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
         is_partial = self._dtype is not None and self._count < num_trajectories
         if is_partial and (self._role != "other" or self._known is not None):
-            rule, found = "must be in every row, and not null", f"{self._count} of {num_trajectories}"
+            rule, found = (
+                "must be in every row, and not null",
+                f"{self._count} of {num_trajectories}",
+            )
             raise DataError(f"{self._lacking}: {self.name}", rule, found, _FILL)
         return is_partial
 
@@ -317,7 +364,11 @@ class _Facts:
             return self._known
         rows: Rows = next(rows for rows in ("T", "T+1", "1") if rows in self._shapes)
         is_scalar = self._shapes[rows] == () and rows == "T"
-        role = "other" if self._role in SCALARS and not (is_scalar and self.name in SCALARS) else self._role
+        role = (
+            "other"
+            if self._role in SCALARS and not (is_scalar and self.name in SCALARS)
+            else self._role
+        )
         return make_column(self._where, self.name, self._dtype, self._shapes[rows], role, rows)
 
 
@@ -353,9 +404,14 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
         elif name != "reward" and isinstance(value, np.ndarray) and not value.ndim and length:
             arrays[name] = np.append(np.zeros(length - 1, value.dtype), value)
     flags = {name: arrays[name] for name in _FLAGS if name in arrays}
-    if "terminated" not in flags or any(getattr(rows, "shape", 0) != (length,) for rows in flags.values()):
+    if "terminated" not in flags or any(
+        getattr(rows, "shape", 0) != (length,) for rows in flags.values()
+    ):
         return  # `_Facts` names what is malformed
-    terminated, truncated = flags["terminated"], np.array(flags.get("truncated", np.zeros(length, bool)))
+    terminated, truncated = (
+        flags["terminated"],
+        np.array(flags.get("truncated", np.zeros(length, bool))),
+    )
     if done_is_any_end:
         arrays["terminated"] = terminated = (terminated != 0) & (truncated == 0)
     truncated[-1:][terminated[-1:] == 0] = True

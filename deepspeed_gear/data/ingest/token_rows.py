@@ -36,7 +36,14 @@ _WHOLE = ("input_ids", "token_ids", "tokens")
 _PROMPT = ("prompt_ids", "prompt_token_ids", "prompts")
 _RESPONSE = ("completion_ids", "response_ids", "response_token_ids", "responses")
 _MESSAGES = ("message_log", "messages", "conversations")
-_MASKS = ("loss_mask", "token_loss_mask", "token_mask", "assistant_masks", "completion_mask", "response_mask")
+_MASKS = (
+    "loss_mask",
+    "token_loss_mask",
+    "token_mask",
+    "assistant_masks",
+    "completion_mask",
+    "response_mask",
+)
 _LOGP = ("logp", "generation_logprobs", "rollout_log_probs", "logprobs", "old_log_probs")
 _REWARDS = ("reward", "rewards", "score", "total_reward")
 GROUPS = ("prompt_id", "group_id", "uid", "group")
@@ -77,7 +84,9 @@ class TokenRows:
         ids, lists = row.get(_first(row, _WHOLE) or ""), (list, np.ndarray)
         inner = numeric(ids[0]) if isinstance(ids, lists) and len(ids) == 1 else None
         if inner is not None and inner.ndim == 1:  # a batch of one, as of NeMo-RL
-            row = {key: v[0] if isinstance(v, lists) and len(v) == 1 else v for key, v in row.items()}
+            row = {
+                key: v[0] if isinstance(v, lists) and len(v) == 1 else v for key, v in row.items()
+            }
         messages = next((name for name in _MESSAGES if isinstance(row.get(name), lists)), None)
         if self._tokenize:
             row.update(_joined([self._tokens_of(where, name, row) for name in self._tokenize]))
@@ -116,7 +125,9 @@ class TokenRows:
         is_masked = _first(made, (*_MASKS, "labels")) is not None
         if name not in self._take_row:
             self._check_masks(where, name, row, is_masked)
-        return {key: columns[key] for key in (("tokens", "loss_mask") if is_masked else ("tokens",))}
+        return {
+            key: columns[key] for key in (("tokens", "loss_mask") if is_masked else ("tokens",))
+        }
 
     def _call(self, where: str, name: str, row: Mapping[str, Any]) -> Any:
         """Return what the function makes of a column; a DataError with its name and place if it fails."""
@@ -201,9 +212,15 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
     )
     if whole is None and response is None:
         raise DataError(where, "must have token ids", ", ".join(row), _MAKE_TOKENS)
-    tokens = whole if whole is not None else np.concatenate([*([] if prompt is None else [prompt]), response])
+    tokens = (
+        whole
+        if whole is not None
+        else np.concatenate([*([] if prompt is None else [prompt]), response])
+    )
     if response is not None and len(tokens) < len(response):
-        raise DataError(where, f"must have at least the {len(response)} tokens of its response", len(tokens))
+        raise DataError(
+            where, f"must have at least the {len(response)} tokens of its response", len(tokens)
+        )
     before = 0 if response is None else len(tokens) - len(response)
     columns = {"tokens": tokens}
     for name, value in row.items():
@@ -217,7 +234,9 @@ def _from_ids(where: str, row: dict[str, Any]) -> dict[str, Any]:
         columns["loss_mask"] = array != (_NO_LOSS if mask == "labels" else 0)
     if (logp := _first(row, _LOGP)) is not None:
         columns["logp"] = _array(where, logp, columns.pop(logp, row[logp]), len(tokens))
-    kept = np.arange(len(tokens)) < _value(where, "input_lengths", row.pop("input_lengths", len(tokens)))
+    kept = np.arange(len(tokens)) < _value(
+        where, "input_lengths", row.pop("input_lengths", len(tokens))
+    )
     kept &= _array(where, "attention_mask", columns.pop("attention_mask", kept), len(tokens)) != 0
     used = {*columns, mask, logp, "attention_mask"}
     rest = {name: value for name, value in row.items() if name not in used}
@@ -231,7 +250,9 @@ def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> l
     """
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise DataError(f"{where}: message {number}", "must be an object", type(message).__name__)
+            raise DataError(
+                f"{where}: message {number}", "must be an object", type(message).__name__
+            )
     given = [{key: one for key, one in message.items() if one is not None} for message in messages]
     parts, scored = [], any("generation_logprobs" in message for message in given)
     losses = message_losses(where, row, given)

@@ -26,7 +26,9 @@ class DeviceTransport:
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:
         self._channel, self._device = channel, device
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._group = lane(tuple(sorted(channel.ranks)), "rows", channel.timeout_s + GRACE_S, backend)
+        self._group = lane(
+            tuple(sorted(channel.ranks)), "rows", channel.timeout_s + GRACE_S, backend
+        )
         self._buffers: dict[str, torch.Tensor] = {}
         self._stream = lane_of(device)
 
@@ -69,5 +71,7 @@ class DeviceTransport:
         if name not in self._buffers or len(self._buffers[name]) < words:
             size = 1 << max(words - 1, _LEAST_WORDS - 1).bit_length()
             pinned = device.type == "cpu" and self._device.type == "cuda"
-            self._buffers[name] = torch.empty(size, dtype=torch.int64, device=device, pin_memory=pinned)
+            self._buffers[name] = torch.empty(
+                size, dtype=torch.int64, device=device, pin_memory=pinned
+            )
         return self._buffers[name][:words]

@@ -154,10 +154,14 @@ class ReadNeeds:
 
     fields: tuple[ResolvedField, ...]  # that it gathers, each with its part of the time axis
     n_step: bool
-    opaque: tuple[ResolvedField, ...] = ()  # of opaque columns, of which it reads its samples' values
+    opaque: tuple[
+        ResolvedField, ...
+    ] = ()  # of opaque columns, of which it reads its samples' values
 
 
-def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]) -> ReadNeeds:
+def needs_of(
+    place: RankCoordinates, config: GearConfig, fields: Sequence[ResolvedField]
+) -> ReadNeeds:
     """Return the fields that a rank needs: a first pipeline stage the inputs, a last one the labels, inner
     ones none, and none opaque values; a sequence rank its part of every window. ConfigError: the ends are not
     named, or a window does not divide by the sequence ranks.
@@ -165,7 +169,9 @@ def needs_of(place: RankCoordinates, config: GearConfig, fields: Sequence[Resolv
     wanted: set[str] | None = None  # all
     if place.pipe_world > 1:
         if config.pipeline is None:
-            raise ConfigError("gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE)
+            raise ConfigError(
+                "gear.pipeline", "must be given where the model is a pipeline", None, EXAMPLE
+            )
         inputs = config.pipeline.inputs if place.is_first_stage else []
         wanted = {*inputs, *(config.pipeline.labels if place.is_last_stage else [])}
     opaque = tuple(field for field in fields if field.is_opaque and wanted is None)
@@ -187,7 +193,10 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
         return field
     if field.length % place.sequence_world:
         rule = f"must be a multiple of the sequence ranks ({place.sequence_world})"
-        at, remedy = f"{dotted('gear', 'fields', field.name)}.length", "change it, or the number of ranks"
+        at, remedy = (
+            f"{dotted('gear', 'fields', field.name)}.length",
+            "change it, or the number of ranks",
+        )
         raise ConfigError(at, rule, field.length, remedy)
     length = field.length // place.sequence_world
     return replace(field, part_first=place.sequence_rank * length, part_length=length)

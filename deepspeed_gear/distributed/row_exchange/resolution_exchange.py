@@ -28,14 +28,22 @@ class NodeSelection:
     count: int  # samples
     offset: int  # of its first sample among those of all tables
     needs_all: bool  # whether every node gets the resolutions of all samples, as for a digest
-    asked: np.ndarray  # samples whose resolutions this node gets: that its ranks need, or all; ascending
+    asked: (
+        np.ndarray
+    )  # samples whose resolutions this node gets: that its ranks need, or all; ascending
     owner: np.ndarray  # node that holds each of these
     is_saved: bool = False  # whether it is one of a checkpoint
     first: int = 0  # sample number of the first one
-    own: list[np.ndarray] = field(default_factory=list)  # samples that this node holds, by draw; ascending
-    records: list[torch.Tensor] = field(default_factory=list)  # their resolutions. [n, 8] each, int64
+    own: list[np.ndarray] = field(
+        default_factory=list
+    )  # samples that this node holds, by draw; ascending
+    records: list[torch.Tensor] = field(
+        default_factory=list
+    )  # their resolutions. [n, 8] each, int64
 
-    def draw(self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int) -> None:
+    def draw(
+        self, first: int, own: np.ndarray, records: torch.Tensor, owner: np.ndarray, done: int
+    ) -> None:
         """Add draws after the `done` in the selection, from sample number `first`: this node's `own`, with
         their records; `owner` is the node of each of all draws. [count], int64.
         """
@@ -49,13 +57,17 @@ class NodeSelection:
         if len(self.own) == 1:
             return self.own[0], self.records[0]
         own = np.concatenate([np.empty(0, np.int64), *self.own])
-        return own, torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.records])
+        return own, torch.cat(
+            [torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.records]
+        )
 
 
 class ResolutionExchange:
     """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. In one thread."""
 
-    def __init__(self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals) -> None:
+    def __init__(
+        self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals
+    ) -> None:
         self._state, self._rows = state, rows
         self._goals, self._index, self._num_nodes = goals, plan.index, plan.num_nodes
         self._ops, self._draws_goals = state.ops, plan.draws_goals
@@ -81,7 +93,9 @@ class ResolutionExchange:
         with self._rows.channel.abandoned_on_error():
             sample, steps = torch.from_numpy(own), self._rows.steps_of(records)
             goals = self._goals(self._state.spec.key, records) if self._draws_goals else None
-            samples, parts = self._encode((records, sample, steps, goals), self._needs, selection.offset)
+            samples, parts = self._encode(
+                (records, sample, steps, goals), self._needs, selection.offset
+            )
             if selection.needs_all:
                 parts = self._encode((records, sample, steps, None), self._everyone, 0)[1]
             parts[self._index] = NO_WORDS
@@ -94,9 +108,19 @@ class ResolutionExchange:
             if most > len(self._which):
                 self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
                 self._which = torch.empty(most, dtype=torch.int64)
-            outs = ring, self._state.origins[selection.entry], self._samples, self._which, self._found
+            outs = (
+                ring,
+                self._state.origins[selection.entry],
+                self._samples,
+                self._which,
+                self._found,
+            )
             words = [torch.from_numpy(part[1:]) for part in received]
-            asked = torch.from_numpy(selection.owner), torch.from_numpy(selection.asked), self._needs[1]
+            asked = (
+                torch.from_numpy(selection.owner),
+                torch.from_numpy(selection.asked),
+                self._needs[1],
+            )
             route = selection.first, selection.offset, self._index, int(self._rows.takes_own)
             self._ops.decode_draws_(*outs, words, records, sample, steps, *asked, *route)
             found = self._found_words[0]
@@ -149,13 +173,17 @@ class RecordExchange:
                 with state.table.lock:
                     words, item = state.members(words)
                 own = own[item]  # places in the selection; the members of a group share one
-            every, shard = self._channel.gather_ragged(np.concatenate([own[:, None], words], axis=1))
+            every, shard = self._channel.gather_ragged(
+                np.concatenate([own[:, None], words], axis=1)
+            )
         order = np.argsort(every[:, 0], kind="stable")
         places, records, shard = every[order, 0], every[order, 1:], shard[order]
         masses = records[:, Resolution.MASS]
         self.least_drawn = int(masses.min(initial=MOST_MASS))
         assert state.origins is not None
-        state.origins.numpy()[entry, : len(records)] = shard << SHARD_BITS | records[:, Resolution.SLOT]
+        state.origins.numpy()[entry, : len(records)] = (
+            shard << SHARD_BITS | records[:, Resolution.SLOT]
+        )
         elsewhere = shard != self._channel.index
         records[elsewhere, Resolution.SLOT] = len(state.table.slots)
         records[elsewhere, Resolution.FIRST_ROW] = NO_ROW

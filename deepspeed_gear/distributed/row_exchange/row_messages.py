@@ -37,14 +37,18 @@ class WindowRead(NamedTuple):
     follows: bool = False  # the rows lie after the sample's n-step steps
     edge: bool = False  # the nearest row is read where the trajectory has none of them
     final_row: int = 0  # 1 if the column has T+1 rows
-    is_goal: bool = False  # of a column of achieved goals: a relabelled sample reads the row that was drawn
+    is_goal: bool = (
+        False  # of a column of achieved goals: a relabelled sample reads the row that was drawn
+    )
 
 
 @dataclass(frozen=True)
 class RowReads:
     """All rows that a replica's ranks on one node read of a sample."""
 
-    reads: tuple[WindowRead, ...]  # rows of steps, at least one of each column that is read; then of goals
+    reads: tuple[
+        WindowRead, ...
+    ]  # rows of steps, at least one of each column that is read; then of goals
     per_trajectory: tuple[str, ...] = ()  # columns of one row per trajectory
 
 
@@ -69,7 +73,9 @@ def layout_of(needs: Sequence[RowReads], row_bytes: Mapping[str, int]) -> RowLay
             of_steps.setdefault(column, {}).setdefault(window, []).append(index)
         for column in need.per_trajectory:
             single.setdefault(column, []).append(index)
-    alike: dict[tuple[tuple[Window, tuple[int, ...]], ...], int] = {}  # columns that are read alike: a group
+    alike: dict[
+        tuple[tuple[Window, tuple[int, ...]], ...], int
+    ] = {}  # columns that are read alike: a group
     columns = []
     for name, reads in of_steps.items():
         key = tuple((window, tuple(which)) for window, which in reads.items())
@@ -154,7 +160,9 @@ class RowExchange:
         values = [torch.empty(len(records), dtype=dtype) for dtype in N_STEP_DTYPES]
         return self._n_step.fill(self._ops, values, records)
 
-    def send(self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor) -> list[np.ndarray]:
+    def send(
+        self, head: np.ndarray, parts: Sequence[np.ndarray], outgoing: torch.Tensor
+    ) -> list[np.ndarray]:
         """Send each node `head`, its words of `parts` and the rows of `outgoing` (`RowSample` by receiver,
         [k, 7]); return the words of each, with its rows after them unless devices send these.
         """
@@ -167,7 +175,9 @@ class RowExchange:
             return self.channel.begin(messages)()
         self._outgoing = self.encode(outgoing, [0] * len(parts))
         sized = [np.concatenate([[len(rows)], head]) for rows in self._outgoing]
-        received = self.channel.begin([message_of(*both) for both in zip(sized, parts, strict=True)])()
+        received = self.channel.begin(
+            [message_of(*both) for both in zip(sized, parts, strict=True)]
+        )()
         self._coming = [int(words[0]) for words in received]
         return [words[1:] for words in received]
 
@@ -178,7 +188,10 @@ class RowExchange:
         given = self._held, outgoing, *self._layout, self._heads, self._slot_table
         self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
         sizes = zip(heads, self._size_words, strict=True)
-        ends = [0, *accumulate([head + (size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes])]
+        ends = [
+            0,
+            *accumulate([head + (size + WORD_BYTES - 1) // WORD_BYTES for head, size in sizes]),
+        ]
         if ends[-1] > len(self._message):
             self._message = np.empty(1 << (ends[-1] - 1).bit_length(), np.int64)
             self._ops.encode_rows_(torch.from_numpy(self._message), self._sizes, *given)
@@ -199,19 +212,31 @@ class RowExchange:
         [n]. `received` is what `send` has returned, with so many words before the rows of a node: `heads`.
         """
         if self._transport is not None:
-            received, heads = self._transport.exchange(self._outgoing, self._coming), [0] * len(heads)
+            received, heads = (
+                self._transport.exchange(self._outgoing, self._coming),
+                [0] * len(heads),
+            )
         for node, head in enumerate(heads):
             self._head_words[node] = WORD_BYTES * head
         first_row = self._rows[0] + entry * self._rows[1] + used[0]
         first_slot = self._slots[0] + entry * self._slots[1] + used[1]
         free = self._rows[1] - used[0], self._slots[1] - used[1]
         bounds = (first_row, free[0], first_slot, free[1], *self.table.first_arrival)
-        samples = [torch.from_numpy(words) for words in received], which, incoming, *self._layout, self._heads
+        samples = (
+            [torch.from_numpy(words) for words in received],
+            which,
+            incoming,
+            *self._layout,
+            self._heads,
+        )
         self._ops.decode_rows_(self._arrivals, ring, self._sizes, self._needed, *samples, bounds)
         num_rows, num_trajectories = self._needed_words
         if num_rows > free[0] or num_trajectories > free[1]:
             rule = f"must fit into {free[0]} rows and {free[1]} slots"
-            given, remedy = f"{num_rows} and {num_trajectories}", "this is a fault of gear: please report it"
+            given, remedy = (
+                f"{num_rows} and {num_trajectories}",
+                "this is a fault of gear: please report it",
+            )
             raise StoreError(f"table {self.table.spec.name}: arrivals", rule, given, remedy)
 
 

@@ -40,20 +40,32 @@ class TrajectoryExchange:
             # As the status of a selection, whose key is no number of a global batch.
             status = np.zeros(StatusMessage.NUM_WORDS, np.int64)
             status[StatusMessage.KEY] = NO_BATCH - self._number
-            received = self._rows.send(status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing))
+            received = self._rows.send(
+                status, [NO_WORDS] * channel.count, torch.from_numpy(moves.outgoing)
+            )
             found = [NO_BATCH - int(words[StatusMessage.KEY]) for words in received]
-            if any(number != self._number for number in found):  # it selects, or has done more or fewer steps
+            if any(
+                number != self._number for number in found
+            ):  # it selects, or has done more or fewer steps
                 rule = "must gather the packs of the same steps"
                 numbers = {channel.name(node): number for node, number in enumerate(found)}
                 remedy = "all ranks must take the same steps in the same order"
                 raise PeerError("the nodes", rule, numbers, remedy)
             count = len(moves.incoming)
-            places = torch.empty(count, Resolution.NUM_WORDS, dtype=torch.int64)  # as `moves` has them
+            places = torch.empty(
+                count, Resolution.NUM_WORDS, dtype=torch.int64
+            )  # as `moves` has them
             incoming, sizes = torch.from_numpy(moves.incoming), [len(status)] * channel.count
-            if moves.used == (0, 0) and self._rows.table.media is not None:  # of the rollout batch before
+            if (
+                moves.used == (0, 0) and self._rows.table.media is not None
+            ):  # of the rollout batch before
                 self._rows.table.media.arrivals[:] = 0
             self._rows.fill(0, places, torch.arange(count), incoming, received, sizes, moves.used)
-            return (lambda: None) if self._evictor is None else self._fetch_media(places, moves.incoming)
+            return (
+                (lambda: None)
+                if self._evictor is None
+                else self._fetch_media(places, moves.incoming)
+            )
 
     def _fetch_media(self, places: torch.Tensor, incoming: np.ndarray) -> Callable[[], None]:
         """Fetch what rows from other nodes name and this node lacks; return the function that adds it.
@@ -66,14 +78,19 @@ class TrajectoryExchange:
         rows, first = table.media.arrivals, table.first_arrival[0]
         begins = places[:, Resolution.FIRST_ROW].numpy() - first
         for sender, begin, steps in zip(
-            incoming[:, RowSample.PEER].tolist(), begins, incoming[:, RowSample.NUM_STEPS], strict=True
+            incoming[:, RowSample.PEER].tolist(),
+            begins,
+            incoming[:, RowSample.NUM_STEPS],
+            strict=True,
         ):
             numbers = rows[begin : begin + steps]
             asked.update(dict.fromkeys(numbers[numbers != 0].tolist(), sender))
         named = list(asked)
         with table.lock:
             lacking = table.media.find(np.array(named, np.int64)) < 0
-        wanted = [(asked[number], number) for number, lacks in zip(named, lacking, strict=True) if lacks]
+        wanted = [
+            (asked[number], number) for number, lacks in zip(named, lacking, strict=True) if lacks
+        ]
         every, node = channel.gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
         messages = []
         for to in range(channel.count):
@@ -82,8 +99,15 @@ class TrajectoryExchange:
             messages.append(message_of(table.media.spec.send(contents).view(np.int64)))
         received = channel.begin(messages)()
         name = f"table {table.spec.name}"
-        found = [item for words in received for item in table.media.spec.received(name, words.view(np.uint8))]
+        found = [
+            item
+            for words in received
+            for item in table.media.spec.received(name, words.view(np.uint8))
+        ]
         # Copies: the words are those of the channel until its next exchange.
-        items, evictor = {i.number: i._replace(content=i.content.copy()) for i in found}, self._evictor
+        items, evictor = (
+            {i.number: i._replace(content=i.content.copy()) for i in found},
+            self._evictor,
+        )
         given = items, np.array(named, np.int64), table.lock, evictor.release, evictor.pinned
         return partial(table.media.add, *given)

@@ -45,7 +45,9 @@ def check_rows(resolutions: Tensor, reads: Iterable[Reads], num_slots: int | Non
         i = int(torch.nonzero(~good)[0])
         rows = min((column.num_rows for column in columns), default=None)
         rule = f"must lie in the columns' {rows} rows and {num_slots} slots"
-        raise ShapeError(f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table")
+        raise ShapeError(
+            f"resolution {i}", rule, resolutions[i].tolist(), "resolve against the same table"
+        )
 
 
 def gather_(
@@ -93,7 +95,9 @@ def gather_(
         some, parts = resolutions[chosen], [tensor[chosen] for tensor in (*outs, *masks)]
         lowered = lower(replace(field, follows=Follows.N_STEP) for field in fields)
         steps, given = n_steps[chosen] - some[:, Resolution.ANCHOR], (columns, shifts, gains, some)
-        gather_(parts[: len(outs)], parts[len(outs) :], counters, *given, steps, lowered, pad_values, 1)
+        gather_(
+            parts[: len(outs)], parts[len(outs) :], counters, *given, steps, lowered, pad_values, 1
+        )
         for target, values in zip([*outs, *masks], parts, strict=True):
             target[chosen] = values
         return
@@ -159,7 +163,9 @@ def rounded_pad(value: float, dtype: torch.dtype) -> Tensor:
     exact = torch.tensor(0.0 if value == 0 else value, dtype=torch.float64)
     if dtype.is_floating_point:
         return narrow(exact, dtype)
-    low, end = (0, 2) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
+    low, end = (
+        (0, 2) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
+    )
     if not (low <= value < end and value == int(value)):
         raise ShapeError("pad value", f"must be a whole number that {dtype} can hold", value)
     return exact.to(dtype)
@@ -216,8 +222,13 @@ def pack_(
     every[:, Resolution.ANCHOR] = torch.cat([steps[:0], *map(torch.arange, steps.tolist())])
     place = places.repeat_interleave(steps) + every[:, Resolution.ANCHOR] - first
     is_inside = (place >= 0) & (place < rows)
-    found = [out.new_empty(len(every), field.elements) for out, field in zip(outs, fields, strict=True)]
-    unmasked, counters = lower(replace(field, mask=-1) for field in fields), torch.zeros(3, dtype=torch.int64)
+    found = [
+        out.new_empty(len(every), field.elements) for out, field in zip(outs, fields, strict=True)
+    ]
+    unmasked, counters = (
+        lower(replace(field, mask=-1) for field in fields),
+        torch.zeros(3, dtype=torch.int64),
+    )
     gather_(found, [], counters, columns, shifts, gains, every, None, unmasked, pad_values, 1)
     for out, values in zip(outs, found, strict=True):
         out.view(rows, values.size(1))[place[is_inside]] = values[is_inside]

@@ -60,7 +60,12 @@ def multiply_high(a: Tensor, b: Tensor) -> Tensor:
     b_low, b_high = b & LOW_32, shift_right(b, 32)
     cross_ab, cross_ba = a_low * b_high, a_high * b_low
     middle = shift_right(a_low * b_low, 32) + (cross_ab & LOW_32) + (cross_ba & LOW_32)
-    return a_high * b_high + shift_right(cross_ab, 32) + shift_right(cross_ba, 32) + shift_right(middle, 32)
+    return (
+        a_high * b_high
+        + shift_right(cross_ab, 32)
+        + shift_right(cross_ba, 32)
+        + shift_right(middle, 32)
+    )
 
 
 def _inverse(entry: int) -> int:

@@ -33,7 +33,9 @@ def mass_(masses: Tensor, priorities: Tensor, alpha: int, most_bits: int) -> Non
 
     Source: Schaul et al., "Prioritized Experience Replay", ICLR 2016, equation 1.
     """
-    masses.copy_(mass_of(order_of(priorities.view(torch.int32).long() & LOW_32), alpha, most_bits)[0])
+    masses.copy_(
+        mass_of(order_of(priorities.view(torch.int32).long() & LOW_32), alpha, most_bits)[0]
+    )
 
 
 def order_of(bits: Tensor) -> Tensor:
@@ -67,7 +69,9 @@ def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
     return torch.where(is_zero, 0, mass), (is_coarse | is_high) & ~is_zero
 
 
-def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int, beta: int) -> None:
+def importance_(
+    weights: Tensor, resolutions: Tensor, numerator: int, count: int, beta: int
+) -> None:
     """Set weights[i] to (numerator / (count * mass of resolution i))^beta, rounded to float32.
 
     With numerator the total mass and count the number of items these are (N * P(i))^-beta; with numerator the
@@ -79,7 +83,9 @@ def importance_(weights: Tensor, resolutions: Tensor, numerator: int, count: int
     mass = resolutions[:, Resolution.MASS]
     bad = torch.nonzero(mass <= 0)
     if len(bad):
-        raise ShapeError(f"the mass of resolution {int(bad[0])}", "must be positive", int(mass[bad[0]]))
+        raise ShapeError(
+            f"the mass of resolution {int(bad[0])}", "must be positive", int(mass[bad[0]])
+        )
     if numerator <= 0 or count <= 0:
         raise ShapeError("numerator and count", "must be positive", (numerator, count))
     log_ratio = log2(torch.tensor(numerator)) - log2(torch.tensor(count))
@@ -104,21 +110,40 @@ def minima_update_(minima: Tensor, sums: Tensor, num_items: int, items: Tensor) 
 
 
 def resolve_rows_(
-    resolutions: Tensor, sums: Tensor, slots: Tensor, row_slots: Tensor, coordinates: Tensor, first: int
+    resolutions: Tensor,
+    sums: Tensor,
+    slots: Tensor,
+    row_slots: Tensor,
+    coordinates: Tensor,
+    first: int,
 ) -> None:
     """Set resolutions[i] to the record of coordinates[i] in a tree of rows: their slots are `row_slots`."""
     select.check_coordinates(sums, len(row_slots), coordinates)
     row, _ = select.descend(sums, len(row_slots), coordinates)
     index = row_slots[row].long()
     is_slot = (index >= 0) & (index < len(slots))
-    slot = slots[torch.where(is_slot, index, 0)] if len(slots) else slots.new_zeros(len(row), slots.shape[1])
+    slot = (
+        slots[torch.where(is_slot, index, 0)]
+        if len(slots)
+        else slots.new_zeros(len(row), slots.shape[1])
+    )
     first_row, num_steps = slot[:, Slot.FIRST_ROW], slot[:, Slot.NUM_STEPS]
     anchor = row - first_row
     bad = torch.nonzero(~(is_slot & (first_row >= 0) & (anchor >= 0) & (anchor < num_steps)))
     if len(bad):
         i = int(bad[0])
-        raise ShapeError(f"coordinate {i}", "must hit a row that is a step of its slot", int(row[i]))
-    parts = (slot[:, Slot.ID], index, slot[:, Slot.GENERATION], first_row, num_steps, anchor, sums[row])
+        raise ShapeError(
+            f"coordinate {i}", "must hit a row that is a step of its slot", int(row[i])
+        )
+    parts = (
+        slot[:, Slot.ID],
+        index,
+        slot[:, Slot.GENERATION],
+        first_row,
+        num_steps,
+        anchor,
+        sums[row],
+    )
     resolutions.copy_(torch.stack((*parts, torch.arange(len(row)) + first), dim=1))
 
 
@@ -129,7 +154,9 @@ def top_k_(items: Tensor, priorities: Tensor, sums: Tensor) -> None:
     items.fill_(-1)[: len(order)] = leaves[order]
 
 
-def append_reports_(log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int) -> None:
+def append_reports_(
+    log: Tensor, resolutions: Tensor, priorities: Tensor, tail: int, batch: int
+) -> None:
     """Write the new priorities of samples into a ring of reports, from `tail` modulo its length on.
 
     A report is an update as `prioritize_` takes it, the global batch it belongs to, and its sample number.
@@ -233,7 +260,9 @@ def slot_priorities_(
             continue
         own = int(select.masses_by_rule(rule, unit, torch.tensor(num_steps)))
         base = own if state == SlotState.COMMITTED else 0
-        differs = bool(generations[slot] != record[Slot.GENERATION] or (bases[slot] > 0) != (base > 0))
+        differs = bool(
+            generations[slot] != record[Slot.GENERATION] or (bases[slot] > 0) != (base > 0)
+        )
         if by_step:
             row, every = record[Slot.FIRST_ROW], torch.arange(record[Slot.NUM_ROWS])
             select.check_items(every + row, len(priorities))
@@ -265,7 +294,9 @@ def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -
     first, _, stride, _, from_end = rule
     distance = (num_steps - 1 - steps if from_end else steps) - first
     inside = (steps < num_steps) & (distance >= 0) & (distance % stride == 0)
-    are: Tensor = inside & (distance // stride < select.num_anchors(rule, torch.as_tensor(num_steps)))
+    are: Tensor = inside & (
+        distance // stride < select.num_anchors(rule, torch.as_tensor(num_steps))
+    )
     return are
 
 
@@ -279,7 +310,9 @@ def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) 
     is_newest = slot[:, Slot.GENERATION] == updates[:, PriorityUpdate.GENERATION]
     is_same = (slot[:, Slot.STATE] == SlotState.COMMITTED) & is_newest
     num_steps = slot[:, Slot.NUM_STEPS]
-    is_item = anchors_among(rule, anchor, num_steps) if unit == MassUnit.STEP else anchor < num_steps
+    is_item = (
+        anchors_among(rule, anchor, num_steps) if unit == MassUnit.STEP else anchor < num_steps
+    )
     return is_slot & is_same & (anchor >= 0) & is_item
 
 

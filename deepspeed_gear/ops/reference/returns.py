@@ -55,7 +55,9 @@ def n_step_(
     num_rows = min(len(x) for x in (reward, terminated, truncated) if x is not None)
     anchor = resolutions[:, Resolution.ANCHOR]
     left = resolutions[:, Resolution.NUM_STEPS] - anchor
-    ends = torch.stack((anchor, anchor + left.clamp(max=n) - 1), dim=1)  # the first and the last step
+    ends = torch.stack(
+        (anchor, anchor + left.clamp(max=n) - 1), dim=1
+    )  # the first and the last step
     check_rows(resolutions, [Reads(ends, torch.ones_like(ends, dtype=torch.bool), num_rows)])
     rewards, first = widen(reward, torch.float64), resolutions[:, Resolution.FIRST_ROW] + anchor
     total = torch.zeros(len(resolutions), dtype=torch.float64)
@@ -110,15 +112,23 @@ def advantages_(
     ratio, is_on_policy = torch.ones_like(reward), log_prob is None or behaviour_log_prob is None
     if log_prob is not None and behaviour_log_prob is not None:
         ratio = _exp(log_prob - behaviour_log_prob)
-    rho, c = (ratio if is_on_policy else torch.where(ratio > bar, bar, ratio) for bar in (rho_bar, c_bar))
+    rho, c = (
+        ratio if is_on_policy else torch.where(ratio > bar, bar, ratio) for bar in (rho_bar, c_bar)
+    )
     ends = terminated | ~mask if truncated is None else terminated | truncated | ~mask
     later = reward.new_zeros(len(reward))
     for t in reversed(range(reward.size(1))):
         later = torch.where(ends[:, t], 0.0, later)
-        error = reward[:, t] + gamma * torch.where(terminated[:, t], 0.0, next_value[:, t]) - value[:, t]
+        error = (
+            reward[:, t]
+            + gamma * torch.where(terminated[:, t], 0.0, next_value[:, t])
+            - value[:, t]
+        )
         own = rho[:, t] * (error + gamma * later)
         later = rho[:, t] * error + decay * c[:, t] * gamma * later
-        later, own = (torch.where(mask[:, t], x, 0.0) for x in (later, later if is_on_policy else own))
+        later, own = (
+            torch.where(mask[:, t], x, 0.0) for x in (later, later if is_on_policy else own)
+        )
         advantage[:, t] = narrow(own, torch.float32)
         target[:, t] = narrow(torch.where(mask[:, t], value[:, t] + later, 0.0), torch.float32)
 

@@ -39,7 +39,11 @@ class _Items:
     """The items of a table, a slot or a row each: their priorities, masses, and the trees above these."""
 
     def __init__(
-        self, state: Tensor, trees: Sequence[Tensor], shape: Sequence[int], unit: int = MassUnit.TRAJECTORY
+        self,
+        state: Tensor,
+        trees: Sequence[Tensor],
+        shape: Sequence[int],
+        unit: int = MassUnit.TRAJECTORY,
     ) -> None:
         self.state, (self.sums, self.minima, self.priorities) = state, trees
         self.are_rows = len(self.priorities) > 0 and unit == MassUnit.STEP
@@ -104,7 +108,9 @@ def ring_add_(
         raise ShapeError("lengths", "must fit, and one more, into the rows and slots", len(lengths))
     items = _Items(state, (sums, minima, priorities), shape, unit)
     bits, mass = items.first_priority(initial, alpha, most_bits)
-    head, following, tail = (int(state[word]) for word in (RingState.HEAD, RingState.NEXT, RingState.TAIL))
+    head, following, tail = (
+        int(state[word]) for word in (RingState.HEAD, RingState.NEXT, RingState.TAIL)
+    )
     old_next = following
     for i, steps in enumerate(lengths.tolist()):
         placed[i] = torch.tensor([-1, 0, 0, -1, 0])
@@ -123,7 +129,15 @@ def ring_add_(
         items.clear(slots, slot, int(slots[slot, Slot.NUM_STEPS]))
         tail += 1
     for slot, first, steps, number, begin in placed[placed[:, PlacedTrajectory.SLOT] >= 0].tolist():
-        record = [SlotState.COMMITTED, number // num_slots, number, first, steps, steps + final_row, 0]
+        record = [
+            SlotState.COMMITTED,
+            number // num_slots,
+            number,
+            first,
+            steps,
+            steps + final_row,
+            0,
+        ]
         slots[slot] = torch.tensor([*record, int(state[RingState.BATCH])])
         begins[slot] = begin
         state[RingState.STEPS] += steps
@@ -141,7 +155,9 @@ def ring_add_(
 
 def _anchors(rule: Sequence[int], num_steps: int) -> set[int]:
     steps = torch.tensor(num_steps)
-    return set(select.anchor_at(rule, steps, torch.arange(int(select.num_anchors(rule, steps)))).tolist())
+    return set(
+        select.anchor_at(rule, steps, torch.arange(int(select.num_anchors(rule, steps)))).tolist()
+    )
 
 
 def ring_extend_(
@@ -203,7 +219,9 @@ def ring_extend_(
             continue
         known = slots[number % num_slots].tolist()
         begin = known[Slot.FIRST_ROW]
-        is_open = steps > 0 and known[Slot.STATE] == SlotState.COMMITTED and known[Slot.ID] == number
+        is_open = (
+            steps > 0 and known[Slot.STATE] == SlotState.COMMITTED and known[Slot.ID] == number
+        )
         if is_open and steps < most_steps:
             place = [number % num_slots, begin + steps, 1, number, begin, steps]
             needed = [place[PlacedStep.ROW] + final_row]
@@ -242,7 +260,9 @@ def ring_extend_(
         owners[row + final_row] = slot
         slots[slot, Slot.NUM_STEPS], slots[slot, Slot.NUM_ROWS] = steps, steps + final_row
         state[RingState.STEPS] += 1
-        before, after = (int(select.masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps))
+        before, after = (
+            int(select.masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps)
+        )
         if items.are_rows:
             old, new = _anchors(rule, step), _anchors(rule, steps)
             for anchor in sorted(old ^ new):
@@ -315,7 +335,9 @@ def ring_select_(
     if total == 0:
         _no_samples(state, resolutions, weights, numbers)
         return
-    points = select.coordinate(*philox_words(seed, numbers, stream, RandomPurpose.COORDINATE), total)
+    points = select.coordinate(
+        *philox_words(seed, numbers, stream, RandomPurpose.COORDINATE), total
+    )
     if stratified:
         whole, rest = divmod(total, count)
         j = torch.arange(count)
@@ -363,7 +385,9 @@ def ring_select_limited_(
     for i, number in enumerate(numbers.tolist()):
         one, total = resolutions[i : i + 1], int(sums[-32:].sum())
         words = philox_words(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
-        select.resolve_(one, sums, slots, select.coordinate(*words, total), rule, unit, seed, stream, number)
+        select.resolve_(
+            one, sums, slots, select.coordinate(*words, total), rule, unit, seed, stream, number
+        )
         slot = int(one[0, Resolution.SLOT])
         slots[slot, Slot.TIMES_SAMPLED] += 1
         if slots[slot, Slot.TIMES_SAMPLED] >= most and i + 1 < count:
@@ -451,7 +475,11 @@ def _complete(
 ) -> None:
     if len(weights):
         beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
-        numerator, divisor, normalize = total, int(state[RingState.COUNTS + UpdateCount.DRAWABLE]), draw[5]
+        numerator, divisor, normalize = (
+            total,
+            int(state[RingState.COUNTS + UpdateCount.DRAWABLE]),
+            draw[5],
+        )
         if normalize == Normalize.BATCH:
             numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
         elif normalize == Normalize.TABLE:
@@ -488,7 +516,9 @@ def ring_update_(
     updates = priority_ops.updates_of(resolutions, known)[valid]
     counts = state[RingState.COUNTS : RingState.COUNTS + UpdateCount.NUM_WORDS]
     item = MassUnit.STEP if unit == MassUnit.STEP else MassUnit.TRAJECTORY
-    priority_ops.prioritize_(sums, minima, priorities, counts, slots, updates, rule, alpha, item, most_bits)
+    priority_ops.prioritize_(
+        sums, minima, priorities, counts, slots, updates, rule, alpha, item, most_bits
+    )
 
 
 def scatter_(
@@ -505,7 +535,9 @@ def scatter_(
                 continue
             own = rows[i : i + 1] if source == Source.TRAJECTORY else rows[i]
             begin = slot if source == Source.TRAJECTORY else first
-            num_rows = 1 if source == Source.TRAJECTORY else steps + (source == Source.STEPS_PLUS_ONE)
+            num_rows = (
+                1 if source == Source.TRAJECTORY else steps + (source == Source.STEPS_PLUS_ONE)
+            )
             if steps < 0 or num_rows > len(own) or not 0 <= begin <= len(column) - num_rows:
                 raise ShapeError(f"place {i}", "must lie in the columns", [slot, first, steps])
             column[begin : begin + num_rows] = own[:num_rows]

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_gear.ops.philox import philox_words
-from deepspeed_gear.ops.records import GoalStrategy, MassUnit, RandomPurpose, Resolution, Slot, SlotState
+from deepspeed_gear.ops.records import (
+    GoalStrategy,
+    MassUnit,
+    RandomPurpose,
+    Resolution,
+    Slot,
+    SlotState,
+)
 
 from ...errors import ShapeError
 from ..constants import FAN_OUT, tree_levels
@@ -30,10 +37,14 @@ def draw_(coordinates: Tensor, seed: int, stream: int, first: int, total: int) -
     if total <= 0:
         raise ShapeError("total", "must be positive", total)
     numbers = torch.arange(len(coordinates)) + first
-    coordinates.copy_(coordinate(*philox_words(seed, numbers, stream, RandomPurpose.COORDINATE), total))
+    coordinates.copy_(
+        coordinate(*philox_words(seed, numbers, stream, RandomPurpose.COORDINATE), total)
+    )
 
 
-def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int) -> None:
+def permute_(
+    coordinates: Tensor, seed: int, stream: int, epoch: int, first: int, size: int
+) -> None:
     """Set coordinates[i] to the place of index first + i in the epoch's permutation of [0, size).
 
     A Feistel network over the next power of two (at least 2^8: fewer bits mix badly), walked along its cycles
@@ -46,7 +57,9 @@ def permute_(coordinates: Tensor, seed: int, stream: int, epoch: int, first: int
     bits = max(_LEAST_BITS, (size - 1).bit_length())
     right_bits = bits - bits // 2
     left_mask, right_mask = (1 << bits // 2) - 1, (1 << right_bits) - 1
-    purposes = (RandomPurpose.PERMUTATION + (pair << 8) for pair in range(1, _FEISTEL_ROUNDS // 2 + 1))
+    purposes = (
+        RandomPurpose.PERMUTATION + (pair << 8) for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
+    )
     keys = [philox_words(seed, torch.tensor(epoch), stream, purpose) for purpose in purposes]
     index = torch.arange(len(coordinates)) + first
     outside = torch.ones_like(index, dtype=torch.bool)
@@ -90,7 +103,9 @@ def slot_masses_(
     changed = entries_of(log, first, last, len(slots))
     records = slots[changed]
     masses = masses_by_rule(rule, unit, records[:, Slot.NUM_STEPS])
-    tree_update_(sums, len(slots), changed, masses * (records[:, Slot.STATE] == SlotState.COMMITTED))
+    tree_update_(
+        sums, len(slots), changed, masses * (records[:, Slot.STATE] == SlotState.COMMITTED)
+    )
 
 
 def entries_of(log: Tensor, first: int, last: int, num_slots: int) -> Tensor:
@@ -144,7 +159,14 @@ def resolve_(
         words = philox_words(seed, numbers, stream, RandomPurpose.ANCHOR)
         index = coordinate(*words, num_anchors(rule, num_steps))
     anchor = anchor_at(rule, num_steps, index)
-    parts = (slot[:, Slot.ID], item, slot[:, Slot.GENERATION], slot[:, Slot.FIRST_ROW], num_steps, anchor)
+    parts = (
+        slot[:, Slot.ID],
+        item,
+        slot[:, Slot.GENERATION],
+        slot[:, Slot.FIRST_ROW],
+        num_steps,
+        anchor,
+    )
     resolutions.copy_(torch.stack((*parts, sums[item], numbers), dim=1))
     assert resolutions.shape[1] == Resolution.NUM_WORDS
 
@@ -201,7 +223,9 @@ def draw_goals_(
         GoalStrategy.FINAL: rows - 1,
         GoalStrategy.EPISODE: torch.zeros_like(rows),
     }[strategy]
-    chosen = shift_right(philox_words(seed, numbers, stream, RandomPurpose.RELABELLING)[0], 2) < fraction
+    chosen = (
+        shift_right(philox_words(seed, numbers, stream, RandomPurpose.RELABELLING)[0], 2) < fraction
+    )
     room = (rows - first).clamp(min=1)
     goals = first + coordinate(*philox_words(seed, numbers, stream, RandomPurpose.GOAL), room)
     goal_step.copy_(torch.where(chosen & (first < rows), goals, -1))

@@ -49,7 +49,9 @@ class Draw:
     def permuted(self) -> torch.Tensor:
         """Return indices at .. at + count of a random order of [0, total), keyed by the epoch. [count]."""
         spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
-        self.selector.state.ops.permute_(coordinates, spec.seed, spec.key, self.epoch, self.at, self.total)
+        self.selector.state.ops.permute_(
+            coordinates, spec.seed, spec.key, self.epoch, self.at, self.total
+        )
         return coordinates
 
     def highest_priorities(self) -> torch.Tensor:
@@ -93,8 +95,12 @@ class SamplerSpec:
 
     rule: MassRule  # masses of the items
     native: NativeDraw | None = None  # the native draw; None: `sample` is called
-    priorities: PriorityRule | None = None  # how masses follow priorities; None: they are those of the rule
-    by_age: bool = False  # keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`
+    priorities: PriorityRule | None = (
+        None  # how masses follow priorities; None: they are those of the rule
+    )
+    by_age: bool = (
+        False  # keep the items in the order of their age, for `Draw.oldest` and `Draw.newest`
+    )
 
 
 class Sampler(ABC):
@@ -105,10 +111,14 @@ class Sampler(ABC):
     """
 
     Options: ClassVar[type[Any]]  # the config model
-    walks: ClassVar[bool] = False  # samples epochs, every item once in each, without draws from the masses
+    walks: ClassVar[bool] = (
+        False  # samples epochs, every item once in each, without draws from the masses
+    )
     each_once: ClassVar[bool] = False  # an item is at most once in a global batch
     is_pass: ClassVar[bool] = False  # one epoch for each evaluation pass, padded at its end
-    drops_tail: bool = False  # an epoch's last items are left out where they do not fill a global batch
+    drops_tail: bool = (
+        False  # an epoch's last items are left out where they do not fill a global batch
+    )
 
     def __init__(self, options: Any) -> None:
         self.options = options

@@ -16,7 +16,13 @@ from deepspeed_gear.config import DrawingOptions
 from deepspeed_gear.config.schedules import imported, value_at
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.sampling.mass_rules import AgeWindow, CustomMasses, Decay, MassRule, weight_bits
-from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw, Sampler, SamplerScope, SamplerSpec
+from deepspeed_gear.sampling.samplers.base import (
+    Draw,
+    NativeDraw,
+    Sampler,
+    SamplerScope,
+    SamplerSpec,
+)
 
 
 class RandomDraws(Sampler):
@@ -69,7 +75,9 @@ class Weighted(RandomDraws):
     options: models.WeightedSampler
 
     def mass_rule(self, scope: SamplerScope) -> MassRule:
-        return replace(scope.admitted, weight=(self.options.weight, weight_bits(scope.total_weight)))
+        return replace(
+            scope.admitted, weight=(self.options.weight, weight_bits(scope.total_weight))
+        )
 
 
 class Custom(RandomDraws):

@@ -35,7 +35,17 @@ CPU_S = 600  # of a child
 TOGETHER = 25  # files of a child; those of one that ends otherwise are read alone
 MOST_DEPTH = 4
 MANY = (0, 1, 2, 7, 1000, 100_000, 10_000_000, 1_000_000_000)  # lengths that take no bytes
-NAMES = ("action", "reward", "observation", "done", "truncated", "episode_id", "value", "messages", "tokens")
+NAMES = (
+    "action",
+    "reward",
+    "observation",
+    "done",
+    "truncated",
+    "episode_id",
+    "value",
+    "messages",
+    "tokens",
+)
 
 
 class Shapes:
@@ -88,7 +98,9 @@ class Shapes:
 
     def number(self, length: int) -> Any:
         kind = self.random.choice("i1 i2 i4 i8 u1 u2 u4 u8 f4 f8".split())
-        values = np.zeros(length, kind) if self.random.random() < 0.5 else np.arange(length).astype(kind)
+        values = (
+            np.zeros(length, kind) if self.random.random() < 0.5 else np.arange(length).astype(kind)
+        )
         return pa.array(values, mask=self.masked(length))
 
     def half(self, length: int) -> Any:
@@ -112,16 +124,24 @@ class Shapes:
 
     def decimal(self, length: int) -> Any:
         kind = self.random.choice((pa.decimal128(38, 2), pa.decimal256(76, -3)))
-        values = pa.py_buffer(np.ones(length * kind.byte_width, np.uint8) * self.random.choice((0, 1)))
+        values = pa.py_buffer(
+            np.ones(length * kind.byte_width, np.uint8) * self.random.choice((0, 1))
+        )
         return pa.Array.from_buffers(kind, length, [self.validity(length), values])
 
     def text(self, length: int) -> Any:
         kind = self.random.choice((pa.string(), pa.binary(), pa.large_string(), pa.large_binary()))
-        dtype = np.int64 if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind) else np.int32
+        dtype = (
+            np.int64
+            if pa.types.is_large_string(kind) or pa.types.is_large_binary(kind)
+            else np.int32
+        )
         size = self.many(100_000)
         offsets = np.sort(self.numbers.integers(0, size + 1, length + 1)).astype(dtype)
         content = pa.py_buffer(b"x" * size)
-        return pa.Array.from_buffers(kind, length, [self.validity(length), pa.py_buffer(offsets), content])
+        return pa.Array.from_buffers(
+            kind, length, [self.validity(length), pa.py_buffer(offsets), content]
+        )
 
     def text_view(self, length: int) -> Any:
         kind, size = self.random.choice((pa.string_view(), pa.binary_view())), self.many(100_000)
@@ -152,7 +172,9 @@ class Shapes:
             wide = True
         offsets = pa.py_buffer(steps.astype(np.int64 if wide else np.int32))
         kind = (pa.large_list if wide else pa.list_)(child.type)
-        return pa.Array.from_buffers(kind, length, [self.validity(length), offsets], children=[child])
+        return pa.Array.from_buffers(
+            kind, length, [self.validity(length), offsets], children=[child]
+        )
 
     def list_views(self, length: int, depth: int) -> Any:
         if length > 200_000:
@@ -174,8 +196,12 @@ class Shapes:
 
     def struct(self, length: int, depth: int) -> Any:
         parts = [self.array(length, depth) for _ in range(self.random.randrange(4))]
-        names = self.random.choice((("a", "b", "c"), ("role", "content", "token_ids"), ("a", "a", "")))
-        kind = pa.struct([pa.field(name, part.type) for name, part in zip(names, parts, strict=False)])
+        names = self.random.choice(
+            (("a", "b", "c"), ("role", "content", "token_ids"), ("a", "a", ""))
+        )
+        kind = pa.struct(
+            [pa.field(name, part.type) for name, part in zip(names, parts, strict=False)]
+        )
         return pa.Array.from_buffers(kind, length, [self.validity(length)], children=parts)
 
     def map(self, length: int, depth: int) -> Any:
@@ -183,10 +209,14 @@ class Shapes:
             return self.empty_struct(length)
         items = self.array(self.many(100_000), depth)
         keys = (
-            self.text(len(items)) if self.random.random() < 0.5 else pa.array(np.zeros(len(items), np.int8))
+            self.text(len(items))
+            if self.random.random() < 0.5
+            else pa.array(np.zeros(len(items), np.int8))
         )
         if keys.null_count:
-            keys = keys.fill_null(keys[0] if keys[0].is_valid else b"" if "binary" in str(keys.type) else "")
+            keys = keys.fill_null(
+                keys[0] if keys[0].is_valid else b"" if "binary" in str(keys.type) else ""
+            )
         offsets = np.sort(self.numbers.integers(0, len(items) + 1, length + 1)).astype(np.int32)
         return pa.MapArray.from_arrays(pa.array(offsets), keys, items)
 
@@ -194,7 +224,9 @@ class Shapes:
         if length > 200_000:
             return self.null(length)
         words = self.array(self.random.choice((1, 2, 7, 100)), depth)
-        indices = self.numbers.integers(0, len(words), length).astype(self.random.choice((np.int8, np.int32)))
+        indices = self.numbers.integers(0, len(words), length).astype(
+            self.random.choice((np.int8, np.int32))
+        )
         return pa.DictionaryArray.from_arrays(pa.array(indices, mask=self.masked(length)), words)
 
     def runs(self, length: int, depth: int) -> Any:
@@ -206,7 +238,9 @@ class Shapes:
         if length > 200_000:
             return self.null(length)
         parts = [self.array(length, depth) for _ in range(2)]
-        return pa.UnionArray.from_sparse(pa.array(self.numbers.integers(0, 2, length).astype(np.int8)), parts)
+        return pa.UnionArray.from_sparse(
+            pa.array(self.numbers.integers(0, 2, length).astype(np.int8)), parts
+        )
 
     def dense_union(self, length: int, depth: int) -> Any:
         if length > 200_000:
@@ -261,7 +295,9 @@ def make(folder: Path, seed: int) -> tuple[str, str] | None:
             parquet.write_table(pa.Table.from_batches([batch]), path, **options)
         else:
             new = pa.ipc.new_file if form == "arrow" else pa.ipc.new_stream
-            with new(str(path), batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
+            with new(
+                str(path), batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)
+            ) as writer:
                 writer.write_batch(batch)
     except (pa.ArrowException, ValueError, TypeError, OSError, MemoryError, ArithmeticError):
         return None
@@ -300,7 +336,9 @@ def in_child(work: Callable[[], dict[str, Any]], limit_s: float) -> dict[str, An
             found = work()
         except BaseException as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            found = {"raw": f"{type(error).__name__}: {str(error)[:200]} at {last.filename}:{last.lineno}"}
+            found = {
+                "raw": f"{type(error).__name__}: {str(error)[:200]} at {last.filename}:{last.lineno}"
+            }
         os.write(sender, json.dumps(found).encode())
         os._exit(0)
     os.close(sender)
@@ -321,7 +359,10 @@ def attempt(paths: list[Path]) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     outcomes = [read(path) for path in paths]
-    return {"outcomes": outcomes, "grown": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) << 10}
+    return {
+        "outcomes": outcomes,
+        "grown": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) << 10,
+    }
 
 
 def is_wrong(found: dict[str, Any], size: int) -> bool:

@@ -71,7 +71,24 @@ SPECS = [
     "u8",
 ]
 ORDERS = ["C", "F", "K", "A", "", 0, None]
-INTEGERS = [0, 1, 2, 3, 7, 8, 255, 2**31 - 1, 2**31, 2**40, 2**62, 2**63, 2**64, -1, -(2**31), 10**30]
+INTEGERS = [
+    0,
+    1,
+    2,
+    3,
+    7,
+    8,
+    255,
+    2**31 - 1,
+    2**31,
+    2**40,
+    2**62,
+    2**63,
+    2**64,
+    -1,
+    -(2**31),
+    10**30,
+]
 # Every opcode with an argument of its kind, also those that are refused.
 ANY = [
     *(
@@ -207,13 +224,17 @@ class Grammar:
             return
         self.of("numpy", "dtype")
         self.text(self.rng.choice(SPECS) if self.rng.random() < 0.05 else spec)
-        self.emit(*self.rng.choice([(b"\x89\x88\x87",), (b"\x85",), (b"K\x00", b"K\x01", b"\x87")]), b"R")
+        self.emit(
+            *self.rng.choice([(b"\x89\x88\x87",), (b"\x85",), (b"K\x00", b"K\x01", b"\x87")]), b"R"
+        )
         self.memo()
         for _ in range(self.rng.choices([0, 1, 2], [6, 13, 1])[0]):
             fields = b")" if self.rng.random() < 0.02 else b"N"
             self.emit(b"(", b"K\x03")
             self.text("x" if self.rng.random() < 0.02 else self.rng.choice("<>|="))
-            self.emit(b"N", b"N", fields, b"J\xff\xff\xff\xff", b"J\xff\xff\xff\xff", b"K\x00", b"t", b"b")
+            self.emit(
+                b"N", b"N", fields, b"J\xff\xff\xff\xff", b"J\xff\xff\xff\xff", b"K\x00", b"t", b"b"
+            )
 
     def shape(self) -> int:
         """Push a shape; return its number of values."""

@@ -43,7 +43,12 @@ from deepspeed_gear.ops.records import Slot, SlotState
 TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
 SECTION: dict[str, Any] = {
     "tables": {
-        "main": {"capacity_steps": 40_000, "capacity_trajectories": 4000, "max_length": 30, "remove": "fifo"}
+        "main": {
+            "capacity_steps": 40_000,
+            "capacity_trajectories": 4000,
+            "max_length": 30,
+            "remove": "fifo",
+        }
     },
     "sampler": {"kind": "prioritized", "unit": "step"},
     "fields": {"observation": {"offset": -3, "length": 4}, "action": {}, "code": {}},
@@ -61,7 +66,9 @@ def digest_of(replay: Replay) -> str:
     if dist.is_initialized():
         gathered = [None] * dist.get_world_size()
         torch.distributed.all_gather_object(gathered, ids)
-    return hashlib.sha256(repr(sorted(i for of_rank in gathered for i in of_rank)).encode()).hexdigest()
+    return hashlib.sha256(
+        repr(sorted(i for of_rank in gathered for i in of_rank)).encode()
+    ).hexdigest()
 
 
 def write(path: Path, content: Any) -> None:
@@ -95,7 +102,9 @@ def grow(path: Path) -> None:
 
 def add(replay: Replay, random_: np.random.Generator) -> None:
     """Add a trajectory of any length."""
-    replay.add(trajectory(int(random_.integers(1000)), int(random_.integers(1, 25)), terminated=True))
+    replay.add(
+        trajectory(int(random_.integers(1000)), int(random_.integers(1, 25)), terminated=True)
+    )
 
 
 def import_all() -> None:
@@ -130,7 +139,13 @@ class Flips:
         at = int(random_.integers(len(content)))
         newest = save_folders.read_position(self._folder)["save"]["id"]
         digest = hashlib.sha256(content).hexdigest()
-        flip = {"name": path.name, "digest": digest, "at": at, "byte": content[at], "newest": newest}
+        flip = {
+            "name": path.name,
+            "digest": digest,
+            "at": at,
+            "byte": content[at],
+            "newest": newest,
+        }
         write(self._record, [*self.known(), flip])
         self._put(path, at, content[at] ^ (1 << int(random_.integers(8))))
         grow(self._folder.with_name("flips"))
@@ -145,7 +160,9 @@ class Flips:
             for path in self._folder.glob(f"main*/{flip['name']}"):
                 content = bytearray(path.read_bytes())
                 content[flip["at"] : flip["at"] + 1] = [flip["byte"]]
-                if hashlib.sha256(content).hexdigest() == flip["digest"]:  # else it is a file of another save
+                if (
+                    hashlib.sha256(content).hexdigest() == flip["digest"]
+                ):  # else it is a file of another save
                     self._put(path, flip["at"], flip["byte"])
         self._record.unlink(missing_ok=True)
 
@@ -172,7 +189,9 @@ def save_for_ever(folder: Path, ready: Path, flips: Flips | None) -> None:
         while True:
             if flips is not None:
                 flips.make(random_)
-            replay.update_priorities(batch := replay.sample(), torch.rand(len(batch.trajectory_id)) + 0.1)
+            replay.update_priorities(
+                batch := replay.sample(), torch.rand(len(batch.trajectory_id)) + 0.1
+            )
             for _ in range(2):
                 add(replay, random_)
             write(folder.with_name("next.json"), digest_of(replay))
@@ -225,7 +244,8 @@ def kill_replays(options: argparse.Namespace) -> dict[str, int]:
         ready = options.folder / f"ready-{number}"
         child = in_child(lambda ready=ready: save_for_ever(folder, ready, flips))
         moments.wait(
-            ready, lambda child=child: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            ready,
+            lambda child=child: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT),
         )
         kill(child)
         lost += exit_status(in_child(lambda: check_both(folder, flips))) != 0
@@ -285,9 +305,13 @@ def load(engine: Any, folder: Path) -> str:
         (folder / TAG / MODEL).unlink(missing_ok=True)
         return outcome
     _, client = engine.load_checkpoint(str(folder), tag=TAG)
-    assert client["digest"] == digest_of(engine.gear), "another content than that of the client state"
+    assert client["digest"] == digest_of(engine.gear), (
+        "another content than that of the client state"
+    )
     position = engine.gear.state_dict()["train"]["main"]["batches"]
-    assert client["batches"] == engine.global_steps == position, "another position than that of the engine"
+    assert client["batches"] == engine.global_steps == position, (
+        "another position than that of the engine"
+    )
     return outcome
 
 
@@ -316,10 +340,15 @@ def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
     leads = 0 in options.ranks
     import_all()
     for number in range(options.kills + 1):
-        is_last, port = number == options.kills, options.port + number if options.port else free_port()
+        is_last, port = (
+            number == options.kills,
+            options.port + number if options.port else free_port(),
+        )
         ready, told = folder / f"ready-{number}", folder / f"kill-{number}"
         train = functools.partial(train_for_ever, folder, number, is_last)
-        launched = [functools.partial(run_rank, rank, options, port, told, train) for rank in options.ranks]
+        launched = [
+            functools.partial(run_rank, rank, options, port, told, train) for rank in options.ranks
+        ]
         children = [in_child(action) for action in launched]
         if is_last:
             lost = [child for child in children if exit_status(child) != 0]
@@ -356,9 +385,13 @@ def main() -> None:
     parser.add_argument("--flips", action="store_true", help="change bits of saves on the disk")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--ranks", type=lambda text: [int(rank) for rank in text.split(",")], default=[0, 1])
+    parser.add_argument(
+        "--ranks", type=lambda text: [int(rank) for rank in text.split(",")], default=[0, 1]
+    )
     parser.add_argument("--master", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="the first of one for each launch; 0: free ones")
+    parser.add_argument(
+        "--port", type=int, default=0, help="the first of one for each launch; 0: free ones"
+    )
     options = parser.parse_args()
     os.environ.setdefault("GEAR_TEST_PREFIX", prefix())  # the same in all forks
     end_with(kill_replays(options) if options.what == "replay" else kill_ranks(options), "lost")

@@ -73,15 +73,22 @@ def read(pipe: Connection) -> None:
             batch = replay.sample()
             found["wrong"] += wrong(batch)
             found["batches"] += 1
-            replay.update_priorities(batch, torch.from_numpy(random.random(BATCH, np.float32) + 0.01))
-        found["added"] = sum(int(table.control[Control.INSERTED]) for table in replay.tables.values())
+            replay.update_priorities(
+                batch, torch.from_numpy(random.random(BATCH, np.float32) + 0.01)
+            )
+        found["added"] = sum(
+            int(table.control[Control.INSERTED]) for table in replay.tables.values()
+        )
     pipe.send(found)
 
 
 def write(pipe: Connection, number: int) -> None:
     """Add to both tables at full speed until the end of the run."""
     random = np.random.default_rng(number)
-    pool = [rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1))) for _ in range(200)]
+    pool = [
+        rows(int(random.integers(1 << 40)), int(random.integers(1, MOST_STEPS + 1)))
+        for _ in range(200)
+    ]
     TrajectoryWriter.attach(SECTION, table="any", wait_s=60).close()  # everything is imported now
     pipe.send("attached")
     while True:
@@ -120,7 +127,14 @@ def shared_memory() -> dict[str, float]:
 
 # A writer that attaches anew has 6 descriptors and 4 maps fewer for an instant. Its shared memory is what it
 # has touched since then, and is not judged.
-MOST_GROWTH = {"anonymous_mib": 4.0, "descriptors": 6, "maps": 8, "threads": 0, "files": 0, "file_mib": 0.0}
+MOST_GROWTH = {
+    "anonymous_mib": 4.0,
+    "descriptors": 6,
+    "maps": 8,
+    "threads": 0,
+    "files": 0,
+    "file_mib": 0.0,
+}
 
 
 def growth(series: list[dict[str, float]]) -> dict[str, list[float]]:
@@ -128,7 +142,10 @@ def growth(series: list[dict[str, float]]) -> dict[str, list[float]]:
     kept = series[len(series) // 4 :]
     third = max(1, len(kept) // 3)
     parts = kept[:third], kept[-third:]
-    return {key: [statistics.median(entry[key] for entry in part) for part in parts] for key in series[0]}
+    return {
+        key: [statistics.median(entry[key] for entry in part) for part in parts]
+        for key in series[0]
+    }
 
 
 def grown(found: dict[str, dict[str, list[float]]]) -> list[str]:
@@ -150,7 +167,10 @@ def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
         for number in range(WRITERS):
             processes[f"writer {number}"], pipe = start(write, number)
             assert pipe.recv() == "attached"
-        series: dict[str, list[dict[str, float]]] = {"/dev/shm": [], **{who: [] for who in processes}}
+        series: dict[str, list[dict[str, float]]] = {
+            "/dev/shm": [],
+            **{who: [] for who in processes},
+        }
         begin, told = time.monotonic(), 0.0
         while time.monotonic() - begin < seconds or len(series["rank"]) < LEAST:
             wanted = COUNTS[:WRITERS].sum() + EVERY

@@ -46,7 +46,9 @@ SECTION: dict[str, Any] = {
     "timeout_s": 30.0,
 }
 # What a process may get because another was killed: the run has ended, or is not there yet.
-EXPECTED = {"writer": ("StoreError", "StoreGoneError", "PeerError", "LostNodeError", "NotReadyError")}
+EXPECTED = {
+    "writer": ("StoreError", "StoreGoneError", "PeerError", "LostNodeError", "NotReadyError")
+}
 
 
 def section(part: str) -> dict[str, Any]:
@@ -63,7 +65,9 @@ def check_content(replay: Replay) -> None:
         except StoreError:
             continue
         wanted = rows(int(one["key"]), len(one["again"]))
-        assert all((one[name].numpy() == wanted[name]).all() for name in wanted), "a torn trajectory"
+        assert all((one[name].numpy() == wanted[name]).all() for name in wanted), (
+            "a torn trajectory"
+        )
 
 
 class Part:
@@ -81,7 +85,9 @@ class Part:
         """Loop until killed; an error that no kill explains goes into a file."""
         saves = self.folder / "saves"
         try:
-            {"rank": self.sample_and_save, "writer": self.write, "loader": self.load}[self.name](saves)
+            {"rank": self.sample_and_save, "writer": self.write, "loader": self.load}[self.name](
+                saves
+            )
         except BaseException:
             (self.folder / f"failed-{self.name}-{os.getpid()}").write_text(traceback.format_exc())
             raise
@@ -130,7 +136,10 @@ class Part:
                         self.leave_child()
                     while True:
                         writer.add(
-                            rows(self.chance.randrange(1 << 40), self.chance.randrange(1, MOST_STEPS + 1))
+                            rows(
+                                self.chance.randrange(1 << 40),
+                                self.chance.randrange(1, MOST_STEPS + 1),
+                            )
                         )
                         self.count("added")
                         time.sleep(0.002)
@@ -184,7 +193,9 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
         children[name] = start(name)
     for child in children.values():
         kill(child)
-    counts = {path.name.removeprefix("count-"): path.stat().st_size for path in folder.glob("count-*")}
+    counts = {
+        path.name.removeprefix("count-"): path.stat().st_size for path in folder.glob("count-*")
+    }
     return {"kills": dict(kills), **dict(sorted(counts.items())), "failures": failures()}
 
 

@@ -39,7 +39,10 @@ SCHEMA = Schema(
         Column("key", "int64", rows="1"),
     ]
 )
-COLUMNS = {c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows} for c in SCHEMA}
+COLUMNS = {
+    c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows}
+    for c in SCHEMA
+}
 WINDOW, BATCH, WRITERS, MOST_STEPS, ENVIRONMENTS = 8, 256, 4, 60, 3
 MOST_CALLS, MOST_STOP_S = 60, 3.0
 LEAST = ("least_added", "least_sampled", "least_killed")  # options
@@ -75,7 +78,9 @@ def mix(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
     """Return a checksum of each row. [...], int64, each."""
     key, step, steps = (words.astype(np.uint64) for words in (key, step, steps))
     words = (
-        key * np.uint64(0x9E3779B97F4A7C15) ^ step * np.uint64(0x2545F4914F6CDD1D) ^ steps << np.uint64(50)
+        key * np.uint64(0x9E3779B97F4A7C15)
+        ^ step * np.uint64(0x2545F4914F6CDD1D)
+        ^ steps << np.uint64(50)
     )
     return np.asarray((words >> np.uint64(1)).astype(np.int64))
 
@@ -112,7 +117,9 @@ def start(function: Callable[..., None], *arguments: Any) -> Child:
     """Run a function in a forked child, with a pipe to this process as its first argument."""
 
     def run_in_child(*given: Any) -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it does not outlive this process
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: it does not outlive this process
         function(*given)
 
     ours, theirs = FORK.Pipe()
@@ -154,7 +161,9 @@ def read(pipe: Connection, rank: int, wanted: argparse.Namespace) -> None:
             replay.add(rows(1, MOST_STEPS))  # frees what dead writers held
             replay.clear()
             with table.lock:
-                found["lost_rows"] = table.spec.capacity_rows - int(table.control[Control.FREE_ROWS])
+                found["lost_rows"] = table.spec.capacity_rows - int(
+                    table.control[Control.FREE_ROWS]
+                )
                 found["used_slots"] = int((table.slots[:, 0] != 0).sum())
         dist.barrier()
     pipe.send(found)
@@ -218,7 +227,9 @@ def host(pipe: Connection, wanted: argparse.Namespace) -> None:
     """Keep writers going as forked children; with `kill` a child's life has a length by calls or by time."""
     random = np.random.default_rng(11)
     children: list[int] = [0] * WRITERS
-    ends: list[tuple[float, float]] = [(0, 0)] * WRITERS  # calls, and a time, of which the first ends a life
+    ends: list[tuple[float, float]] = [
+        (0, 0)
+    ] * WRITERS  # calls, and a time, of which the first ends a life
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     TrajectoryWriter.attach(SECTION, wait_s=60).close()  # so that children have everything loaded

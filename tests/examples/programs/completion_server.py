@@ -38,7 +38,13 @@ def complete(index: int, body: dict[str, Any]) -> dict[str, Any]:
     names = [f"token_id:{token}" for token in tokens]
     logprobs = {"tokens": names, "token_logprobs": values, "top_logprobs": [], "text_offset": []}
     reason = "stop" if tokens[-1] == model.config.eos_token_id else "length"
-    return {"index": index, "text": "", "logprobs": logprobs, "finish_reason": reason, "token_ids": tokens}
+    return {
+        "index": index,
+        "text": "",
+        "logprobs": logprobs,
+        "finish_reason": reason,
+        "token_ids": tokens,
+    }
 
 
 def load(folder: str) -> dict[str, Any]:

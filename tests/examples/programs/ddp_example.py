@@ -22,11 +22,15 @@ dist.all_gather_object(
 added = sum(part[0]["added"] for part in parts)
 assert {part[0]["trajectories"] for part in parts} == {added}  # len() is of all workers
 numbers = sorted(number for part in parts for number in part[1])
-assert numbers == list(range((steps - 1) * 256, steps * 256))  # each has its part of one global batch
+assert numbers == list(
+    range((steps - 1) * 256, steps * 256)
+)  # each has its part of one global batch
 ids = {item[0] for item in parts[0][2]}
 assert max(ids) >= added // 2, "a worker draws what others have added"
 flat = [product for part in parts for product in part[3]]
-assert max(flat) < min(flat) * (1 + 1e-5)  # beta has reached 1: weight ~ 1 / probability over all workers
+assert max(flat) < min(flat) * (
+    1 + 1e-5
+)  # beta has reached 1: weight ~ 1 / probability over all workers
 assert max(part[4] for part in parts) == 1.0  # and the largest weight of the global batch is 1
 weights = torch.cat([parameter.detach().flatten() for parameter in q.parameters()])
 same = weights.clone()

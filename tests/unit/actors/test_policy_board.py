@@ -28,7 +28,9 @@ def policy(value: float = 0.0, width: int = 8) -> nn.Module:
 
 def value_of(module: nn.Module) -> float:
     """Return the one value that all of a module's parameters and buffers have."""
-    values = torch.cat([t.flatten() for t in module.state_dict().values() if t.is_floating_point()]).unique()
+    values = torch.cat(
+        [t.flatten() for t in module.state_dict().values() if t.is_floating_point()]
+    ).unique()
     assert len(values) == 1, f"torn: {len(values)} values"
     return float(values[0])
 
@@ -57,7 +59,9 @@ def test_versions(board: PolicyBoard) -> None:
 
 
 def test_refusals(board: PolicyBoard) -> None:
-    with pytest.raises(DataError, match=r"module must have the parameters .* got \('0.weight', \[9, 4\]\)"):
+    with pytest.raises(
+        DataError, match=r"module must have the parameters .* got \('0.weight', \[9, 4\]\)"
+    ):
         board.publish(policy(width=9))
     with pytest.raises(DataError, match="version must be more than 1, got 1"):
         board.publish(policy(), version=1)
@@ -88,7 +92,9 @@ def test_a_board_is_no_store(board: PolicyBoard) -> None:
 
 def files_of(process: int) -> list[str]:
     folder = f"/proc/{process}/fd"
-    return [f"{folder}/{name}" for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")]
+    return [
+        f"{folder}/{name}" for name in os.listdir(folder) if os.path.lexists(f"{folder}/{name}")
+    ]
 
 
 @pytest.mark.parametrize(("slots", "pause_s"), [(3, 0.0), (1, 0.001)])

@@ -71,7 +71,9 @@ def test_every_autoreset_mode_gives_the_same_trajectories(mode: str, count: int)
             actors.check()
         assert [result["actor"] for result in actors.results] == list(range(count))
         assert sum(result["episodes"] for result in actors.results) == len(replay)
-        assert all(result["steps"] > 4 and 1 <= result["mean_return"] <= 6 for result in actors.results)
+        assert all(
+            result["steps"] > 4 and 1 <= result["mean_return"] <= 6 for result in actors.results
+        )
         for trajectory in replay.read(range(len(replay))):
             episode, steps = int(trajectory["observation"][0, 0]), len(trajectory["reward"])
             assert steps == episode % 3 + 1
@@ -205,7 +207,9 @@ def test_actors_end_with_the_process_that_started_them() -> None:
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 2
         parent.send_signal(signal.SIGKILL)
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "the end of the actors")
+    wait_until(
+        lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids), "the end of the actors"
+    )
     wait_until(lambda: shared_files(prefix()) == [], "the end of the store")
 
 
@@ -223,20 +227,28 @@ def test_actors_end_with_the_run() -> None:
     actors = start_actors(policies.counting, policies.at_once, num_actors=2, replay=replay)
     wait_until(lambda: len(replay) >= 1, "collecting")
     replay.close()  # the second actor may not have attached yet
-    wait_until(lambda: all(process.poll() is not None for process in actors._processes), "their end")
+    wait_until(
+        lambda: all(process.poll() is not None for process in actors._processes), "their end"
+    )
     actors.check()
     assert len(actors.stop()) == 2
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with Replay(config_of(writers=1)) as replay:
-        with pytest.raises(ConfigError, match=r"gear.tables.main.writers must admit 2 actors, got 1"):
+        with pytest.raises(
+            ConfigError, match=r"gear.tables.main.writers must admit 2 actors, got 1"
+        ):
             start_actors("CartPole-v1", policies.at_once, num_actors=2, replay=replay)
         with pytest.raises(ConfigError, match="policy and env must be picklable"):
             start_actors("CartPole-v1", lambda actor: None, replay=replay)
         monkeypatch.setattr(policies.at_once, "__module__", "__main__")
-        with pytest.raises(ConfigError, match=r"policy must be importable by actors.*module:at_once"):
+        with pytest.raises(
+            ConfigError, match=r"policy must be importable by actors.*module:at_once"
+        ):
             start_actors("CartPole-v1", policies.at_once, replay=replay)
         monkeypatch.setitem(sys.modules, "gymnasium", None)
-        with pytest.raises(ConfigError, match=r"gymnasium must be installed .*deepspeed_gear\[examples\]"):
+        with pytest.raises(
+            ConfigError, match=r"gymnasium must be installed .*deepspeed_gear\[examples\]"
+        ):
             start_actors("CartPole-v1", "actor_policies:at_once", replay=replay)

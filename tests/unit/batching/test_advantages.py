@@ -51,8 +51,12 @@ def cases(draw: Any) -> tuple[dict[str, Any], bool, list[dict[str, np.ndarray]],
     trajectories = []
     for steps in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
         value = words.normal(size=steps + 1).astype(np.float32)
-        made = {name: words.normal(size=steps).astype(np.float32) for name in ("reward", "new", "logp")}
-        ends = {flag.name: (np.arange(steps) == steps - 1) & (words.random() < 0.5) for flag in FLAGS}
+        made = {
+            name: words.normal(size=steps).astype(np.float32) for name in ("reward", "new", "logp")
+        }
+        ends = {
+            flag.name: (np.arange(steps) == steps - 1) & (words.random() < 0.5) for flag in FLAGS
+        }
         trajectories.append({**made, **ends, "value": value, "next_value": value[1:]})
     window = {"offset": draw(st.integers(-4, 4)), "length": draw(st.sampled_from([None, 1, 3, 12]))}
     return (
@@ -106,7 +110,11 @@ def test_advantages_of_windows(way: str, case: Any) -> None:
     with kind(config, *(["cpu"] if way == "device" else []), schemas={"main": schema}) as replay:
         for number, trajectory in enumerate(trajectories):
             steps = len(trajectory["reward"])
-            shown = {c.name: trajectory[c.name][: steps + (c.rows == "T+1")] for c in schema if not c.late}
+            shown = {
+                c.name: trajectory[c.name][: steps + (c.rows == "T+1")]
+                for c in schema
+                if not c.late
+            }
             if way == "device":
                 replay.add_({name: torch.from_numpy(array)[None] for name, array in shown.items()})
             else:
@@ -157,7 +165,10 @@ def test_what_is_refused(options: Any, fields: dict[str, Any], text: str) -> Non
 
 @pytest.mark.parametrize("option", ["advantage", "n_step"])
 def test_flags_that_are_not_bool(option: str) -> None:
-    columns = [Column("value", "float32", (), "other", "T+1"), Column("reward", "float32", (), "reward")]
+    columns = [
+        Column("value", "float32", (), "other", "T+1"),
+        Column("reward", "float32", (), "reward"),
+    ]
     schema = Schema([*columns, FLAGS[0], Column("cut", "uint8", (), "truncated")])
     section = {"batch_size": 8, "tables": {"main": {"capacity_steps": 200}}}
     of = {"advantage": {"gamma": 0.9, **GAE}, "n_step": {"n": 2, "gamma": 0.9}}
@@ -173,7 +184,9 @@ def test_flags_that_are_not_bool(option: str) -> None:
 # ---- rollout batches -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{"kind": "gae"}, {"kind": "vtrace", **OFF_POLICY, "log_prob": "new"}])
+@pytest.mark.parametrize(
+    "options", [{"kind": "gae"}, {"kind": "vtrace", **OFF_POLICY, "log_prob": "new"}]
+)
 @pytest.mark.parametrize("per_step", [False, True])
 def test_advantages_of_rollout_batches(options: dict[str, Any], per_step: bool) -> None:
     """Tokens of the loss mask are actions; others take no time, and their rewards are the action's before."""
@@ -198,7 +211,9 @@ def test_advantages_of_rollout_batches(options: dict[str, Any], per_step: bool) 
         found = rollout.advantages(**options, reward=reward, name="a")
         assert torch.equal(found, rollout.column("a"))
         first, target = 0, rollout.column("value_target")
-        for which, count in zip(rollout.trajectory_id.tolist(), rollout.lengths.tolist(), strict=True):
+        for which, count in zip(
+            rollout.trajectory_id.tolist(), rollout.lengths.tolist(), strict=True
+        ):
             response, own = stored[which], slice(first, first + count)
             first += count
             actions = np.flatnonzero(response["loss_mask"][1:])
@@ -211,7 +226,8 @@ def test_advantages_of_rollout_batches(options: dict[str, Any], per_step: bool) 
                 "reward": [rewards[i:end].sum() for i, end in zip(actions, ends, strict=True)],
                 "value": value[actions],
                 "next_value": np.append(value[actions[1:]], value[-1]),
-                "terminated": (np.arange(len(actions)) == len(actions) - 1) & response["terminated"][-1],
+                "terminated": (np.arange(len(actions)) == len(actions) - 1)
+                & response["terminated"][-1],
                 "truncated": np.zeros(len(actions), bool),
                 "new": known["new"][own][actions],
                 "logp": np.append(response["logp"][1:], 0.0)[actions],
@@ -232,14 +248,20 @@ def test_a_critic_of_states_needs_the_value_after_the_end() -> None:
     with Replay(section(columns, rollout={"trajectories": 2})) as replay:
         for ends in (True, False):
             states = np.arange(4, dtype=np.float32)
-            rows = {"observation": np.stack([states, states], 1), "reward": np.ones(3), "value": states}
+            rows = {
+                "observation": np.stack([states, states], 1),
+                "reward": np.ones(3),
+                "value": states,
+            }
             replay.add({**rows, "terminated": (np.arange(3) == 2) & ends})
         rollout = replay.rollout()
         rollout.advantages("gae", value="value", reward="reward", lam=0.0)
         wanted = [2.0, 2.0, -1.0, 2.0, 2.0, 2.0]  # r + V' - V, without V' after the termination
         assert rollout.column("advantage").tolist() == wanted
         rollout.set("own", np.arange(6.0))
-        with pytest.raises(DataError, match=r"value of the state after trajectories .* got '1 of 2"):
+        with pytest.raises(
+            DataError, match=r"value of the state after trajectories .* got '1 of 2"
+        ):
             rollout.advantages("gae", value="own")
         for wrong, text in (
             ({"value": "valu"}, "column 'valu' must be filled or set before, or be a column"),
@@ -251,7 +273,9 @@ def test_a_critic_of_states_needs_the_value_after_the_end() -> None:
         ):
             with pytest.raises(ConfigError, match=text):
                 rollout.advantages("gae", **wrong)
-        with pytest.raises(ConfigError, match=r"rollout.advantages.value is not an option of 'grpo'"):
+        with pytest.raises(
+            ConfigError, match=r"rollout.advantages.value is not an option of 'grpo'"
+        ):
             rollout.advantages(value="value")
 
 
@@ -262,8 +286,16 @@ def test_a_response_that_a_pack_cuts_is_truncated(flag: str | None) -> None:
     pack = {"tokens": 16, "pad": {"multiple": 16}, "too_long": "truncate"}
     with Replay(section(columns, rollout={"trajectories": 2}, pack=pack)) as replay:
         for length in (16, 17):
-            flags = {} if flag is None else {flag: (np.arange(length) == length - 1) & (flag == "terminated")}
-            stored = {"tokens": np.ones(length, np.int32), "loss_mask": np.arange(length) > 0, "reward": 0.0}
+            flags = (
+                {}
+                if flag is None
+                else {flag: (np.arange(length) == length - 1) & (flag == "terminated")}
+            )
+            stored = {
+                "tokens": np.ones(length, np.int32),
+                "loss_mask": np.arange(length) > 0,
+                "reward": 0.0,
+            }
             replay.add({**stored, "logp": np.zeros(length), "prompt": 0, **flags})
         rollout = replay.rollout()
         assert rollout.lengths.tolist() == [16, 16]

@@ -18,7 +18,14 @@ from torch.utils import _pytree as pytree
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.batch import BatchSamples
 from deepspeed_gear.config.cross_checks import SAMPLE_NAMES
-from deepspeed_gear.errors import ConfigError, DataError, FieldError, GearError, ShapeError, StaleBatchError
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    FieldError,
+    GearError,
+    ShapeError,
+    StaleBatchError,
+)
 
 
 def make(num_samples: int = 3) -> Batch:
@@ -33,7 +40,9 @@ def make(num_samples: int = 3) -> Batch:
     records = torch.arange(num_samples * 8).view(num_samples, 8)
     valid = torch.tensor([True] * (num_samples - 1) + [False])
     epoch = torch.full((num_samples,), 5)
-    return Batch(tensors, mask, BatchSamples(records, valid, False, 100, epoch, first_index=1, index_step=2))
+    return Batch(
+        tensors, mask, BatchSamples(records, valid, False, 100, epoch, first_index=1, index_step=2)
+    )
 
 
 def test_is_a_mapping() -> None:
@@ -41,7 +50,9 @@ def test_is_a_mapping() -> None:
     assert list(batch) == ["observation.image", "observation.state", "reward"]
     assert len(batch) == batch.num_samples == 3
     assert {**batch}["reward"] is batch["reward"]
-    with pytest.raises(KeyError, match=r"field 'rewards' must be in the batch; it has observation.image"):
+    with pytest.raises(
+        KeyError, match=r"field 'rewards' must be in the batch; it has observation.image"
+    ):
         batch["rewards"]
     assert repr(batch) == (
         "Batch(3 samples on cpu; observation.image: float32[3, 2, 2], observation.state: float32[3, 2], "
@@ -69,7 +80,15 @@ def test_parts_by_the_names_of_a_pipeline() -> None:
     batch = make()
     assert batch.part("reward") is batch["reward"]
     assert batch.part("mask.observation.state") is batch.mask["observation.state"]
-    for name in ("is_weight", "trajectory_id", "anchor", "sample_number", "probability", "epoch", "valid"):
+    for name in (
+        "is_weight",
+        "trajectory_id",
+        "anchor",
+        "sample_number",
+        "probability",
+        "epoch",
+        "valid",
+    ):
         assert batch.part(name).equal(getattr(batch, name)), name
     for name in ("handle", "host_records", "mask", "mask.other", "observation"):
         with pytest.raises(KeyError, match=name.removeprefix("mask.")):
@@ -191,7 +210,10 @@ def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> N
                 assert torch.equal(same.part(of), wanted[of][chosen])
     assert part.mask["observation.image"] is part.mask["observation.state"]
     if isinstance(key, slice):
-        assert part["reward"].untyped_storage().data_ptr() == batch["reward"].untyped_storage().data_ptr()
+        assert (
+            part["reward"].untyped_storage().data_ptr()
+            == batch["reward"].untyped_storage().data_ptr()
+        )
     assert part.host_records.is_contiguous()  # as the priority log takes them
 
 
@@ -199,16 +221,28 @@ def test_parts_take_everything_along(made: Callable[..., Batch], name: str) -> N
     ("key", "kind", "text"),
     [
         (np.ones(4, bool), ShapeError, r"the mask of samples must have shape \[5\], got \[4\]"),
-        (torch.ones(2, 2, dtype=torch.int64), ShapeError, r"indices of samples must have shape \[n\]"),
+        (
+            torch.ones(2, 2, dtype=torch.int64),
+            ShapeError,
+            r"indices of samples must have shape \[n\]",
+        ),
         (torch.tensor(1), ShapeError, r"must have shape \[n\], got \[\]; write batch\[i:i \+ 1\]"),
         (torch.tensor([0, 5]), ShapeError, r"an index of samples must be in \[-5, 5\), got 5"),
         ([-6], ShapeError, r"must be in \[-5, 5\), got -6"),
         (torch.ones(5), DataError, "must be a slice, a mask of bools, or integers"),
-        (np.ones(5, np.uint8), DataError, "5 of uint8, for a mask or indices'; convert them to bool or"),
+        (
+            np.ones(5, np.uint8),
+            DataError,
+            "5 of uint8, for a mask or indices'; convert them to bool or",
+        ),
         ([[]], DataError, "must be a slice, a mask of bools, or integers"),
         (slice(None, None, -1), ShapeError, "slice of integers with a step of at least 1"),
         (slice("a", None), ShapeError, "slice of integers"),
-        (3, FieldError, r"field 3 must be in the batch; write batch\[3:4\] for a sample; it has observation"),
+        (
+            3,
+            FieldError,
+            r"field 3 must be in the batch; write batch\[3:4\] for a sample; it has observation",
+        ),
     ],
 )
 def test_parts_that_are_refused(key: Any, kind: type[GearError], text: str) -> None:
@@ -218,7 +252,9 @@ def test_parts_that_are_refused(key: Any, kind: type[GearError], text: str) -> N
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without CUDA")
 def test_a_device_that_torch_cannot_use_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device must be a device that torch can use here, got 'cuda'; "):
+    with pytest.raises(
+        ConfigError, match="device must be a device that torch can use here, got 'cuda'; "
+    ):
         make(3).to("cuda")
     assert make(3).to("cpu").device.type == "cpu"
 
@@ -230,7 +266,9 @@ def test_minibatches_visit_each_sample_once_an_epoch() -> None:
     orders = [torch.cat([p.sample_number for p in parts[i : i + 3]]).tolist() for i in (0, 3, 6)]
     assert all(sorted(order) == batch.sample_number.tolist() for order in orders)
     assert len({tuple(order) for order in [*orders, batch.sample_number.tolist()]}) == 4
-    assert all(bool((p["observation.image"][:, 0, 0] == (p.sample_number - 7) / 2).all()) for p in parts)
+    assert all(
+        bool((p["observation.image"][:, 0, 0] == (p.sample_number - 7) / 2).all()) for p in parts
+    )
 
     def order(of: Batch, **options: Any) -> list[int]:
         return [n for part in of.minibatches(4, **options) for n in part.sample_number.tolist()]
@@ -274,14 +312,20 @@ def test_what_cannot_be_joined() -> None:
     batch = make(3)
     other = batch.clone()
     other["reward"] = other["reward"].double()
-    with pytest.raises(ShapeError, match=r"field 'reward' of batch 1 must be as in batch 0: \('float32'"):
+    with pytest.raises(
+        ShapeError, match=r"field 'reward' of batch 1 must be as in batch 0: \('float32'"
+    ):
         Batch.cat([batch, other])
     more = batch.clone()
     more["more"] = torch.zeros(3)
-    with pytest.raises(ShapeError, match=r"field 'more' of batch 2 must be as in batch 0: missing, got"):
+    with pytest.raises(
+        ShapeError, match=r"field 'more' of batch 2 must be as in batch 0: missing, got"
+    ):
         Batch.cat([batch, batch, more])
     for bad in ([], batch, None, [batch, 3]):
-        with pytest.raises(DataError, match=r"batches must be a list of at least one batch.*Batch.cat"):
+        with pytest.raises(
+            DataError, match=r"batches must be a list of at least one batch.*Batch.cat"
+        ):
             Batch.cat(bad)  # type: ignore[arg-type]
 
 
@@ -309,7 +353,8 @@ def test_parts_live_as_long_as_their_memory(replay: Replay) -> None:
 @pytest.fixture
 def replay() -> Replay:
     made = Replay(
-        config_of(batch_size=4, fields={"observation": {}, "code": {"length": 3}}), schemas={"main": SCHEMA}
+        config_of(batch_size=4, fields={"observation": {}, "code": {"length": 3}}),
+        schemas={"main": SCHEMA},
     )
     for number in range(6):
         made.add(trajectory(number, 5 + number))
@@ -324,7 +369,11 @@ def loss_of(batch: Batch) -> torch.Tensor:
 def test_a_late_backward_raises_but_that_of_a_clone(replay: Replay) -> None:
     with replay:
         batch = replay.sample()
-        kept, of_clone, wanted = batch.clone(), loss_of(batch.clone()), pickle.loads(pickle.dumps(batch))
+        kept, of_clone, wanted = (
+            batch.clone(),
+            loss_of(batch.clone()),
+            pickle.loads(pickle.dumps(batch)),
+        )
         in_time = loss_of(batch)
         replay.sample()
         in_time.backward()
@@ -361,7 +410,9 @@ ACCESSES: dict[str, Callable[[Replay, Batch], Any]] = {
 def test_every_access_of_an_overwritten_batch_raises() -> None:
     sampler = {"kind": "prioritized", "unit": "step"}
     fields = {"observation": {}, "code": {"length": 3}}
-    with Replay(config_of(batch_size=4, sampler=sampler, fields=fields), schemas={"main": SCHEMA}) as replay:
+    with Replay(
+        config_of(batch_size=4, sampler=sampler, fields=fields), schemas={"main": SCHEMA}
+    ) as replay:
         replay.add(trajectory(0, 9))
         batch = replay.sample()
         for _ in range(2):
@@ -380,10 +431,16 @@ def test_every_access_of_an_overwritten_batch_raises() -> None:
         assert repr(batch) == "Batch(overwritten)"
 
 
-@pytest.mark.parametrize(("accumulation", "prefetch", "depth"), [(1, 0, 2), (3, 0, 3), (1, 2, 5), (3, 2, 10)])
+@pytest.mark.parametrize(
+    ("accumulation", "prefetch", "depth"), [(1, 0, 2), (3, 0, 3), (1, 2, 5), (3, 2, 10)]
+)
 def test_how_long_a_batch_lives(accumulation: int, prefetch: int, depth: int) -> None:
     """The ring holds all batches of an optimizer step, and what is prepared ahead."""
-    options = {"micro_batch_size": 2, "gradient_accumulation_steps": accumulation, "prefetch": prefetch}
+    options = {
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": accumulation,
+        "prefetch": prefetch,
+    }
     with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
         replay.add(trajectory(0, 200))
         batches, pointers, taken = [], [], []
@@ -424,7 +481,9 @@ TRANSFORMS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
     "on another device": (lambda batch: batch.to("meta"), False),
     "made anew": (
         lambda batch: Batch(
-            {**batch}, batch.mask, BatchSamples(batch.host_records, batch.valid, False, 0, batch.epoch)
+            {**batch},
+            batch.mask,
+            BatchSamples(batch.host_records, batch.valid, False, 0, batch.epoch),
         ),
         True,
     ),
@@ -435,7 +494,9 @@ TRANSFORMS: dict[str, tuple[Callable[[Batch], Batch], bool]] = {
 def test_what_a_transform_returns_lives_as_long_as_its_memory(replay: Replay, name: str) -> None:
     change, ends = TRANSFORMS[name]
     with replay:
-        derived = None if name == "made anew" else change(replay.sample())  # then nothing can be known of it
+        derived = (
+            None if name == "made anew" else change(replay.sample())
+        )  # then nothing can be known of it
         replay.transform = lambda batch, keys: change(batch)
         returned = replay.sample()
         for _ in range(2):
@@ -465,7 +526,9 @@ def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> No
             replay.sample()
 
 
-@pytest.mark.skipif(TorchVersion(torch.__version__) < "2.5", reason="torch 2.4 does not trace all of it")
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.5", reason="torch 2.4 does not trace all of it"
+)
 def test_batches_and_their_parts_pass_through_the_compiler(replay: Replay) -> None:
     """Without a graph break, and without compiling again for the next batch."""
     counter = CompileCounter()

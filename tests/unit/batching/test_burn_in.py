@@ -30,11 +30,19 @@ PER = {"kind": "prioritized", "unit": "step", "reduce": "mean"}
 
 
 def replay_of(**options: Any) -> Replay:
-    section = {"batch_size": 32, "sampler": {"unit": "step"}, "burn_in": 3, "fields": FIELDS, **options}
+    section = {
+        "batch_size": 32,
+        "sampler": {"unit": "step"},
+        "burn_in": 3,
+        "fields": FIELDS,
+        **options,
+    }
     return filled(LENGTHS, **section)
 
 
-def learning(anchor: int, steps: int, field: dict[str, Any], burn_in: int, first: int) -> list[bool]:
+def learning(
+    anchor: int, steps: int, field: dict[str, Any], burn_in: int, first: int
+) -> list[bool]:
     """Return which places of a window learn, step by step."""
     rows = steps + (field.get("column") == "observation")
     begin = anchor + field["offset"]
@@ -63,7 +71,9 @@ def test_against_a_loop(burn_in: int) -> None:
                 column = {**field, "column": field.get("column", name)}
                 wanted = [
                     learning(anchor, steps, column, burn_in, -3)
-                    for anchor, steps in zip(batch.anchor.tolist(), batch.num_steps.tolist(), strict=True)
+                    for anchor, steps in zip(
+                        batch.anchor.tolist(), batch.num_steps.tolist(), strict=True
+                    )
                 ]
                 assert batch.learns(name).tolist() == wanted, name
                 assert halved.learns(name).tolist() == wanted[:16]
@@ -78,8 +88,12 @@ def test_against_a_loop(burn_in: int) -> None:
 
 @pytest.mark.parametrize("how", ["max", "mean", "mix"])
 def test_priorities_are_reduced_over_steps_that_learn(how: str) -> None:
-    fields = {name: FIELDS[name] for name in ("code", "late")} | {"reward": {"offset": -3, "length": 8}}
-    with replay_of(sampler={**PER, "reduce": how, "anchors": {"every": 4}}, fields=fields) as replay:
+    fields = {name: FIELDS[name] for name in ("code", "late")} | {
+        "reward": {"offset": -3, "length": 8}
+    }
+    with replay_of(
+        sampler={**PER, "reduce": how, "anchors": {"every": 4}}, fields=fields
+    ) as replay:
         batch = replay.sample().clone()
         assert (batch.anchor % 4 == 0).all()
         values = torch.rand(32, 8)
@@ -152,7 +166,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"fields": {**FIELDS, "short": {"column": "reward", "offset": -3, "length": 3}}},
         r"gear.burn_in must be less than the steps up to the end of field short \(3\), got 3; lengthen",
     ),
-    ({"burn_in": 4}, r"must be at most the steps of the windows in front of the anchor \(3\), got 4"),
+    (
+        {"burn_in": 4},
+        r"must be at most the steps of the windows in front of the anchor \(3\), got 4",
+    ),
     (
         {"fields": {"code": {"length": 8}}},
         r"must be at most .* \(0\), got 3; else a sample may have no",

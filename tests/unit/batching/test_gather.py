@@ -12,7 +12,13 @@ from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 def test_equal_windows_share_a_mask_and_different_parts_none() -> None:
     window = {"offset": -2, "length": 4}
     other = {"column": "code", "offset": -1, "length": 4}
-    fields = {"action": window, "code": window, "reward": window, "observation": window, "other": other}
+    fields = {
+        "action": window,
+        "code": window,
+        "reward": window,
+        "observation": window,
+        "other": other,
+    }
     with filled((4, 9), fields=fields) as replay:
         batch = replay.sample()
         assert batch.mask["action"] is batch.mask["code"]
@@ -21,13 +27,22 @@ def test_equal_windows_share_a_mask_and_different_parts_none() -> None:
         action, code, reward, *_ = replay.fields
         halves = [replace(code, part_length=2), replace(reward, part_first=2, part_length=2)]
         fields = [action, *halves, replace(action, name="same", part_first=2, part_length=2)]
-        gatherer = Gatherer(GatherOptions(fields, {}, None, 2, torch.float32, 1), replay.tables["main"], 1)
+        gatherer = Gatherer(
+            GatherOptions(fields, {}, None, 2, torch.float32, 1), replay.tables["main"], 1
+        )
         mask = gatherer.ring[0].mask
-        assert [tuple(mask[field.name].shape) for field in fields] == [(2, 4), (2, 2), (2, 2), (2, 2)]
+        assert [tuple(mask[field.name].shape) for field in fields] == [
+            (2, 4),
+            (2, 2),
+            (2, 2),
+            (2, 2),
+        ]
         assert mask["reward"] is mask["same"]
         assert mask["reward"] is not mask["code"]
         outside = [replace(code, part_first=3, part_length=2)]
-        gatherer = Gatherer(GatherOptions(outside, {}, None, 1, torch.float32, 1), replay.tables["main"], 1)
+        gatherer = Gatherer(
+            GatherOptions(outside, {}, None, 1, torch.float32, 1), replay.tables["main"], 1
+        )
         with pytest.raises(RuntimeError, match="first and count must be a part of the window"):
             gatherer.gather(torch.tensor([[0, 0, 0, 0, 4, 0, 0, 0]]))
 

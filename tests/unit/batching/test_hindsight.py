@@ -47,7 +47,9 @@ def trajectory(number: int, steps: int) -> dict[str, Any]:
 LENGTHS = (1, 2, 3, 7, 12)
 
 
-def replay_of(schema: Schema = SCHEMA, lengths: tuple[int, ...] = LENGTHS, **options: Any) -> Replay:
+def replay_of(
+    schema: Schema = SCHEMA, lengths: tuple[int, ...] = LENGTHS, **options: Any
+) -> Replay:
     section = {"batch_size": 64, "hindsight": {}, "fields": {"goal": GOAL}, **options}
     replay = Replay(config_of(**{"sampler": {"unit": "step"}, **section}), schemas={"main": schema})
     for number, steps in enumerate(lengths):
@@ -63,7 +65,11 @@ def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, ke
     high, low = ([int(half) % 2**64 for half in word] for word in zip(*words, strict=True))
     anchor, rows = int(batch.anchor[index]), int(batch.num_steps[index]) + final_row
     strategy, fraction = section.get("strategy", "future"), section.get("fraction", 0.8)
-    later = {"future": range(anchor + 1, rows), "final": range(rows - 1, rows), "episode": range(rows)}
+    later = {
+        "future": range(anchor + 1, rows),
+        "final": range(rows - 1, rows),
+        "episode": range(rows),
+    }
     known = later[strategy]
     if high[0] >> 2 >= int(fraction * ONE_Q62) or not known:
         return -1
@@ -73,7 +79,13 @@ def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, ke
 @pytest.mark.parametrize(("column", "final_row"), [("achieved", 1), ("next_achieved", 0)])
 @pytest.mark.parametrize(
     "section",
-    [{}, {"strategy": "final"}, {"strategy": "episode", "fraction": 0.5}, {"fraction": 1.0}, {"fraction": 0}],
+    [
+        {},
+        {"strategy": "final"},
+        {"strategy": "episode", "fraction": 0.5},
+        {"fraction": 1.0},
+        {"fraction": 0},
+    ],
     ids=str,
 )
 def test_against_a_loop(column: str, final_row: int, section: dict[str, Any]) -> None:
@@ -96,7 +108,9 @@ def test_against_a_loop(column: str, final_row: int, section: dict[str, Any]) ->
                 stored = trajectory(number, LENGTHS[number])
                 wanted = stored["desired"] if step < 0 else stored[column][step]
                 assert batch["goal"][i].tolist() == wanted.tolist()
-                behind = 2 * (stored["desired_steps"][anchor + 1] if step < 0 else stored[column][step])
+                behind = 2 * (
+                    stored["desired_steps"][anchor + 1] if step < 0 else stored[column][step]
+                )
                 assert batch["next_goal"][i].tolist() == behind.tolist()
                 assert batch["own"][i].tolist() == stored["desired_steps"][anchor + 1].tolist()
                 assert batch["observation"][i].tolist() == stored["observation"][anchor].tolist()
@@ -106,7 +120,10 @@ def test_against_a_loop(column: str, final_row: int, section: dict[str, Any]) ->
 
 
 def test_a_relabelled_goal_is_real_where_its_own_would_be_padding() -> None:
-    fields = {"goal": {"column": "small", "offset": 50, "hindsight": "small"}, "other": {"column": "small"}}
+    fields = {
+        "goal": {"column": "small", "offset": 50, "hindsight": "small"},
+        "other": {"column": "small"},
+    }
     with replay_of(fields={**fields, "far": {"column": "reward", "offset": 50}}) as replay:
         batch = replay.sample()
         assert torch.equal(batch.mask["goal"], batch.relabelled)
@@ -144,12 +161,16 @@ def test_a_program_s_reward(prefetch: int) -> None:
 def test_refused_rewards() -> None:
     with (
         replay_of(hindsight={"reward": f"{__name__}:wrong"}, fields=FIELDS) as replay,
-        pytest.raises(ShapeError, match=r"gear.hindsight.reward must return .* field reward \(\[64\]\), got"),
+        pytest.raises(
+            ShapeError, match=r"gear.hindsight.reward must return .* field reward \(\[64\]\), got"
+        ),
     ):
         replay.sample()
     with pytest.raises(ConfigError, match=r"gear.hindsight.reward must name what can be imported"):
         replay_of(hindsight={"reward": f"{__name__}:absent"}, fields=FIELDS)
-    with pytest.raises(ConfigError, match="must have one field of the reward column to replace, got 'none'"):
+    with pytest.raises(
+        ConfigError, match="must have one field of the reward column to replace, got 'none'"
+    ):
         replay_of(hindsight={"reward": f"{__name__}:reached"})
 
 
@@ -176,7 +197,9 @@ def test_mixtures() -> None:
     tables = {name: {"capacity_steps": 100, "capacity_trajectories": 8} for name in "ab"}
     of = {"kind": "uniform", "unit": "step"}
     sampler = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": of}
-    section = config_of(tables=tables, sampler=sampler, hindsight={}, fields={"goal": GOAL}, batch_size=40)
+    section = config_of(
+        tables=tables, sampler=sampler, hindsight={}, fields={"goal": GOAL}, batch_size=40
+    )
     with Replay(section, schemas=dict.fromkeys("ab", SCHEMA)) as replay:
         for number, steps in enumerate(LENGTHS):
             replay.add(trajectory(number, steps), "a")
@@ -187,7 +210,9 @@ def test_mixtures() -> None:
                 key = key_of("ab"[int(batch.source[i])], "train")
                 step = oracle(batch, i, {}, 1, key)
                 assert batch.goal_step[i] == step
-                stored = trajectory(int(batch.trajectory_id[i]), LENGTHS[int(batch.trajectory_id[i])])
+                stored = trajectory(
+                    int(batch.trajectory_id[i]), LENGTHS[int(batch.trajectory_id[i])]
+                )
                 wanted = stored["desired"] if step < 0 else stored["achieved"][step]
                 assert batch["goal"][i].tolist() == wanted.tolist()
 
@@ -203,14 +228,35 @@ def test_stages_of_a_pipeline_choose_goals_by_name() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"hindsight": {"strategy": "past"}}, 'gear.hindsight.strategy must be "future", "final" or "episode"'),
-    ({"hindsight": {"fraction": 1.5}}, r"hindsight.fraction must be a finite number in \[0, 1\], got 1.5"),
+    (
+        {"hindsight": {"strategy": "past"}},
+        'gear.hindsight.strategy must be "future", "final" or "episode"',
+    ),
+    (
+        {"hindsight": {"fraction": 1.5}},
+        r"hindsight.fraction must be a finite number in \[0, 1\], got 1.5",
+    ),
     ({"hindsight": None}, "gear.fields.goal.hindsight must not be given without gear.hindsight"),
-    ({"fields": {"observation": {}}}, 'gear.hindsight must have a field with the option hindsight; "goal"'),
-    ({"fields": {"goal": {**GOAL, "length": 3}}}, "goal.length must not be given for a goal, got 3"),
-    ({"fields": {"goal": {"derived": "timestep", "hindsight": "achieved"}}}, "derived must not be given"),
-    ({"n_step": {"n": 2, "gamma": 0.9}}, "gear.hindsight must not be given together with gear.n_step"),
-    ({"fields": {"goal": {**GOAL, "hindsight": "desired"}}}, "must be a column with a row per step, got"),
+    (
+        {"fields": {"observation": {}}},
+        'gear.hindsight must have a field with the option hindsight; "goal"',
+    ),
+    (
+        {"fields": {"goal": {**GOAL, "length": 3}}},
+        "goal.length must not be given for a goal, got 3",
+    ),
+    (
+        {"fields": {"goal": {"derived": "timestep", "hindsight": "achieved"}}},
+        "derived must not be given",
+    ),
+    (
+        {"n_step": {"n": 2, "gamma": 0.9}},
+        "gear.hindsight must not be given together with gear.n_step",
+    ),
+    (
+        {"fields": {"goal": {**GOAL, "hindsight": "desired"}}},
+        "must be a column with a row per step, got",
+    ),
     (
         {"fields": {"goal": {**GOAL, "hindsight": "small"}}},
         r"must have dtype and shape of column desired \(float32\[2\]\), got 'small: float32\[1\]'",
@@ -219,7 +265,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"fields": {"goal": GOAL, "b": {"column": "desired", "hindsight": "next_achieved"}}},
         r"gear.fields.b.hindsight must have as many rows as column achieved \(T\+1\), got 'next_achieved: T'",
     ),
-    ({"fields": {"goal": GOAL, "return_to_go": {}}}, "return_to_go must not be given with gear.hindsight"),
+    (
+        {"fields": {"goal": GOAL, "return_to_go": {}}},
+        "return_to_go must not be given with gear.hindsight",
+    ),
 ]
 
 

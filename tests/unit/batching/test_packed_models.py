@@ -34,7 +34,11 @@ def layers(model: Any) -> str:
     """Return the kinds of layers that see other places."""
     config = model.config
     window = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = {kind for kind in getattr(config, "layer_types", None) or [window] if kind not in ("mlp", "moe")}
+    kinds = {
+        kind
+        for kind in getattr(config, "layer_types", None) or [window]
+        if kind not in ("mlp", "moe")
+    }
     return ", ".join(sorted(kind.removesuffix("_attention") for kind in kinds))
 
 
@@ -53,14 +57,19 @@ def cell(family: str, attention: str) -> str:
     except ValueError:
         return "-"
     if family in REFUSED or (attention.startswith("flash") and family in ("falcon", "nemotron")):
-        with pytest.raises(ConfigError, match=rf"{type(model).__name__} \({family}\) must be exact: .+; .+"):
+        with pytest.raises(
+            ConfigError, match=rf"{type(model).__name__} \({family}\) must be exact: .+; .+"
+        ):
             WHOLE.model_inputs(model)
         return "refused"
     if family == "gpt_oss" and attention == "flex_attention":
         return "-"  # not on a CPU, for its attention sinks
     with kernels(model), torch.compiler.set_stance("force_eager"):  # compiling masks takes long
         wanted = alone_of(family, attention if attention.startswith("flash") else "eager")
-        assert difference(model, WHOLE, WHOLE.model_inputs(model), wanted) < 1e-4, (family, attention)
+        assert difference(model, WHOLE, WHOLE.model_inputs(model), wanted) < 1e-4, (
+            family,
+            attention,
+        )
     return "with kernels" if family in BY_KERNELS else "yes"
 
 
@@ -82,7 +91,9 @@ def test_the_table_of_families_is_that_of_the_docs(monkeypatch: pytest.MonkeyPat
     """Every family that is known, and some that are refused, with each attention."""
     monkeypatch.setattr(PackedModel, "_check_kernels", lambda *_: None)
     made = table(sorted({*BY_POSITIONS, *BY_MASKS, *BY_KERNELS, *REFUSED}))
-    held = re.search(r"<!-- families -->\n(.*?)\n<!-- /families -->", PAGE.read_text(encoding="utf-8"), re.S)
+    held = re.search(
+        r"<!-- families -->\n(.*?)\n<!-- /families -->", PAGE.read_text(encoding="utf-8"), re.S
+    )
     assert held is not None
     assert held[1] == made
 
@@ -97,20 +108,31 @@ def test_shared_prefixes_are_exact_or_refused(family: str) -> None:
             model = tiny(family, attention, **options)
         except ValueError:
             continue
-        if layers(model) == "full" and family not in BY_KERNELS and not attention.startswith("flash"):
+        if (
+            layers(model) == "full"
+            and family not in BY_KERNELS
+            and not attention.startswith("flash")
+        ):
             if not wanted:
                 wanted = alone(model, SHARED)
                 assert difference(model, SHARED, WHOLE.model_inputs(model), wanted) > 1e-2
-            assert difference(model, SHARED, SHARED.model_inputs(model), wanted) < 1e-4, (family, attention)
+            assert difference(model, SHARED, SHARED.model_inputs(model), wanted) < 1e-4, (
+                family,
+                attention,
+            )
             continue
-        with pytest.raises(ConfigError, match=r"of layers that are not full|sdpa or eager with|no sequences"):
+        with pytest.raises(
+            ConfigError, match=r"of layers that are not full|sdpa or eager with|no sequences"
+        ):
             SHARED.model_inputs(model)
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_refused_would_be_wrong_and_one_trajectory_is_right(family: str) -> None:
     model = tiny(family)
-    with pytest.raises(ConfigError, match=rf"\({family}\) must be exact: .*\"max_trajectories\": 1"):
+    with pytest.raises(
+        ConfigError, match=rf"\({family}\) must be exact: .*\"max_trajectories\": 1"
+    ):
         WHOLE.model_inputs(model)
     assert difference(model, WHOLE, WHOLE.model_inputs("eager")) > 1e-2
     for lengths in ([ROWS - 5], [7]):
@@ -121,9 +143,13 @@ def test_what_is_refused_would_be_wrong_and_one_trajectory_is_right(family: str)
 
 
 @pytest.mark.parametrize("family", sorted(BY_KERNELS))
-def test_recurrent_layers_without_kernels_are_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recurrent_layers_without_kernels_are_refused(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny(family)
-    with pytest.raises(ConfigError, match=r"carry state .* without .*causal_conv1d.*\"max_trajectories\": 1"):
+    with pytest.raises(
+        ConfigError, match=r"carry state .* without .*causal_conv1d.*\"max_trajectories\": 1"
+    ):
         WHOLE.model_inputs(model)
     monkeypatch.setattr(packed_models, "find_spec", lambda _: True)
     with pytest.raises(ConfigError, match="carry state from one trajectory to the next on cpu"):
@@ -133,7 +159,12 @@ def test_recurrent_layers_without_kernels_are_refused(family: str, monkeypatch: 
         WHOLE.model_inputs(model)
 
 
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "rope_theta": 1e4,
+}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 GROWING = {"rope_parameters": DYNAMIC, "head_dim": 8, "max_position_embeddings": 32}
 
@@ -143,16 +174,27 @@ GROWING = {"rope_parameters": DYNAMIC, "head_dim": 8, "max_position_embeddings":
     [
         ("falcon", {"alibi": True}, "ALiBi biases are of places in the pack"),
         ("llama", {"is_causal": False}, "its attention is not causal"),
-        ("llama4_text", {"floor_scale": 60, "attn_temperature_tuning": True}, "place in the pack from 59 on"),
+        (
+            "llama4_text",
+            {"floor_scale": 60, "attn_temperature_tuning": True},
+            "place in the pack from 59 on",
+        ),
         ("phi3", {"rope_parameters": LONG, "original_max_position_embeddings": 32}, "over 32"),
-        ("llama", GROWING, "rotations of kind 'dynamic' are of the longest sequence where it is over 32"),
+        (
+            "llama",
+            GROWING,
+            "rotations of kind 'dynamic' are of the longest sequence where it is over 32",
+        ),
     ],
 )
 def test_what_depends_on_the_place_is_refused(family: str, more: dict[str, Any], text: str) -> None:
     model = tiny(family, **more)
     with pytest.raises(ConfigError, match=text):
         WHOLE.model_inputs(model)
-    if family not in ("llama", "falcon"):  # bidirectional there; a shift of biases matters in 16 bits only
+    if family not in (
+        "llama",
+        "falcon",
+    ):  # bidirectional there; a shift of biases matters in 16 bits only
         assert difference(model, WHOLE, WHOLE.model_inputs("eager")) > 1e-4
     one = pack([7], ROWS)
     assert difference(tiny(family, **more), one, one.model_inputs(model)) < 1e-4
@@ -162,7 +204,16 @@ def test_what_depends_on_the_place_is_refused(family: str, more: dict[str, Any],
 
 
 #: Families with a load balancing loss, which packs may have.
-BALANCED = ("gpt_oss", "granitemoe", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
+BALANCED = (
+    "gpt_oss",
+    "granitemoe",
+    "minimax_m2",
+    "mixtral",
+    "olmoe",
+    "phimoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 UNPADDED = pack(LENGTHS, sum(LENGTHS))
 
 
@@ -190,10 +241,14 @@ def test_every_family_with_a_balancing_loss_is_tested() -> None:
         if (family, attention) != ("gpt_oss", "sdpa")
     ],  # which the model does not offer
 )
-def test_the_balancing_loss_is_of_the_places_of_trajectories_or_refused(family: str, attention: str) -> None:
+def test_the_balancing_loss_is_of_the_places_of_trajectories_or_refused(
+    family: str, attention: str
+) -> None:
     model = tiny(family, attention)
     with kernels(model), torch.no_grad():
-        tokens = [WHOLE["tokens"][:, begin : begin + n] for begin, n in zip(STARTS, LENGTHS, strict=True)]
+        tokens = [
+            WHOLE["tokens"][:, begin : begin + n] for begin, n in zip(STARTS, LENGTHS, strict=True)
+        ]
         every = [model(input_ids=one, use_cache=False, output_router_logits=True) for one in tokens]
         logits = tuple(map(torch.cat, zip(*(one.router_logits for one in every), strict=True)))
         wanted = balance(model, logits)
@@ -204,7 +259,9 @@ def test_the_balancing_loss_is_of_the_places_of_trajectories_or_refused(family: 
                     micro.model_inputs(model)
             return
         outputs = model(**WHOLE.model_inputs(model), output_router_logits=True)
-        assert balance(model, outputs.router_logits, WHOLE.sequence >= 0) == pytest.approx(wanted, abs=1e-5)
+        assert balance(model, outputs.router_logits, WHOLE.sequence >= 0) == pytest.approx(
+            wanted, abs=1e-5
+        )
         assert abs(float(outputs.aux_loss) - wanted) > 1e-4  # it counts padding
 
         model.config.output_router_logits = True
@@ -220,7 +277,9 @@ def test_the_balancing_loss_is_of_the_places_of_trajectories_or_refused(family: 
             assert float(outputs.aux_loss) == pytest.approx(expected, abs=1e-5)
         assert difference(model, UNPADDED, UNPADDED.model_inputs(model)) < 1e-4
         if attention == "sdpa":
-            with pytest.raises(ConfigError, match=r"of layers that are not full|takes no masks of .*prefix"):
+            with pytest.raises(
+                ConfigError, match=r"of layers that are not full|takes no masks of .*prefix"
+            ):
                 SHARED.model_inputs(model)
 
 
@@ -237,9 +296,13 @@ def test_a_slice_of_a_padded_pack_has_no_balancing_loss() -> None:
 
 
 def test_other_models_and_attentions_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be the model or one of sdpa, .*; give the model, or micro"):
+    with pytest.raises(
+        ConfigError, match=r"must be the model or one of sdpa, .*; give the model, or micro"
+    ):
         WHOLE.model_inputs("mask")
-    with pytest.raises(ConfigError, match=r"model must be a causal language model .*, got 'Linear'; give"):
+    with pytest.raises(
+        ConfigError, match=r"model must be a causal language model .*, got 'Linear'; give"
+    ):
         WHOLE.model_inputs(torch.nn.Linear(2, 2))
     config = tiny("llama").config
     with pytest.raises(ConfigError, match="not known to have a row of logits per token"):
@@ -250,7 +313,9 @@ def test_other_models_and_attentions_are_refused() -> None:
             super().__init__()
             self.config = config
 
-    with pytest.raises(ConfigError, match=r"Remote \(llama\).*not known to have a row of logits per token"):
+    with pytest.raises(
+        ConfigError, match=r"Remote \(llama\).*not known to have a row of logits per token"
+    ):
         WHOLE.model_inputs(Remote())
 
 
@@ -273,13 +338,20 @@ def test_wrappers_are_looked_into() -> None:
             return inner
 
     model = tiny("mistral", "sdpa")
-    for wrapped in (Wrapper(model), Wrapper(Lora(model)), torch.compile(model), Lora(Wrapper(model))):
+    for wrapped in (
+        Wrapper(model),
+        Wrapper(Lora(model)),
+        torch.compile(model),
+        Lora(Wrapper(model)),
+    ):
         assert packed_models.unwrapped(wrapped) is model
         assert WHOLE.model_inputs(wrapped).keys() == {"input_ids", "position_ids", "use_cache"}
     prompt = Lora(model)
     prompt.active_peft_config = type("Config", (), {"is_prompt_learning": True})
     for wrapped in (prompt, Wrapper(prompt)):
-        with pytest.raises(ConfigError, match="a prompt of peft adds places to every sequence; use LoRA"):
+        with pytest.raises(
+            ConfigError, match="a prompt of peft adds places to every sequence; use LoRA"
+        ):
             WHOLE.model_inputs(wrapped)
 
 

@@ -23,11 +23,41 @@ def test_lengths_may_be_a_view_and_padding_counts() -> None:
 @pytest.mark.parametrize(
     ("lengths", "budget", "width", "error", "text"),
     [
-        (torch.tensor([4, 11]), PackBudget(10), 2, DataError, "trajectory 1 must have at most 10 tokens"),
-        (torch.tensor([4, 0]), PackBudget(10), 2, DataError, "trajectory 1 must have at least 1 token"),
-        (torch.tensor([-4, 3]), PackBudget(10), 2, DataError, "trajectory 0 must have at least 1 token"),
-        (torch.tensor([385]), PackBudget(400, multiple=128), 1, DataError, "at most 384 tokens, the budget"),
-        (torch.full((4,), 1 << 30), PackBudget(1 << 30, 0, 1), 2, DataError, r"must be below 2\^62"),
+        (
+            torch.tensor([4, 11]),
+            PackBudget(10),
+            2,
+            DataError,
+            "trajectory 1 must have at most 10 tokens",
+        ),
+        (
+            torch.tensor([4, 0]),
+            PackBudget(10),
+            2,
+            DataError,
+            "trajectory 1 must have at least 1 token",
+        ),
+        (
+            torch.tensor([-4, 3]),
+            PackBudget(10),
+            2,
+            DataError,
+            "trajectory 0 must have at least 1 token",
+        ),
+        (
+            torch.tensor([385]),
+            PackBudget(400, multiple=128),
+            1,
+            DataError,
+            "at most 384 tokens, the budget",
+        ),
+        (
+            torch.full((4,), 1 << 30),
+            PackBudget(1 << 30, 0, 1),
+            2,
+            DataError,
+            r"must be below 2\^62",
+        ),
         (torch.tensor([1.0]), PackBudget(10), 2, ShapeError, "lengths must be int64"),
         (torch.ones(2, 2).long(), PackBudget(10), 2, ShapeError, "lengths must be int64"),
         (torch.ones(3, dtype=torch.int32), PackBudget(10), 2, ShapeError, "lengths must be int64"),
@@ -73,4 +103,6 @@ def test_language_models(count: int, width: int, most: float, seed: int) -> None
     pack = plan.micro * width + plan.rank
     of_pack = np.bincount(pack, costs, plan.num_micro * width).reshape(plan.num_micro, width)
     assert of_pack.max(1).sum() * width / costs.sum() - 1 <= most
-    assert of_pack.sum(0).max() * width / costs.sum() - 1 <= most / 10, "of a rank over all micro steps"
+    assert of_pack.sum(0).max() * width / costs.sum() - 1 <= most / 10, (
+        "of a rank over all micro steps"
+    )

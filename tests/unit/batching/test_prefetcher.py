@@ -19,7 +19,9 @@ def test_results_and_errors_come_in_order_and_no_further_ahead_than_the_depth(de
     prefetcher = Prefetcher[int](depth)
     prefetcher.begin(produce)
     prefetcher.start()
-    wait_until(lambda: len(made) == depth + 1, "preparing")  # one more is made and waits for its place
+    wait_until(
+        lambda: len(made) == depth + 1, "preparing"
+    )  # one more is made and waits for its place
     time.sleep(0.15)
     assert len(made) == depth + 1
     assert prefetcher.get() == 0

@@ -61,7 +61,9 @@ def replay() -> Iterator[Replay]:
         yield made
 
 
-def gatherer_of(replay: Replay, lane: HostStream, way: str = DIRECT) -> tuple[DeviceGatherer, torch.Tensor]:
+def gatherer_of(
+    replay: Replay, lane: HostStream, way: str = DIRECT
+) -> tuple[DeviceGatherer, torch.Tensor]:
     """Return a gatherer, and resolutions of two samples."""
     table = replay.tables["main"]
     first = int(table.slots[0, Slot.FIRST_ROW])
@@ -112,10 +114,15 @@ def test_an_entry_that_is_used_again_is_not_freed_for_its_older_batch(ring: Any)
     gather(ring, DEPTH - 1)  # dropped, but for the last, which has the entry of the second
     assert gatherer.made == 1
     gatherer.hand_over(1)
-    assert gather(ring, DEPTH) == ["user", "user"]  # for the third, and for the one handed over again
+    assert gather(ring, DEPTH) == [
+        "user",
+        "user",
+    ]  # for the third, and for the one handed over again
 
 
-@pytest.mark.parametrize("options", [{}, {"prefetch": 2}, {"prefetch": 1, "gradient_accumulation_steps": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"prefetch": 2}, {"prefetch": 1, "gradient_accumulation_steps": 3}]
+)
 def test_a_ring_is_deep_enough(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """No batch waits for more of its user's work than it must."""
     lane = Recorded()
@@ -161,12 +168,19 @@ def test_pinned_memory_is_written_again_when_its_copy_is_done(replay: Replay) ->
 
 
 def test_packed_tensors_are_aligned_and_apart() -> None:
-    shapes = [((3, 5), torch.float32), ((0, 4), torch.int64), ((7,), torch.bool), ((), torch.float64)]
+    shapes = [
+        ((3, 5), torch.float32),
+        ((0, 4), torch.int64),
+        ((7,), torch.bool),
+        ((), torch.float64),
+    ]
     packing = Packing(shapes)
     flat = torch.zeros(packing.num_bytes, dtype=torch.uint8)
     views = packing.views(flat)
     assert [(tuple(view.shape), view.dtype) for view in views] == shapes
-    assert all((view.data_ptr() - flat.data_ptr()) % ALIGNMENT == 0 for view in views if view.numel())
+    assert all(
+        (view.data_ptr() - flat.data_ptr()) % ALIGNMENT == 0 for view in views if view.numel()
+    )
     for view in views:
         view.fill_(1)
     assert int(flat.count_nonzero()) == 15 * 2 + 7 + 2  # 1.0 has two bytes that are not 0
@@ -180,7 +194,11 @@ def test_a_selection_is_released_by_its_event() -> None:
         guards.hold(event, released.append, key)
     guards.settle()
     assert released == []
-    for finished, expected in ((1, []), (0, [0, 1]), (2, [0, 1, 2])):  # the first one of the lane comes first
+    for finished, expected in (
+        (1, []),
+        (0, [0, 1]),
+        (2, [0, 1, 2]),
+    ):  # the first one of the lane comes first
         events[finished].finish()
         guards.settle()
         assert released == expected

@@ -75,7 +75,11 @@ def test_a_loop_of_loads_beside_a_loop_of_saves(tmp_path: Path) -> None:
 @pytest.mark.parametrize("point", ["read_table", "open_rows", "load_rows"])
 @pytest.mark.parametrize("num_saves", [1, 2])
 def test_saves_at_any_point_of_a_load(
-    both: tuple[Replay, Replay], tmp_path: Path, point: str, num_saves: int, monkeypatch: pytest.MonkeyPatch
+    both: tuple[Replay, Replay],
+    tmp_path: Path,
+    point: str,
+    num_saves: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One save renames the files that are read; two remove them. The load is of a whole save in any case."""
     saver, loader = both
@@ -96,7 +100,9 @@ def test_saves_at_any_point_of_a_load(
     assert content(loader) == (0 if is_first else num_saves)
     for _ in range(2):
         saver.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"must hold the save .* without a state, load takes the"):
+    with pytest.raises(
+        CheckpointError, match=r"must hold the save .* without a state, load takes the"
+    ):
         loader.load(tmp_path, first)
 
 
@@ -122,7 +128,9 @@ def test_a_loader_gives_up_and_says_why(both: tuple[Replay, Replay], tmp_path: P
         loader.load(tmp_path)
 
 
-def test_a_folder_that_vanishes_while_it_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_vanishes_while_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def vanished(*_: Any) -> Any:
         raise FileNotFoundError(2, "No such file or directory")
 
@@ -131,8 +139,12 @@ def test_a_folder_that_vanishes_while_it_is_listed(tmp_path: Path, monkeypatch: 
         table_files.find_shards(tmp_path)
 
 
-def test_a_device_replay_loads_beside_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = section({**TABLE, "placement": "device", "schema": {"columns": {"x": {"dtype": "int64"}}}})
+def test_a_device_replay_loads_beside_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = section(
+        {**TABLE, "placement": "device", "schema": {"columns": {"x": {"dtype": "int64"}}}}
+    )
     with DeviceReplay(config, "cpu") as saver, DeviceReplay(config, "cpu") as loader:
         saver.add_({"x": torch.ones(1, 5, dtype=torch.int64)})
         saver.save(tmp_path)
@@ -156,7 +168,9 @@ def test_the_second_run_is_refused_by_name(both: tuple[Replay, Replay], tmp_path
     saver, other = both
     state = saver.save(tmp_path)
     other.load(tmp_path, state)
-    with pytest.raises(CheckpointError, match=r"saved into by one run at a time, got .*process.*host"):
+    with pytest.raises(
+        CheckpointError, match=r"saved into by one run at a time, got .*process.*host"
+    ):
         other.save(tmp_path)
     other.save(tmp_path / "own")
     add(saver, 1)
@@ -167,7 +181,9 @@ def test_the_second_run_is_refused_by_name(both: tuple[Replay, Replay], tmp_path
     with Replay(section()) as third:
         third.load(tmp_path)
         assert content(third) == 0
-        third.load(tmp_path, state)  # what the last one has loaded is kept, what it has not is not destroyed
+        third.load(
+            tmp_path, state
+        )  # what the last one has loaded is kept, what it has not is not destroyed
         with pytest.raises(CheckpointError, match="one run at a time"):
             third.save(tmp_path)
 

@@ -34,7 +34,13 @@ SECTION: dict[str, Any] = {
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Iterate over the paths of all values in a JSON value, outer ones first."""
     yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in items:
         yield from places(inner, (*path, key))
 
@@ -85,7 +91,9 @@ def test_states(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
         with pytest.raises(CheckpointError, match=rf"{word} must be in \[(0|-\d+), .*edited"):
             replay.load(folder, changed)
     (folder / "position.json").write_text(DEEP)
-    with pytest.raises(CheckpointError, match=r"position\.json must be readable, got .it is nested too"):
+    with pytest.raises(
+        CheckpointError, match=r"position\.json must be readable, got .it is nested too"
+    ):
         replay.load(folder)
 
 
@@ -96,7 +104,9 @@ def test_manifests(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
 
     def load(changed: Any) -> None:
         path.write_text(json.dumps(changed))
-        known["save"]["tables"]["main"]["manifest.json"] = hashlib.sha256(path.read_bytes()).hexdigest()
+        known["save"]["tables"]["main"]["manifest.json"] = hashlib.sha256(
+            path.read_bytes()
+        ).hexdigest()
         replay.load(folder, known)
 
     check_all(json.loads(path.read_text()), load)
@@ -119,7 +129,9 @@ def test_normalizers(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
 
 def test_data_sets(tmp_path: Path) -> None:
     folder = tmp_path / "set"
-    with DatasetWriter(folder, Schema([Column("x", "float32"), Column("n", "int64", rows="1")])) as writer:
+    with DatasetWriter(
+        folder, Schema([Column("x", "float32"), Column("n", "int64", rows="1")])
+    ) as writer:
         writer.add({"x": np.arange(3.0), "n": 1})
     path = folder / "schema.json"
     original = json.loads(path.read_text())
@@ -142,7 +154,10 @@ def test_paths_that_name_nothing(
     with Replay({**SECTION, "shared_memory": {"prefix": prefix()}}) as replay:
         writer = partial(DatasetWriter, schema=replay.tables["main"].spec.schema)
         saved = replay.save, replay.load, replay.normalizer.save, Normalizer.load
-        made = partial(export, [], writer.keywords["schema"], format="npz"), partial(ingest, "source")
+        made = (
+            partial(export, [], writer.keywords["schema"], format="npz"),
+            partial(ingest, "source"),
+        )
         for action in (*saved, *made, writer, Dataset.open, open_source):
             with pytest.raises(ConfigError, match=rule):
                 action(path)

@@ -17,7 +17,11 @@ BIG = {"capacity_bytes": 64 << 20, "page_bytes": 1 << 16}
 
 
 def add(replay: Replay, numbers: range, rows: int | None = None) -> list[int]:
-    return [replay.add(one) for n in numbers for one in group(n, {0: image(n, rows), 5: image(n % 3, rows)})]
+    return [
+        replay.add(one)
+        for n in numbers
+        for one in group(n, {0: image(n, rows), 5: image(n % 3, rows)})
+    ]
 
 
 def test_a_load_has_what_trajectories_name_and_no_more(tmp_path: Path) -> None:
@@ -46,9 +50,13 @@ def test_a_load_has_what_trajectories_name_and_no_more(tmp_path: Path) -> None:
     other = media_section({"columns": {"patches": {"dtype": "float32", "shape": [3]}}})
     with Replay(other) as replay, pytest.raises(CheckpointError, match="must have the media"):
         replay.load(tmp_path, state)
-    with Replay(media_section({"page_bytes": 1024, "capacity_bytes": 32 << 10})) as replay:  # of other pages
+    with Replay(
+        media_section({"page_bytes": 1024, "capacity_bytes": 32 << 10})
+    ) as replay:  # of other pages
         replay.load(tmp_path, state)
-        assert all(a["image"] == b["image"] for a, b in zip(replay.read(ids[8:]), read, strict=True))
+        assert all(
+            a["image"] == b["image"] for a, b in zip(replay.read(ids[8:]), read, strict=True)
+        )
 
 
 def test_a_save_links_the_segments_that_have_not_changed(tmp_path: Path) -> None:

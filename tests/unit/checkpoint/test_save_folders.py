@@ -97,7 +97,9 @@ def save(folder: Path, kept: State | None) -> State:
                 part.mkdir(exist_ok=True)
                 (part / "rows").write_text(save_id + table + name)
                 path = str(Path(name) / save_folders.MANIFEST)
-                tables.setdefault(table, {})[path] = save_folders.complete(part, {"save": save_id}, {})
+                tables.setdefault(table, {})[path] = save_folders.complete(
+                    part, {"save": save_id}, {}
+                )
         return tables
 
     state = save_folders.write_save(
@@ -131,12 +133,16 @@ def places(folder: Path) -> str:
     """Say where which save lies; equal for folders that differ in the random ids alone."""
     ids: dict[str, int] = {}
     lines = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
-    manifests = [path for path in sorted(folder.rglob(save_folders.MANIFEST)) if path.stat().st_size]
+    manifests = [
+        path for path in sorted(folder.rglob(save_folders.MANIFEST)) if path.stat().st_size
+    ]
     for path in [*manifests, folder / save_folders.POSITION, folder / KEPT]:
         if path.exists():
             content = json.loads(path.read_text())
             save_id = content["save"] if "save" in content else content["state"]["save"]["id"]
-            number = ids.setdefault(str(save_id["id"] if isinstance(save_id, dict) else save_id), len(ids))
+            number = ids.setdefault(
+                str(save_id["id"] if isinstance(save_id, dict) else save_id), len(ids)
+            )
             lines.append(f"{path.relative_to(folder)} {number}")
     return "\n".join(lines)
 
@@ -258,7 +264,9 @@ def test_a_folder_that_nodes_do_not_share_is_named(folder: Path) -> None:
         assert "must be one folder that all nodes share" in str(error)
         assert "save to a file system that all nodes share" in str(error)
         assert "free space" not in str(error)
-    with pytest.raises(CheckpointError, match=r"must be a folder that every rank can read; .* on host "):
+    with pytest.raises(
+        CheckpointError, match=r"must be a folder that every rank can read; .* on host "
+    ):
         save_folders.find(folder / "none", "one", {"id": "0", "tables": {"one": {}}})
 
 

@@ -35,9 +35,15 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make() -> Replay:
-    table = {"capacity_steps": CAPACITY, "capacity_trajectories": 80, "max_length": 9, "remove": "fifo"}
+    table = {
+        "capacity_steps": CAPACITY,
+        "capacity_trajectories": 80,
+        "max_length": 9,
+        "remove": "fifo",
+    }
     return Replay(
-        {"tables": {"main": table}, "fields": {"code": {}}, "batch_size": 8}, schemas={"main": SCHEMA}
+        {"tables": {"main": table}, "fields": {"code": {}}, "batch_size": 8},
+        schemas={"main": SCHEMA},
     )
 
 
@@ -68,7 +74,8 @@ def stored(replay: Replay) -> dict[int, dict[str, bytes]]:
     growing = table.slots[is_open, Slot.ID].tolist()
     for number in ids_of(replay):
         columns = {
-            name: torch.as_tensor(values).numpy().copy() for name, values in replay.read([number])[0].items()
+            name: torch.as_tensor(values).numpy().copy()
+            for name, values in replay.read([number])[0].items()
         }
         columns["truncated"][-1:] |= number in growing
         found[number] = {name: values.tobytes() for name, values in columns.items()}
@@ -184,7 +191,8 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("damage", "other_folder"), [("flipped silently", True), *[(damage, False) for damage in DAMAGE]]
+    ("damage", "other_folder"),
+    [("flipped silently", True), *[(damage, False) for damage in DAMAGE]],
 )
 def test_a_damaged_file_is_written_anew(
     damage: str, other_folder: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -201,7 +209,9 @@ def test_a_damaged_file_is_written_anew(
         with caplog.at_level(logging.WARNING):
             after, held = replay.save(folder), stored(replay)
         assert str(path) in caplog.text
-        assert num_linked(folder) == len(rows_in(folder / "main")) - 1, "only what is damaged is written anew"
+        assert num_linked(folder) == len(rows_in(folder / "main")) - 1, (
+            "only what is damaged is written anew"
+        )
         assert_loads(folder, after, held)
         caplog.clear()
         again = replay.save(folder)
@@ -219,12 +229,16 @@ def test_the_error_of_a_damaged_save_names_a_whole_one(tmp_path: Path) -> None:
         replay.fill(3, advantage=np.ones(5, np.float32))
         newest = replay.save(tmp_path)["save"]["id"]
         flip(tmp_path / "main.old" / last)  # the newest save has another file for this segment
-        with pytest.raises(CheckpointError, match=f"take another checkpoint: the newest save .*{newest}"):
+        with pytest.raises(
+            CheckpointError, match=f"take another checkpoint: the newest save .*{newest}"
+        ):
             other.load(tmp_path, before)
         flip(tmp_path / "main.old" / last)
         flip(tmp_path / "main" / last)
         whole = before["save"]["id"]
-        with pytest.raises(CheckpointError, match=f"newest whole save in {tmp_path} is {whole}: load with"):
+        with pytest.raises(
+            CheckpointError, match=f"newest whole save in {tmp_path} is {whole}: load with"
+        ):
             other.load(tmp_path)
         flip(min((tmp_path / "main").glob("rows-*.code.npy")))
         with pytest.raises(CheckpointError, match=f"no save in {tmp_path} is whole"):
@@ -250,7 +264,9 @@ def test_every_linked_file_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(segment_links, "_PARTS", 4)
     read: list[str] = []
     digest = segment_links._digest_on_disk
-    monkeypatch.setattr(segment_links, "_digest_on_disk", lambda path: read.append(path.name) or digest(path))
+    monkeypatch.setattr(
+        segment_links, "_digest_on_disk", lambda path: read.append(path.name) or digest(path)
+    )
     with make() as replay:
         for code in range(4):
             replay.add(trajectory(code, 5))

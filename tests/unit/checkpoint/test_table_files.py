@@ -21,10 +21,14 @@ from deepspeed_gear.errors import CheckpointError, StoreFullError
 LENGTHS = lengths_of(30)
 
 
-def make(kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0, batch: int = 8) -> Replay:
+def make(
+    kind: str, unit: str, prefetch: int, capacity: int = 2000, seed: int = 0, batch: int = 8
+) -> Replay:
     tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 60}}
     sampler = {"kind": kind, "unit": unit}
-    section = config_of(seed=seed, tables=tables, sampler=sampler, batch_size=batch, prefetch=prefetch)
+    section = config_of(
+        seed=seed, tables=tables, sampler=sampler, batch_size=batch, prefetch=prefetch
+    )
     return Replay(section, schemas={"main": Schema([*SCHEMA, Column("half", "bfloat16", (3,))])})
 
 
@@ -42,7 +46,12 @@ def assert_equal(one: list[Batch], other: list[Batch]) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "unit", "prefetch"),
-    [("uniform", "step", 3), ("uniform", "trajectory", 0), ("epoch", "trajectory", 0), ("epoch", "step", 2)],
+    [
+        ("uniform", "step", 3),
+        ("uniform", "trajectory", 0),
+        ("epoch", "trajectory", 0),
+        ("epoch", "step", 2),
+    ],
 )
 def test_the_next_batches_are_those_that_would_have_come(
     kind: str, unit: str, prefetch: int, tmp_path: Path
@@ -109,12 +118,16 @@ def test_columns_of_earlier_saves_go_only_when_the_kept_one_is_known(tmp_path: P
         return {path.name for path in tmp_path.iterdir()}
 
     (first,) = write(1, None)
-    assert first in write(2, None)  # a run that has loaded nothing may end before its own save is whole
+    assert first in write(
+        2, None
+    )  # a run that has loaded nothing may end before its own save is whole
     assert len(write(3, {"rollout": {"columns": {"file": first}}}) - {first}) == 1
 
 
 @pytest.mark.parametrize(("kind", "prefetch", "count"), [("uniform", 2, 2), ("prioritized", 1, 4)])
-def test_shards_are_loaded_into_one_store(kind: str, prefetch: int, count: int, tmp_path: Path) -> None:
+def test_shards_are_loaded_into_one_store(
+    kind: str, prefetch: int, count: int, tmp_path: Path
+) -> None:
     def take_and_report(replay: Replay, batches: int) -> list[Batch]:
         found = []
         for _ in range(batches):
@@ -150,7 +163,9 @@ def test_a_shard_that_is_missing_or_of_another_table_is_named(saved: tuple[Path,
             replay.load(folder, state)
         (folder / "main" / "shard-2").rename(folder / "main" / "shard-1")
         (folder / "aside").rename(folder / "main" / "shard-2")
-        with pytest.raises(CheckpointError, match=r"shard-1/manifest\.json must be as it was saved"):
+        with pytest.raises(
+            CheckpointError, match=r"shard-1/manifest\.json must be as it was saved"
+        ):
             replay.load(folder, state)
         assert len(replay) == 0
 
@@ -188,8 +203,16 @@ def edit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "options", "text"),
     [
-        (lambda main: flip(main / "rows-000000.reward.npy"), {}, r"reward\.npy must be as it was saved"),
-        (lambda main: edit(main / "manifest.json"), {}, r"main/manifest\.json must be as it was saved"),
+        (
+            lambda main: flip(main / "rows-000000.reward.npy"),
+            {},
+            r"reward\.npy must be as it was saved",
+        ),
+        (
+            lambda main: edit(main / "manifest.json"),
+            {},
+            r"main/manifest\.json must be as it was saved",
+        ),
         (shutil.rmtree, {}, r"manifest\.json must be readable"),
         (None, {"capacity": 100}, "must hold the 20"),
         (None, {"seed": 1}, "same seed"),
@@ -226,10 +249,14 @@ def test_a_state_loads_the_tables_of_its_own_save(tmp_path: Path) -> None:
         replay.load(tmp_path, before)
         replay.save(tmp_path)
         assert_equal(expected, take(replay, 2))
-        with pytest.raises(CheckpointError, match=f"main must hold the save {newest['save']['id']} of the"):
+        with pytest.raises(
+            CheckpointError, match=f"main must hold the save {newest['save']['id']} of the"
+        ):
             replay.load(tmp_path, newest)
         at = replay.state_dict()
-        with pytest.raises(CheckpointError, match="state must name a save; load the state that `save`"):
+        with pytest.raises(
+            CheckpointError, match="state must name a save; load the state that `save`"
+        ):
             replay.load(tmp_path, at)
         assert replay.state_dict() == at, "what is refused changes nothing"
 
@@ -272,6 +299,10 @@ def test_what_a_state_or_a_manifest_lacks_is_named(saved: tuple[Path, dict]) -> 
     path = folder / "main" / "manifest.json"
     manifest = json.loads(path.read_text())
     for key in ("save", "schema", "next_id", "inserted", "files"):
-        path.write_text(json.dumps({name: value for name, value in manifest.items() if name != key}))
-        with pytest.raises(CheckpointError, match=rf"main/manifest\.json must have the entry '{key}'"):
+        path.write_text(
+            json.dumps({name: value for name, value in manifest.items() if name != key})
+        )
+        with pytest.raises(
+            CheckpointError, match=rf"main/manifest\.json must have the entry '{key}'"
+        ):
             read_table(path.parent)

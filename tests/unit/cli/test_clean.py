@@ -35,7 +35,11 @@ def test_clean_removes_garbage_only(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["clean", "--prefix", ours]) == 0
         lines = capsys.readouterr().out.splitlines()
         # Launches of other tests may have left buffers meanwhile.
-        found = [line for line in lines if "deepspeed_allreduce" not in line and "DeepSpeed's" not in line]
+        found = [
+            line
+            for line in lines
+            if "deepspeed_allreduce" not in line and "DeepSpeed's" not in line
+        ]
         assert found == [f"removed /dev/shm/{ours}-dead", "1 removed, 1 in use"]
         assert shared_files(ours) == [f"{ours}-living"]
     finally:
@@ -53,7 +57,9 @@ def test_clean_on_the_hosts_of_a_hostfile(
     def run_on(host: str, arguments: list[str], timeout_s: float) -> str:
         asked[host] = arguments
         if host == "node1":
-            raise PeerError(f"host {host}", "must run this interpreter over ssh, without a password")
+            raise PeerError(
+                f"host {host}", "must run this interpreter over ssh, without a password"
+            )
         return "removed /dev/shm/mine-1\n1 removed, 0 in use\n"
 
     monkeypatch.setattr(ssh_hosts, "run_on", run_on)
@@ -61,7 +67,11 @@ def test_clean_on_the_hosts_of_a_hostfile(
     hosts.write_text("node0 slots=1\nnode1 slots=1\nnode2 slots=1\n")
     assert main(["clean", "--kept", "--prefix", "mine", "--hostfile", str(hosts)]) == 2
     found = capsys.readouterr()
-    lines = [f"{host}: {line}" for host in ("node0", "node2") for line in run_on(host, [], 0.0).splitlines()]
+    lines = [
+        f"{host}: {line}"
+        for host in ("node0", "node2")
+        for line in run_on(host, [], 0.0).splitlines()
+    ]
     assert found.out.splitlines() == lines
     assert "error: host node1 must run this interpreter" in found.err
     assert asked["node1"][2:] == ["clean", "--prefix", "mine", "--kept"]
@@ -69,7 +79,10 @@ def test_clean_on_the_hosts_of_a_hostfile(
 
 def test_buffers_that_deepspeed_leaves(capsys: pytest.CaptureFixture[str]) -> None:
     """Those that a process maps, or holds open, stay; so do other users'."""
-    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{os.getpid()}_{rank}" for rank in range(4)]
+    names = [
+        f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{os.getpid()}_{rank}"
+        for rank in range(4)
+    ]
     paths = [SHM / name for name in names]
     for path in paths:
         path.write_bytes(bytes(4096))

@@ -83,7 +83,9 @@ def test_what_is_no_problem() -> None:
         {"gpus": [], "no_device": "hidden", "driver": ""},  # a machine, or a container, for the CPU
     ):
         assert messages(machines(**changes)) == [], changes
-    assert messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []  # it has no peers
+    assert (
+        messages({"here": {**GOOD, "hostname": "here", "address": "127.0.1.1"}}) == []
+    )  # it has no peers
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,13 @@ def test_the_summary_has_devices_memory_and_limits() -> None:
     assert lines["devices"] == "2 x H200, 1 x L4; driver 580.65.06; torch 2.13.0"
     assert lines["shared memory"] == "31 GiB of 32 GiB free in /dev/shm; available memory 1 TiB"
     assert lines["limits"] == "open files 1024; locked memory unlimited; CPUs 64"
-    nothing = {"gpus": [], "driver": "", "no_device": "no driver", "open_files": None, "memory_bytes": None}
+    nothing = {
+        "gpus": [],
+        "driver": "",
+        "no_device": "no driver",
+        "open_files": None,
+        "memory_bytes": None,
+    }
     lines = summary({**GOOD, **nothing})
     assert lines["devices"] == "none (no driver); driver none; torch 2.13.0"
     assert lines["shared memory"].endswith("available memory unknown")
@@ -200,7 +208,9 @@ def test_a_host_without_slots_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("node0 slots=0\nnode1 slots=2\n")
     assert list(parse_inclusion_exclusion(fetch_hostfile(str(path)), "", "")["node0"]) == []
-    with pytest.raises(ConfigError, match=r"line 1 must have at least one slot, got 'node0 slots=0'; remove"):
+    with pytest.raises(
+        ConfigError, match=r"line 1 must have at least one slot, got 'node0 slots=0'; remove"
+    ):
         read_hostfile(path)
 
 
@@ -239,6 +249,8 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     facts = found["hosts"]["here"]
     assert status == bool(found["problems"])
     assert facts["errors"] == []
-    assert [line.partition(": here: ")[0] for line in shown.splitlines()[:4]] == list(summary(facts))
+    assert [line.partition(": here: ")[0] for line in shown.splitlines()[:4]] == list(
+        summary(facts)
+    )
     assert f"; torch {torch.__version__}\n" in shown
     assert facts["data"] == examine(str(data))["data"]

@@ -37,11 +37,17 @@ def kept_below(num_bytes: int, arguments: list[str], errors: Path) -> int:
 
 
 @pytest.mark.parametrize("what", ["ingest", *FORMATS])
-def test_a_full_disk_is_one_error_and_leaves_nothing(tmp_path: Path, d4rl: Maker, what: str) -> None:
+def test_a_full_disk_is_one_error_and_leaves_nothing(
+    tmp_path: Path, d4rl: Maker, what: str
+) -> None:
     """Where the writes fail first, and where only the last ones do; a failure of HDF5 ends no process."""
     lengths = [400, 300, 500]
     d4rl(tmp_path / "a.hdf5", lengths)
-    source = str(write_dataset(tmp_path / "set", lengths)) if what != "ingest" else str(tmp_path / "a.hdf5")
+    source = (
+        str(write_dataset(tmp_path / "set", lengths))
+        if what != "ingest"
+        else str(tmp_path / "a.hdf5")
+    )
     dest, errors = str(tmp_path / "out"), tmp_path / "errors"
     arguments = ["ingest", source, dest, "--quiet"]
     if what != "ingest":
@@ -85,7 +91,11 @@ def test_ctrl_c_says_that_nothing_was_kept(
     stop: Callable[[], None],
 ) -> None:
     d4rl(tmp_path / "a.hdf5")
-    reader, source, dest = getattr(D4rlReader, place), str(tmp_path / "a.hdf5"), str(tmp_path / "out")
+    reader, source, dest = (
+        getattr(D4rlReader, place),
+        str(tmp_path / "a.hdf5"),
+        str(tmp_path / "out"),
+    )
 
     def stopped(self: D4rlReader) -> Any:
         stop()

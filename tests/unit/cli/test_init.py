@@ -63,7 +63,9 @@ KINDS = {
 }
 
 
-def make_dataset(folder: Path, kind: str, lengths: tuple[int, ...] = (5, 1, 30, 12, 40, 25)) -> Dataset:
+def make_dataset(
+    folder: Path, kind: str, lengths: tuple[int, ...] = (5, 1, 30, 12, 40, 25)
+) -> Dataset:
     """Write a data set whose actions follow from its observations, so that cloning them can succeed."""
     rng = np.random.default_rng(0)
     schema = Schema(KINDS[kind])
@@ -104,7 +106,8 @@ def check_errors(script: str, gear: dict[str, Any]) -> None:
         node
         for node in ast.parse(script).body
         if isinstance(node, ast.FunctionDef | ast.Assign)
-        and (node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.targets[0])) in wanted
+        and (node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.targets[0]))
+        in wanted
     ]
     known: dict[str, Any] = {"torch": torch, "nn": torch.nn, "deepspeed_gear": deepspeed_gear}
     exec(compile(ast.Module(parts, []), "train.py", "exec"), known)
@@ -117,7 +120,9 @@ def check_errors(script: str, gear: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_config_fits_the_data(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_fits_the_data(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     dataset = make_dataset(tmp_path / "data", kind)
     assert run_init(str(tmp_path / "data"), "--out", str(tmp_path / "out")) == 0
     assert capsys.readouterr().out.endswith(f" {tmp_path / 'out' / 'train.py'}\n")
@@ -138,16 +143,24 @@ def test_observations_and_actions_by_type(tmp_path: Path) -> None:
     assert mixed["observation.joints"] == {**window, "normalize": "mean_std", "as": "engine"}
     assert mixed["action.arm"] == {**window, "as": "engine"}
     assert mixed["action.grip"] == window
-    renamed = init.make_config(make_dataset(tmp_path / "reserved", "reserved_names"))["gear"]["fields"]
+    renamed = init.make_config(make_dataset(tmp_path / "reserved", "reserved_names"))["gear"][
+        "fields"
+    ]
     assert renamed["weight"] == {**window, "normalize": "mean_std", "as": "engine"}
-    assert renamed["mask_field"] == {"column": "mask", **window, "as": "float32"}  # has values below 0
+    assert renamed["mask_field"] == {
+        "column": "mask",
+        **window,
+        "as": "float32",
+    }  # has values below 0
 
 
 def test_split_is_the_data_sets(tmp_path: Path) -> None:
     schema = Schema(KINDS["multi_discrete"])
     with DatasetWriter(tmp_path / "data", schema, split={"eval": 0.25}) as writer:
         for _ in range(20):
-            writer.add({"observation": np.ones((4, 3), np.int64), "action": np.ones((3, 2), np.int64)})
+            writer.add(
+                {"observation": np.ones((4, 3), np.int64), "action": np.ones((3, 2), np.int64)}
+            )
     gear = init.make_config(Dataset.open(tmp_path / "data"))["gear"]
     assert gear["data"]["split"] == {"eval": 0.25}
     assert gear["fields"]["action"]["length"] == 3  # no longer than the longest trajectory
@@ -179,7 +192,9 @@ def test_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         run_init(str(tmp_path / "good"), "--out", str(tmp_path / "file" / "inner"))
     (tmp_path / "hosts").write_text("node0\n")
     with pytest.raises(ConfigError, match="line 1 must be 'HOST slots=NUMBER'"):
-        run_init(str(tmp_path / "good"), "--out", str(tmp_path), "--hostfile", str(tmp_path / "hosts"))
+        run_init(
+            str(tmp_path / "good"), "--out", str(tmp_path), "--hostfile", str(tmp_path / "hosts")
+        )
     assert not (tmp_path / "train.py").exists()
 
 
@@ -220,7 +235,9 @@ def test_launch_line(
     num_ranks = 16 if has_hosts else int(wanted.split()[-2])
     assert 128 <= written["train_batch_size"] < 128 + num_ranks
     assert written["train_batch_size"] % num_ranks == 0
-    assert "train_micro_batch_size_per_gpu" not in written, "it would scale with the number of ranks"
+    assert "train_micro_batch_size_per_gpu" not in written, (
+        "it would scale with the number of ranks"
+    )
     assert written["gear"]["prefetch"] > 0
     assert f"    {wanted}\n" in Path("train.py").read_text()
 
@@ -244,7 +261,9 @@ def test_what_is_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def steps_of(output: str) -> dict[int, str]:
     """Return the printed loss of each printed step."""
-    return {int(step): loss for step, loss in re.findall(r"step (\d+) of \d+, loss ([\d.]+\d)", output)}
+    return {
+        int(step): loss for step, loss in re.findall(r"step (\d+) of \d+, loss ([\d.]+\d)", output)
+    }
 
 
 def test_the_script_trains_and_continues_after_a_kill(
@@ -278,7 +297,9 @@ def test_the_script_trains_and_continues_after_a_kill(
     losses = steps_of(output)
     assert {5, 10, 35, 40} <= losses.keys(), output
     assert float(losses[40]) < float(losses[5])
-    (tmp_path / "checkpoints" / "latest").write_text("global_step20")  # the kill may come after other saves
+    (tmp_path / "checkpoints" / "latest").write_text(
+        "global_step20"
+    )  # the kill may come after other saves
     options = ["--steps", "43", "--print-every", "5", "--save-every", "20"]
     continued = run_ranks(tmp_path / "train.py", 2, *options, MASTER_PORT=str(ports[1]))[0]
     for left in (left for port in ports for left in Path("/dev/shm").glob(f"deepspeed_*_{port}_*")):
@@ -291,7 +312,9 @@ def test_the_script_trains_and_continues_after_a_kill(
     errors = dict(re.findall(r"step (\d+), held-out error ([\d.]+)", output + continued))
     assert {"20", "40", "43"} <= errors.keys()
     assert float(errors["43"]) < float(errors["20"])
-    state = torch.load(tmp_path / "checkpoints" / "best" / "mp_rank_00_model_states.pt", weights_only=False)
+    state = torch.load(
+        tmp_path / "checkpoints" / "best" / "mp_rank_00_model_states.pt", weights_only=False
+    )
     assert f"{state['best']:.4f}" == min(errors.values(), key=float)
     best = next(step for step, error in errors.items() if error == f"{state['best']:.4f}")
     assert state["global_steps"] == int(best)

@@ -26,7 +26,9 @@ SCHEMA = Schema(
         Column("return", "float64", (), "return", "1"),
     ]
 )
-SOURCE = {"sources": [{"name": "a.hdf5", "format": "d4rl", "episodes": 4, "notes": ["no timeouts"]}]}
+SOURCE = {
+    "sources": [{"name": "a.hdf5", "format": "d4rl", "episodes": 4, "notes": ["no timeouts"]}]
+}
 
 
 def write(folder: Path, lengths: tuple[int, ...] = (1, 2, 3, 4)) -> Dataset:
@@ -81,7 +83,12 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert summary["return"] == summary["length"]
     assert summary["return"]["mean"] == 2.5
     assert summary["columns"]["observation"]["statistics"]["mean"] == [-1, 3]
-    assert summary["columns"]["observation"]["overall"] == {"mean": 1, "std": 2, "min": -1, "max": 3}
+    assert summary["columns"]["observation"]["overall"] == {
+        "mean": 1,
+        "std": 2,
+        "min": -1,
+        "max": 3,
+    }
     assert summary["source"] == SOURCE
     assert set(summary["split"]) == {"train", "eval"}
 
@@ -98,7 +105,9 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_source_that_records_something_else(
     source: dict[str, Any], shown: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with DatasetWriter(tmp_path / "set", Schema([Column("code", "int64")]), source=source) as writer:
+    with DatasetWriter(
+        tmp_path / "set", Schema([Column("code", "int64")]), source=source
+    ) as writer:
         writer.add({"code": [1, 2]})
     run(str(tmp_path / "set"))
     assert re.findall(r"^  source +(.*)$", capsys.readouterr().out, re.M) == shown
@@ -132,7 +141,9 @@ def test_returns_are_those_of_the_rewards_where_none_are_stored(tmp_path: Path) 
 def test_a_data_set_without_returns_or_finite_values(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with DatasetWriter(tmp_path / "set", Schema([Column("x", "float32", allow_nan=True)])) as writer:
+    with DatasetWriter(
+        tmp_path / "set", Schema([Column("x", "float32", allow_nan=True)])
+    ) as writer:
         writer.add({"x": np.full(3, np.nan, np.float32)})
     assert run(str(tmp_path / "set")) == 0
     lines = lines_of(capsys.readouterr().out)
@@ -143,7 +154,11 @@ def test_a_data_set_without_returns_or_finite_values(
 
 def test_a_folder_without_files_of_gear_is_neither(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_text("")
-    with pytest.raises(DataError, match="must be the folder of a data set or of a checkpoint; it has neith"):
+    with pytest.raises(
+        DataError, match="must be the folder of a data set or of a checkpoint; it has neith"
+    ):
         run(str(tmp_path))
-    with pytest.raises(DataError, match="must be the folder of a data set; make one with gear ingest"):
+    with pytest.raises(
+        DataError, match="must be the folder of a data set; make one with gear ingest"
+    ):
         run(str(tmp_path / "none"))

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gear_support import SCHEMA, config_of, prefix, run_command, shared_files, trajectory, write_dataset
+from gear_support import (
+    SCHEMA,
+    config_of,
+    prefix,
+    run_command,
+    shared_files,
+    trajectory,
+    write_dataset,
+)
 from group_support import GROUP, add, add_groups, check_groups, section, train
 from process_support import environment
 from replay_support import streams_of
@@ -50,7 +58,9 @@ with Replay(section, schemas={"main": SCHEMA}) as replay:
 
 
 def section_of(name: str, **options: Any) -> dict[str, Any]:
-    return config_of(sampler=SAMPLERS[name], batch_size=16, fields={"code": {}}, count_draws=True, **options)
+    return config_of(
+        sampler=SAMPLERS[name], batch_size=16, fields={"code": {}}, count_draws=True, **options
+    )
 
 
 run = partial(run_command, inspect)
@@ -66,7 +76,9 @@ def store_of(replay: Replay) -> LiveStore:
     return found
 
 
-def check(found: dict[str, Any], masses: np.ndarray, priorities: np.ndarray | None, draws: Any) -> None:
+def check(
+    found: dict[str, Any], masses: np.ndarray, priorities: np.ndarray | None, draws: Any
+) -> None:
     """Compare with what the process itself knows."""
     wanted = drawing(masses[masses > 0].astype(np.float64), priorities, None)
     assert {name: found[name] for name in wanted} == {**wanted, "draws": pytest.approx(draws)}
@@ -105,15 +117,22 @@ def test_a_store_of_another_process(capsys: pytest.CaptureFixture[str]) -> None:
     process.kill()
     process.communicate()
     assert of_living(store) == found  # a look outlives the run: it is a map of its own
-    with pytest.raises(StoreError, match=rf"process {process.pid} must be a running process of user"):
+    with pytest.raises(
+        StoreError, match=rf"process {process.pid} must be a running process of user"
+    ):
         run("--living", str(process.pid))
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_store_of_each_sampler(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_of_each_sampler(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Living, saved, in shards and damaged."""
     has_priorities = "alpha" in SAMPLERS[name]
-    by_steps, gear = has_priorities and SAMPLERS[name].get("unit") == "step", tmp_path / "tag" / "gear"
+    by_steps, gear = (
+        has_priorities and SAMPLERS[name].get("unit") == "step",
+        tmp_path / "tag" / "gear",
+    )
     with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
         for number, steps in enumerate(LENGTHS):
             replay.add(trajectory(number, steps))
@@ -173,7 +192,9 @@ def test_steps_since_the_latest_selection_can_be_drawn(
         def step(count: int) -> None:
             for _ in range(count):
                 rows = {
-                    c.name: np.ones((2, *c.shape)) for c in SCHEMA.step_columns if c.role != "observation"
+                    c.name: np.ones((2, *c.shape))
+                    for c in SCHEMA.step_columns
+                    if c.role != "observation"
                 }
                 ends = {"terminated": np.zeros(2, bool), "truncated": np.zeros(2, bool)}
                 writer.step(**{**rows, **ends}, observation=np.ones((2, 3)), publish=True)
@@ -193,16 +214,24 @@ def test_steps_since_the_latest_selection_can_be_drawn(
         replay.sample()
         last = seen()
     before = (0, drawable[0], drawable[2])
-    for found, wanted, held, length in zip((first, then, last), drawable, before, (4, 7, 7), strict=True):
+    for found, wanted, held, length in zip(
+        (first, then, last), drawable, before, (4, 7, 7), strict=True
+    ):
         assert (found["drawable"], found["waiting"]) == (wanted, wanted - held)
         assert (found["excluded"], found["groups"]) == ([], None)
         assert (found["trajectories"], found["length"]["min"]) == (2, length)
 
 
-def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_of_a_position_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Uniform samples of a data set: nothing but the position is saved, and the output says so."""
     write_dataset(tmp_path / "data", [5, 9, 7, 4, 4], {"eval": 0.4})
-    options = {"batch_size": 4, "sampler": {"kind": "epoch", "unit": "step"}, "fields": {"code": {}}}
+    options = {
+        "batch_size": 4,
+        "sampler": {"kind": "epoch", "unit": "step"},
+        "fields": {"code": {}},
+    }
     gear = tmp_path / "run" / "global_step7" / "gear"
     with Replay(config_of(tmp_path / "data", **options)) as replay:
         for _ in range(7):
@@ -234,7 +263,9 @@ def test_a_checkpoint_of_a_position_only(tmp_path: Path, capsys: pytest.CaptureF
     with pytest.raises(ConfigError, match="--verify must be of a data set"):
         run(str(gear), "--verify")
     (tmp_path / "run" / "latest").write_text("global_step8")
-    with pytest.raises(CheckpointError, match=r"latest must name a folder beside it, got 'global_step8'"):
+    with pytest.raises(
+        CheckpointError, match=r"latest must name a folder beside it, got 'global_step8'"
+    ):
         run(str(tmp_path / "run"))
     position = gear / "position.json"
     position.write_text(position.read_text().replace('"eval": 2', '"eval": 3'))
@@ -247,7 +278,10 @@ def test_priorities_of_a_data_set_and_a_table_that_is_not_sampled(
 ) -> None:
     write_dataset(tmp_path / "data", [5, 9, 7])
     section = config_of(
-        tmp_path / "data", sampler={**SAMPLERS["steps"], "table": "main"}, batch_size=4, fields={"code": {}}
+        tmp_path / "data",
+        sampler={**SAMPLERS["steps"], "table": "main"},
+        batch_size=4,
+        fields={"code": {}},
     )
     section["tables"] = {
         "main": {"data": section.pop("data")},
@@ -261,7 +295,10 @@ def test_priorities_of_a_data_set_and_a_table_that_is_not_sampled(
     lines = shown(capsys, str(tmp_path / "gear")).splitlines()
     at = lines.index(f"table main in {tmp_path / 'gear' / 'main'}")
     assert lines[at + 1 : at + 3] == ["  sampler       prioritized, unit step", "  trajectories  3"]
-    assert lines[at + 4 : at + 6] == ["  sampler       none: it is not sampled", "  trajectories  1"]
+    assert lines[at + 4 : at + 6] == [
+        "  sampler       none: it is not sampled",
+        "  trajectories  1",
+    ]
 
 
 def test_a_checkpoint_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +317,9 @@ def test_a_checkpoint_of_a_device(tmp_path: Path, capsys: pytest.CaptureFixture[
         f"table main in {tmp_path / 'gear' / 'main'}",
         "  replicas      1, each with a table in its device's memory",
     ]
-    assert json.loads(shown(capsys, str(tmp_path), "--json"))["tables"] == [{"table": "main", "replicas": 1}]
+    assert json.loads(shown(capsys, str(tmp_path), "--json"))["tables"] == [
+        {"table": "main", "replicas": 1}
+    ]
 
 
 OWN_SAMPLER = """
@@ -325,7 +364,9 @@ def test_the_sampler_has_its_name_in_the_config(
         replay.sample()
         replay.save(tmp_path / "gear")
         for where in (["--living", str(os.getpid())], [str(tmp_path / "gear")]):
-            assert run(*where) == 0  # living: also tables of earlier tests that are not collected yet
+            assert (
+                run(*where) == 0
+            )  # living: also tables of earlier tests that are not collected yet
             assert f"  sampler       {wanted}\n" in capsys.readouterr().out
 
 
@@ -339,9 +380,13 @@ def test_the_numbers_of_a_drawing() -> None:
     assert json.dumps(drawing(masses[:0], masses[:0], masses[:0]), allow_nan=False)
 
 
-def test_what_is_refused_and_what_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_and_what_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        assert shown(capsys, "--living", str(process.pid)) == "no process of this user holds a store\n"
+        assert (
+            shown(capsys, "--living", str(process.pid)) == "no process of this user holds a store\n"
+        )
         process.kill()
     for arguments, text in (
         ([], "DEST or --living must be given; gear inspect"),
@@ -408,7 +453,9 @@ def test_rejected_oversized_and_late(tmp_path: Path, capsys: pytest.CaptureFixtu
             for member in range(3):
                 number = add(replay, prompt, member, steps=2 + prompt)
                 if prompt != 3:
-                    replay.fill(number, reward=float(member) if prompt else 1.0)  # prompt 0: all are equal
+                    replay.fill(
+                        number, reward=float(member) if prompt else 1.0
+                    )  # prompt 0: all are equal
         late = add(replay, 1, 3)
         replay.fill(late, reward=0.0)
         found = of_living(store_of(replay))

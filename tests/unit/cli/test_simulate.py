@@ -30,7 +30,9 @@ def test_equal_lengths_take_as_long_as_computed(section: dict[str, Any]) -> None
     assert one.tokens_per_s == pytest.approx(800 / (0.5 + 0.8))  # on policy: one after the other
     assert (one.largest_lag, one.dropped, one.length_bias) == (0, 0, 0)
     assert one.learner_idle == pytest.approx(0.5 / 1.3)
-    both = simulate(replace(spec, max_lag=1), lambda _: np.full(2, 100), Pace(0.005, 1e-3, 2, 4), 10)
+    both = simulate(
+        replace(spec, max_lag=1), lambda _: np.full(2, 100), Pace(0.005, 1e-3, 2, 4), 10
+    )
     assert both.tokens_per_s == pytest.approx(8000 / (0.5 + 10 * 0.8))  # generation is hidden
     assert both.largest_lag == 1
 
@@ -39,7 +41,9 @@ def test_rules_under_heavy_tails(section: dict[str, Any]) -> None:
     spec, size = read_spec(parse(section))
     lengths, pace = lengths_of("lognormal:300,1.2", 0, size), Pace(0.01, 2e-4, 2, 6)
     assert lengths_of("lognormal:300,90", 0, 99)(3).min() >= 1
-    found = [simulate(replace(spec, order=order, late=late), lengths, pace, 200) for order, late in RULES]
+    found = [
+        simulate(replace(spec, order=order, late=late), lengths, pace, 200) for order, late in RULES
+    ]
     lease, completion, drop = found
     assert [one.largest_lag for one in found] == [2, 2, 2]
     assert (lease.dropped, completion.dropped) == (0, 0)
@@ -49,7 +53,9 @@ def test_rules_under_heavy_tails(section: dict[str, Any]) -> None:
     assert drop.tokens_per_s > 1.2 * lease.tokens_per_s
 
 
-def test_the_command(section: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    section: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, lengths = tmp_path / "config.json", tmp_path / "lengths.txt"
     path.write_text(json.dumps({"gear": section}))
     lengths.write_text("10\n20\n400\n")
@@ -57,7 +63,10 @@ def test_the_command(section: dict[str, Any], tmp_path: Path, capsys: pytest.Cap
     assert run_command(command, *given) == 0
     assert "lease       wait (config)" in capsys.readouterr().out
     assert run_command(command, *given, "--json") == 0
-    assert [one["order"] for one in json.loads(capsys.readouterr().out)] == ["lease", *["completion"] * 2]
+    assert [one["order"] for one in json.loads(capsys.readouterr().out)] == [
+        "lease",
+        *["completion"] * 2,
+    ]
     for more, match in (
         (["--latency", "0"], "--latency must be positive"),
         (["--latency", "nan"], "--latency must be positive and finite"),

@@ -34,7 +34,9 @@ ONLINE: dict[str, Any] = {
         "online": {
             "capacity_steps": 1000,
             "max_length": 100,
-            "schema": {"columns": {"observation": {"dtype": "float32", "shape": [3], "rows": "T+1"}}},
+            "schema": {
+                "columns": {"observation": {"dtype": "float32", "shape": [3], "rows": "T+1"}}
+            },
         },
         "demo": {"data": "data/hopper"},
     },
@@ -65,7 +67,9 @@ def test_long_values_are_cut() -> None:
     assert len(str(caught.value)) < 250
 
 
-@pytest.mark.parametrize("section", [OFFLINE, ONLINE, {"data": "d"}], ids=["offline", "online", "shortest"])
+@pytest.mark.parametrize(
+    "section", [OFFLINE, ONLINE, {"data": "d"}], ids=["offline", "online", "shortest"]
+)
 def test_json_round_trip(section: dict[str, Any]) -> None:
     config = parse(section)
     dumped = config.to_json()
@@ -183,7 +187,10 @@ def test_digests_are_of_what_ranks_share_and_of_what_the_samples_are() -> None:
         _with("data", "path", "/local/copy"),
         _with("data", "load", "memory"),
         _with("shared_memory", "huge_pages", False),
-        {**{k: v for k, v in OFFLINE.items() if k != "data"}, "tables": {"main": {"data": OFFLINE["data"]}}},
+        {
+            **{k: v for k, v in OFFLINE.items() if k != "data"},
+            "tables": {"main": {"data": OFFLINE["data"]}},
+        },
     ]
     of_a_run = [
         _with("prefetch", 1),
@@ -201,7 +208,9 @@ def test_digests_are_of_what_ranks_share_and_of_what_the_samples_are() -> None:
     for section in [*of_a_rank, *of_a_run, *of_samples]:
         config = parse(section)
         assert (config.digest == base.digest) == (section in of_a_rank)
-        assert len(difference(shared_options(base), shared_options(config))) == (section not in of_a_rank)
+        assert len(difference(shared_options(base), shared_options(config))) == (
+            section not in of_a_rank
+        )
         assert (config.resume_digest == base.resume_digest) == (section not in of_samples)
 
 
@@ -221,7 +230,9 @@ def test_difference_names_options_and_values() -> None:
 def test_a_key_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"gear": {"data": "d", "fields": {"a": {}, "b": {}, "a": {"length": 2}}}}')
-    with pytest.raises(ConfigError, match=r"config.json must be JSON; 'a' is given twice in one object"):
+    with pytest.raises(
+        ConfigError, match=r"config.json must be JSON; 'a' is given twice in one object"
+    ):
         ds_config.read(path)
 
 
@@ -494,7 +505,17 @@ OTHERS = [{"callable": "math"}, {"callable": 3}, {"linear": [0, 1, 5], "callable
 @pytest.mark.parametrize(
     "schedule",
     [
-        *(-0.1, 1.5, True, float("nan"), "0.5", None, {}, {"cosine": [0, 1, 5]}, {"step": [0, 1, 5]}),
+        *(
+            -0.1,
+            1.5,
+            True,
+            float("nan"),
+            "0.5",
+            None,
+            {},
+            {"cosine": [0, 1, 5]},
+            {"step": [0, 1, 5]},
+        ),
         *({"linear": value} for value in NOT_LINEAR),
         *OTHERS,
     ],
@@ -505,7 +526,9 @@ def test_what_is_no_schedule_is_refused(schedule: Any) -> None:
 
 
 def test_functions_are_checked_when_they_are_called() -> None:
-    with pytest.raises(ConfigError, match=r"beta at global batch 2 must be a number in \[0, 1\], got 2.5"):
+    with pytest.raises(
+        ConfigError, match=r"beta at global batch 2 must be a number in \[0, 1\], got 2.5"
+    ):
         value_at(beta_of(too_large), 2, "beta")
     assert value_at(beta_of(too_large), 0, "beta") == 0.5
     for path in ("nothing_of_this_name:f", "math:nothing"):

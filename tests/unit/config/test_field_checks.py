@@ -20,7 +20,9 @@ RETURN = Column("return", "float64", (), "return", "1")
 TASK = Column("task", "int64", (), "other", "1")
 EXPERT = Column("expert", "bool", (), "other", "1")
 GOAL = Column("goal", "float32", (2,), "other", "1")
-SCHEMA = Schema([OBSERVATION, PIXELS, ACTION, TOKEN, REWARD, TERMINATED, RETURN, TASK, EXPERT, GOAL])
+SCHEMA = Schema(
+    [OBSERVATION, PIXELS, ACTION, TOKEN, REWARD, TERMINATED, RETURN, TASK, EXPERT, GOAL]
+)
 
 
 def resolve(schema: Schema = SCHEMA, **section: Any) -> dict[str, ResolvedField]:
@@ -82,7 +84,9 @@ def test_dtypes() -> None:
     assert one(column="terminated", **{"as": "float32"}).dtype == "float32"
     for half in ("float16", "bfloat16"):  # which hold 0 and 1; docs/how-to/batches.md says so
         assert one(column="terminated", **{"as": half}).dtype == half
-        with pytest.raises(ConfigError, match="must keep the precision of the float32 column reward"):
+        with pytest.raises(
+            ConfigError, match="must keep the precision of the float32 column reward"
+        ):
             one(column="reward", **{"as": half})
     assert one(column="return", **{"as": "float32"}).dtype == "float32"
     assert one(derived="timestep", column=None, **{"as": "int64"}).dtype == "int64"
@@ -104,14 +108,19 @@ def test_padding() -> None:
 def test_offset_of_n_step() -> None:
     fields = resolve(
         n_step={"n": 3, "gamma": 0.99},
-        fields={"observation": {}, "next_observation": {"column": "observation", "offset": "n_step"}},
+        fields={
+            "observation": {},
+            "next_observation": {"column": "observation", "offset": "n_step"},
+        },
     )
     assert fields["next_observation"].offset == "n_step"
     at_end = {"action": {}, "following": {"column": "action", "offset": "n_step"}}
     text = r"following.column must have a row after the last .*'action of T rows'; store"
     with pytest.raises(ConfigError, match=text):
         resolve(n_step={"n": 1, "gamma": 0.99}, fields=at_end)
-    resolve(n_step={"n": 1, "gamma": 0.99}, fields=at_end, sampler={"unit": "step", "anchors": "fits"})
+    resolve(
+        n_step={"n": 1, "gamma": 0.99}, fields=at_end, sampler={"unit": "step", "anchors": "fits"}
+    )
 
 
 def test_statistics() -> None:
@@ -140,7 +149,9 @@ def test_sampled_table_counts() -> None:
     )
     state = Schema([Column("state", "float32", (2,))])
     assert check_against(config, {"a": SCHEMA, "b": state})[0].column == state["state"]
-    with pytest.raises(ConfigError, match=r"^gear.tables.b must have a schema; give it here or to Replay"):
+    with pytest.raises(
+        ConfigError, match=r"^gear.tables.b must have a schema; give it here or to Replay"
+    ):
         check_against(config, {"a": SCHEMA})
 
 
@@ -232,7 +243,10 @@ def test_schema_without_rewards() -> None:
     n_step: dict[str, Any] = {"n_step": {"n": 3, "gamma": 0.99}}
     for section, rule in (
         (n_step, "gear.n_step must have a reward column in the sampled table"),
-        ({"fields": {"return_to_go": {}}}, "gear.fields.return_to_go must have a reward column to sum"),
+        (
+            {"fields": {"return_to_go": {}}},
+            "gear.fields.return_to_go must have a reward column to sum",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             resolve(bare, **section)
@@ -243,7 +257,9 @@ def test_schema_without_rewards() -> None:
 
 def test_columns_with_reserved_names_need_a_field() -> None:
     schema = Schema([OBSERVATION, Column("mask", "bool")])
-    with pytest.raises(ConfigError, match=r"gear.fields.mask must not be named like a part of every batch"):
+    with pytest.raises(
+        ConfigError, match=r"gear.fields.mask must not be named like a part of every batch"
+    ):
         resolve(schema)
     fields = resolve(schema, fields={"valid_actions": {"column": "mask"}})
     assert fields["valid_actions"].column == schema["mask"]
@@ -256,5 +272,9 @@ def test_no_fields_leave_out_the_source_that_ingest_adds() -> None:
 
 
 def test_where_on_suitable_columns() -> None:
-    where = {"return": {"min": 1000, "max": 2000.5}, "task": {"in": [1, 2.0]}, "expert": {"in": [True]}}
+    where = {
+        "return": {"min": 1000, "max": 2000.5},
+        "task": {"in": [1, 2.0]},
+        "expert": {"in": [True]},
+    }
     assert resolve(sampler={"where": where}, fields={"action": {}})

@@ -14,7 +14,11 @@ from deepspeed_gear.config.recipes import expand
 
 
 def grpo(table: Any = None, **options: Any) -> dict[str, Any]:
-    return {"recipe": "grpo", "tables": {"rollouts": {"max_length": 512, **(table or {})}}, **options}
+    return {
+        "recipe": "grpo",
+        "tables": {"rollouts": {"max_length": 512, **(table or {})}},
+        **options,
+    }
 
 
 def test_what_a_section_need_not_give() -> None:
@@ -34,7 +38,12 @@ def test_what_a_section_gives_counts() -> None:
         "schema": {"columns": {"logp": None, "tokens": {"dtype": "uint16"}}},
     }
     found = expand(
-        grpo(given, batch={"groups": 3}, pack={"tokens": 9000}, fields={"mask": {"source": "loss_mask"}})
+        grpo(
+            given,
+            batch={"groups": 3},
+            pack={"tokens": 9000},
+            fields={"mask": {"source": "loss_mask"}},
+        )
     )
     table = found["tables"]["rollouts"]
     assert table["group"] == {"column": "prompt_id", "size": 4}

@@ -57,7 +57,9 @@ def grow(dest: Path) -> Dataset:
 
 
 @pytest.mark.parametrize("allow_nan", [False, True])
-def test_what_grew_is_one_ingest_of_all_sources(tmp_path: Path, sources: list[Path], allow_nan: bool) -> None:
+def test_what_grew_is_one_ingest_of_all_sources(
+    tmp_path: Path, sources: list[Path], allow_nan: bool
+) -> None:
     split, dest = {"eval": 0.3}, tmp_path / "grown"
     whole = ingest(sources, tmp_path / "whole", split=split, allow_nan=allow_nan)
     steps = [ingest(sources[:1], dest, split=split, allow_nan=allow_nan)]
@@ -89,12 +91,18 @@ def test_what_grew_is_one_ingest_of_all_sources(tmp_path: Path, sources: list[Pa
         steps[2].files.check()
 
 
-def test_what_cannot_be_appended_changes_nothing(tmp_path: Path, sources: list[Path], d4rl: Maker) -> None:
+def test_what_cannot_be_appended_changes_nothing(
+    tmp_path: Path, sources: list[Path], d4rl: Maker
+) -> None:
     dest = ingest(sources[:1], tmp_path / "dest").path
     d4rl(tmp_path / "wider", infos__x=np.zeros(8))
     part = write_parts(Dataset.open(dest), tmp_path / "parts", np.array([0, 1, 3]))[0].path
     cases: list[tuple[Path, Path, str]] = [
-        (tmp_path / "wider", dest, r"column infos.x must be as in .*/dest, absent, got 'float64\[\]"),
+        (
+            tmp_path / "wider",
+            dest,
+            r"column infos.x must be as in .*/dest, absent, got 'float64\[\]",
+        ),
         (sources[1], part, "part must not be appended to, got 'part 0 of 2.*; append to the whole"),
         (sources[1], tmp_path / "none", "must be the folder of a data set"),
     ]

@@ -57,7 +57,9 @@ def trajectory(number: int, steps: int) -> dict[str, Any]:
     }
 
 
-def write(path: Path, lengths: tuple[int, ...] = LENGTHS, first: int = 0, **options: Any) -> Dataset:
+def write(
+    path: Path, lengths: tuple[int, ...] = LENGTHS, first: int = 0, **options: Any
+) -> Dataset:
     with DatasetWriter(path, SCHEMA, **options) as writer:
         for number, steps in enumerate(lengths, first):
             writer.add(trajectory(number, steps))
@@ -67,7 +69,9 @@ def write(path: Path, lengths: tuple[int, ...] = LENGTHS, first: int = 0, **opti
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
     folder, split = tmp_path_factory.mktemp("sets"), {"eval": 0.2}
-    return write(folder / "plain", split=split), write(folder / "zstd", split=split, compress=COMPRESSED)
+    return write(folder / "plain", split=split), write(
+        folder / "zstd", split=split, compress=COMPRESSED
+    )
 
 
 # ---- batches -------------------------------------------------------------------------------------
@@ -99,7 +103,10 @@ WINDOWS = {
         {"n_step": N_STEP, "fields": WINDOWS, "transfer": {"way": "staged"}},
         {"n_step": N_STEP, "fields": WINDOWS, "transfer": {"way": "direct"}, "prefetch": 1},
         {"fields": {"depth": {}}, "sampler": {"kind": "epoch"}},
-        {"sampler": {"unit": "step", "anchors": "fits"}, "fields": {"image": {"length": 2}, "pose": {}}},
+        {
+            "sampler": {"unit": "step", "anchors": "fits"},
+            "fields": {"image": {"length": 2}, "pose": {}},
+        },
     ],
     ids=["mapped", "memory", "staged", "direct", "one", "every"],
 )
@@ -109,7 +116,9 @@ def test_batches_are_those_of_the_plain_data_set(
     rest = dict(options)
     load = rest.pop("load", "mmap")
     plain, packed = (
-        Replay(config_of(data.path, batch_size=24, **rest, data={"path": str(data.path), "load": load}))
+        Replay(
+            config_of(data.path, batch_size=24, **rest, data={"path": str(data.path), "load": load})
+        )
         for data in sets
     )
     with plain, packed:
@@ -136,7 +145,9 @@ def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
     with Replay(sections[0]) as plain, Replay(sections[1]) as packed:
         records = plain.sample()._samples.records.clone()
         records[5] = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 9])  # no sample
-        halves = [replace(f, part_first=f.length // 2, part_length=1) for f in plain.fields if f.length]
+        halves = [
+            replace(f, part_first=f.length // 2, part_length=1) for f in plain.fields if f.length
+        ]
         for fields in (halves, [f for f in plain.fields if f.column == IMAGE and not f.follows]):
             n_step = plain.config.n_step if any(f.follows for f in fields) else None
             options = GatherOptions(fields, sets[0].statistics, n_step, 24, torch.float32, 1)
@@ -167,9 +178,14 @@ def test_a_mixture_with_a_plain_table(way: str, sets: tuple[Dataset, Dataset]) -
 # ---- data sets -----------------------------------------------------------------------------------
 
 
-def test_the_rows_and_the_identity_of_a_data_set(sets: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+def test_the_rows_and_the_identity_of_a_data_set(
+    sets: tuple[Dataset, Dataset], tmp_path: Path
+) -> None:
     plain, packed = sets
-    assert (packed.fingerprint, packed.statistics.keys()) == (plain.fingerprint, plain.statistics.keys())
+    assert (packed.fingerprint, packed.statistics.keys()) == (
+        plain.fingerprint,
+        plain.statistics.keys(),
+    )
     assert all(packed.digest_of(c) == plain.digest_of(c) for c in SCHEMA)
     for name, statistics in plain.statistics.items():
         np.testing.assert_equal(packed.statistics[name].to_json(), statistics.to_json())
@@ -179,13 +195,23 @@ def test_the_rows_and_the_identity_of_a_data_set(sets: tuple[Dataset, Dataset], 
     assert isinstance(rows, CompressedRows)
     assert rows.dictionary
     assert (len(rows), rows.shape, rows.dtype) == (len(expected), expected.shape, expected.dtype)
-    for key in (0, -1, slice(3, 9), slice(None, None, -7), [5, 5, -2], np.array([[1], [0]]), slice(4, 4)):
+    for key in (
+        0,
+        -1,
+        slice(3, 9),
+        slice(None, None, -7),
+        [5, 5, -2],
+        np.array([[1], [0]]),
+        slice(4, 4),
+    ):
         np.testing.assert_array_equal(rows[key], expected[key])
     np.testing.assert_array_equal(rows[3:5, ...], expected[3:5])
     for wrong in (len(rows), [-len(rows) - 1], 0.5, None, (1, 2), rows[:, ...].any((1, 2))):
         with pytest.raises(IndexError, match="rows must be integers in"):
             rows[wrong]
-    with pytest.raises(DataError, match=r"must be read by rows, got 'all 103 rows'; take columns\[name\]"):
+    with pytest.raises(
+        DataError, match=r"must be read by rows, got 'all 103 rows'; take columns\[name\]"
+    ):
         np.asarray(rows)
     again = pickle.loads(pickle.dumps(packed))
     for name, tensor in plain[4].items():
@@ -206,13 +232,23 @@ def test_a_data_set_grows_and_travels(
     assert grown.fingerprint == packed.fingerprint
     for name in packed._records:
         assert (grown.path / name).read_bytes() == (packed.path / name).read_bytes(), name
-    assert run_command(export_command, str(packed.path), str(tmp_path / "e.npz"), "--format", "npz") == 0
+    assert (
+        run_command(export_command, str(packed.path), str(tmp_path / "e.npz"), "--format", "npz")
+        == 0
+    )
     options = "--compress", "image,depth", "--compress", "pose", "--split", "eval=0.2"
-    assert run_command(ingest_command, str(tmp_path / "e.npz"), str(tmp_path / "e"), "--quiet", *options) == 0
+    assert (
+        run_command(
+            ingest_command, str(tmp_path / "e.npz"), str(tmp_path / "e"), "--quiet", *options
+        )
+        == 0
+    )
     back = Dataset.open(tmp_path / "e")
     assert sorted(back.compressed) == sorted(COMPRESSED)
     assert all(back.digest_of(c) == packed.digest_of(c) for c in SCHEMA)
-    assert ingest([tmp_path / "e.npz"], tmp_path / "e", append=True).compressed.keys() == set(COMPRESSED)
+    assert ingest([tmp_path / "e.npz"], tmp_path / "e", append=True).compressed.keys() == set(
+        COMPRESSED
+    )
     plain = ingest([tmp_path / "e.npz"], tmp_path / "e", append=True, compress=[])
     assert (plain.compressed, len(plain)) == ({}, 3 * len(packed))
     capsys.readouterr()
@@ -245,11 +281,20 @@ DAMAGES: list[tuple[Callable[[np.ndarray, np.ndarray], object], str]] = [
     (lambda f, o: o.__setitem__(5, 0), ": row 4 must have a frame of 30 bytes of its own"),
     (lambda f, o: o.__setitem__(5, 1 << 60), ": row 4 must have a frame"),
     (lambda f, o: o.__setitem__(4, -(1 << 62)), ": row 3 must have a frame"),
-    (lambda f, o: o.__setitem__(0, 1 << 20), " must begin with a dictionary of at most 32768 bytes"),
-    (lambda f, o: replaced(f, o, 4, frame(1 << 20)[:9]), ": row 4 must have a frame of 30 bytes of its own"),
+    (
+        lambda f, o: o.__setitem__(0, 1 << 20),
+        " must begin with a dictionary of at most 32768 bytes",
+    ),
+    (
+        lambda f, o: replaced(f, o, 4, frame(1 << 20)[:9]),
+        ": row 4 must have a frame of 30 bytes of its own",
+    ),
     (lambda f, o: replaced(f, o, 0, frame(31)[:9]), ": row 0 must decode to 30 bytes, got 31"),
     (lambda f, o: f.__setitem__(slice(o[0], o[0] + 4), 0), " must hold zstd frames, got "),
-    (lambda f, o: f.__setitem__(slice(o[4] + 6, o[5]), 255), ": row 4 must have a frame of 30 bytes of its"),
+    (
+        lambda f, o: f.__setitem__(slice(o[4] + 6, o[5]), 255),
+        ": row 4 must have a frame of 30 bytes of its",
+    ),
 ]
 
 
@@ -269,7 +314,9 @@ def test_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     frames, offsets = (data.path / f"compressed/image.{name}.npy" for name in ("frames", "offsets"))
     given = offsets.read_bytes()
     offsets.write_bytes(given[:-8] + bytes(8))
-    with pytest.raises(DataError, match=r"image\.frames\.npy must be uint8\[0\]|offsets\.npy must hold"):
+    with pytest.raises(
+        DataError, match=r"image\.frames\.npy must be uint8\[0\]|offsets\.npy must hold"
+    ):
         Dataset.open(data.path)
     offsets.write_bytes(given)
     frames.write_bytes(frames.read_bytes()[:-1])
@@ -297,7 +344,9 @@ def test_damaged_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("imag", SchemaError, "column imag must be in the schema; did you mean 'image'"),
     ],
 )
-def test_columns_that_stay_as_they_are(name: str, kind: type[GearError], text: str, tmp_path: Path) -> None:
+def test_columns_that_stay_as_they_are(
+    name: str, kind: type[GearError], text: str, tmp_path: Path
+) -> None:
     with pytest.raises(kind, match=text):
         write(tmp_path / "d", compress=[name])
     assert not list(tmp_path.iterdir())
@@ -306,7 +355,11 @@ def test_columns_that_stay_as_they_are(name: str, kind: type[GearError], text: s
 @pytest.mark.parametrize(
     ("options", "spread", "text"),
     [
-        ({"tables": {"main": {"placement": "device"}}}, (), 'gear.tables.main.placement must be "host"'),
+        (
+            {"tables": {"main": {"placement": "device"}}},
+            (),
+            'gear.tables.main.placement must be "host"',
+        ),
         ({}, ("main",), "gear.tables.main.data.replicate must be true on several nodes"),
         (
             {"hindsight": {}, "fields": {"goal": {"column": "pose", "hindsight": "pose"}}},
@@ -324,7 +377,10 @@ def test_columns_that_stay_as_they_are(name: str, kind: type[GearError], text: s
 def test_what_reads_other_than_windows_is_refused(
     options: dict[str, Any], spread: tuple[str, ...], text: str, sets: tuple[Dataset, Dataset]
 ) -> None:
-    section, on_device = config_of(sets[1].path, **{"batch_size": 4, **options}), "tables" in options
+    section, on_device = (
+        config_of(sets[1].path, **{"batch_size": 4, **options}),
+        "tables" in options,
+    )
     if on_device:
         section["tables"] = {"main": {"data": section.pop("data"), **options["tables"]["main"]}}
 
@@ -334,4 +390,6 @@ def test_what_reads_other_than_windows_is_refused(
 
     with pytest.raises(ConfigError) as error:
         resolve()
-    assert str(error.value).startswith(f"{text} for compressed columns, got ['image', 'depth', 'pose']; make")
+    assert str(error.value).startswith(
+        f"{text} for compressed columns, got ['image', 'depth', 'pose']; make"
+    )

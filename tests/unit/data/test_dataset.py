@@ -56,7 +56,9 @@ def test_what_is_added_is_read(tmp_path: Path) -> None:
     assert dataset.first_rows.tolist() == [0, 4, 6]
     assert (len(dataset), dataset.num_steps, dataset.num_rows) == (3, 37, 40)
     assert dataset.source == {"made": "here"}
-    assert not dataset.columns["action"][[3, 5, 39]].any(), "rows beyond a trajectory's steps are zero"
+    assert not dataset.columns["action"][[3, 5, 39]].any(), (
+        "rows beyond a trajectory's steps are zero"
+    )
     with pytest.raises(ValueError, match="read-only"):
         dataset.columns["action"][0] = 1
     for i in (-1, 3):
@@ -72,7 +74,9 @@ def test_it_is_a_data_set_of_pytorch(tmp_path: Path) -> None:
         for name, value in dataset.trajectory(i).items():
             bits = value if dataset.schema[name].dtype != "bfloat16" else value.view(np.int16)
             assert item[name].dtype == dataset.schema[name].torch_dtype
-            assert np.array_equal(item[name].view(torch.int16) if bits is not value else item[name], bits)
+            assert np.array_equal(
+                item[name].view(torch.int16) if bits is not value else item[name], bits
+            )
             assert value.ndim == 0 or not value.flags.writeable
             assert value.ndim == 0 or value.base is not None, "a copy"
     assert len(list(again)) == 3
@@ -108,7 +112,9 @@ def test_numpy_alone_reads_it(
     write(tmp_path / "set")
     run = run_python("-c", NUMPY_ONLY, str(tmp_path / "set"), cwd=tmp_path)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout) == [int(values.astype(np.int64).sum()) for values in trajectory(1).values()]
+    assert json.loads(run.stdout) == [
+        int(values.astype(np.int64).sum()) for values in trajectory(1).values()
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -131,7 +137,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("extra", [0], "must be in the schema; known are observation, action, done, task, return"),
     ("observation", np.zeros((4, 2, 2)), "must have shape ['T+1', 2, 3], got [4, 2, 2]"),
     ("observation", np.full((4, 2, 3), np.nan), f"must be finite, got 'nan at step 0'; {CORRECT}"),
-    ("action", np.full((3, 4), 0xFF80, np.uint16), f"must be finite, got '-inf at step 0'; {CORRECT}"),
+    (
+        "action",
+        np.full((3, 4), 0xFF80, np.uint16),
+        f"must be finite, got '-inf at step 0'; {CORRECT}",
+    ),
     ("return", np.array(np.nan), f"must be finite, got nan; {CORRECT}"),
 ]
 
@@ -157,7 +167,9 @@ def test_a_data_set_has_training_data(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
     writer = DatasetWriter(tmp_path / "set", SCHEMA, split={"eval": 1 - 2**-53})
     writer.add(trajectory(1))
-    with pytest.raises(DataError, match="split must leave at least one of 1 trajectories for training"):
+    with pytest.raises(
+        DataError, match="split must leave at least one of 1 trajectories for training"
+    ):
         writer.close()
     assert os.listdir(tmp_path) == []
     with pytest.raises(ConfigError, match=r"split.train must name a held-out part"):
@@ -166,7 +178,9 @@ def test_a_data_set_has_training_data(tmp_path: Path) -> None:
 
 def test_an_exception_leaves_nothing_and_two_writers_do_not_meet(tmp_path: Path) -> None:
     writer = DatasetWriter(tmp_path / "set", SCHEMA)
-    with pytest.raises(DataError, match="must not be written by two at once; wait for the other ingest"):
+    with pytest.raises(
+        DataError, match="must not be written by two at once; wait for the other ingest"
+    ):
         DatasetWriter(tmp_path / "set", SCHEMA)
     writer.add(trajectory(1))
     assert os.listdir(tmp_path) == ["set.partial"]
@@ -191,7 +205,9 @@ def test_what_is_there_is_not_replaced_by_accident(tmp_path: Path) -> None:
     assert sorted(os.listdir(dest)) == ["columns", "extents.npy", "schema.json", "stats.json"]
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").touch()
-    with pytest.raises(DataError, match="must be a gear data set to be overwritten; choose another place"):
+    with pytest.raises(
+        DataError, match="must be a gear data set to be overwritten; choose another place"
+    ):
         write(tmp_path / "home", overwrite=True)
     (tmp_path / "mine.partial").mkdir()
     (tmp_path / "mine.partial" / "thesis.txt").touch()
@@ -209,5 +225,7 @@ def test_a_column_may_have_the_name_of_another_file(tmp_path: Path) -> None:
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file/set must be writable, got 'Not a directory'; check the path"):
+    with pytest.raises(
+        DataError, match="file/set must be writable, got 'Not a directory'; check the path"
+    ):
         DatasetWriter(tmp_path / "file" / "set", SCHEMA)

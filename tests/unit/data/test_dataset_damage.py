@@ -25,7 +25,10 @@ from deepspeed_gear.ops import load_backend
 from deepspeed_gear.schema import Column, Schema
 
 SCHEMA = Schema(
-    [Column("observation", "float32", (2,), "observation", "T+1"), Column("action", "bfloat16", (4,))]
+    [
+        Column("observation", "float32", (2,), "observation", "T+1"),
+        Column("action", "bfloat16", (4,)),
+    ]
 )
 REMAKE = "the file is not the one that was written; make the data set again with gear ingest"
 
@@ -35,7 +38,10 @@ def write(folder: Path) -> Dataset:
     with DatasetWriter(folder, SCHEMA) as writer:
         for steps in (3, 1, 33):
             writer.add(
-                {"observation": np.ones((steps + 1, 2), np.float32), "action": np.ones((steps, 4), np.uint16)}
+                {
+                    "observation": np.ones((steps + 1, 2), np.float32),
+                    "action": np.ones((steps, 4), np.uint16),
+                }
             )
     return Dataset.open(folder)
 
@@ -61,27 +67,75 @@ ACTION, EXTENTS, MANIFEST, STATS = "columns/action.npy", "extents.npy", "schema.
 WRITTEN = f" must hold the bytes that were written; {REMAKE}"
 OTHER, ROWS = {"columns": [{"name": "x", "dtype": "f4"}]}, np.zeros((40, 4), np.int32)
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
-    (MANIFEST, Path.unlink, " must exist; the folder is not a gear data set; make one with gear ingest"),
-    (MANIFEST, lambda p: p.write_text('{"type": 1}'), " must describe a gear data set; make one with gear"),
-    (MANIFEST, lambda p: edit(p, format=1), ": format must be 2, got 1; use the version of deepspeed_gear"),
+    (
+        MANIFEST,
+        Path.unlink,
+        " must exist; the folder is not a gear data set; make one with gear ingest",
+    ),
+    (
+        MANIFEST,
+        lambda p: p.write_text('{"type": 1}'),
+        " must describe a gear data set; make one with gear",
+    ),
+    (
+        MANIFEST,
+        lambda p: edit(p, format=1),
+        ": format must be 2, got 1; use the version of deepspeed_gear",
+    ),
     (MANIFEST, lambda p: edit(p, num_rows="40"), f": num_rows must be int, got '40'; {REMAKE}"),
     (
         MANIFEST,
         lambda p: edit(p, schema=OTHER),
         ' must hold a valid schema, got "column x: dtype must be one',
     ),
-    (MANIFEST, lambda p: edit(p, fingerprint="0"), f" must match its own fingerprint, got '0'; {REMAKE}"),
-    (STATS, lambda p: edit(p.parent / MANIFEST, split={"a": 0.1}), " must have been computed for the split"),
+    (
+        MANIFEST,
+        lambda p: edit(p, fingerprint="0"),
+        f" must match its own fingerprint, got '0'; {REMAKE}",
+    ),
+    (
+        STATS,
+        lambda p: edit(p.parent / MANIFEST, split={"a": 0.1}),
+        " must have been computed for the split",
+    ),
     (STATS, lambda p: edit(p, split={"a": 0.1}), " must have "),
     (STATS, Path.unlink, " must exist; a file of the data set is missing"),
     (ACTION, Path.unlink, " must exist; a file of the data set is missing"),
-    (ACTION, lambda p: os.truncate(p, 300), " must have 448 bytes, got 300; the file is truncated; copy it"),
-    (ACTION, lambda p: os.truncate(p, 600), " must have 448 bytes, got 600; the file is not the one that"),
-    (ACTION, lambda p: os.truncate(p, 60), " must have 448 bytes, got 60; the file is truncated; copy it"),
-    (ACTION, lambda p: p.write_bytes(b"hello" * 100), " must have 448 bytes, got 500; the file is not the"),
-    (ACTION, lambda p: other(p, ROWS), " must be uint16[40, 4] as in schema.json, got 'int32[40, 4]'"),
-    (ACTION, lambda p: other(p, ROWS.astype("u2", "F")), " must be uint16[40, 4] as in schema.json, got 'u"),
-    (ACTION, lambda p: other(p, ROWS[:39].astype("u2")), " must be uint16[40, 4] as in schema.json, got 'u"),
+    (
+        ACTION,
+        lambda p: os.truncate(p, 300),
+        " must have 448 bytes, got 300; the file is truncated; copy it",
+    ),
+    (
+        ACTION,
+        lambda p: os.truncate(p, 600),
+        " must have 448 bytes, got 600; the file is not the one that",
+    ),
+    (
+        ACTION,
+        lambda p: os.truncate(p, 60),
+        " must have 448 bytes, got 60; the file is truncated; copy it",
+    ),
+    (
+        ACTION,
+        lambda p: p.write_bytes(b"hello" * 100),
+        " must have 448 bytes, got 500; the file is not the",
+    ),
+    (
+        ACTION,
+        lambda p: other(p, ROWS),
+        " must be uint16[40, 4] as in schema.json, got 'int32[40, 4]'",
+    ),
+    (
+        ACTION,
+        lambda p: other(p, ROWS.astype("u2", "F")),
+        " must be uint16[40, 4] as in schema.json, got 'u",
+    ),
+    (
+        ACTION,
+        lambda p: other(p, ROWS[:39].astype("u2")),
+        " must be uint16[40, 4] as in schema.json, got 'u",
+    ),
     (ACTION, lambda p: other(p, np.array([{}])), ' must be a NumPy array, got "Array can'),
     (ACTION, lambda p: poke(p, -1), WRITTEN),
     (EXTENTS, lambda p: poke(p, -8), WRITTEN),
@@ -115,7 +169,9 @@ def forge(folder: Path, extents: np.ndarray, **changes: Any) -> None:
     for name, entry in manifest["files"].items():
         file = folder / name
         entry.update(bytes=file.stat().st_size, probe=probe_digest(file))
-    (folder / MANIFEST).write_text(json.dumps({**manifest, "fingerprint": fingerprint_of(manifest)}))
+    (folder / MANIFEST).write_text(
+        json.dumps({**manifest, "fingerprint": fingerprint_of(manifest)})
+    )
 
 
 def test_extents_must_cover_the_rows(tmp_path: Path) -> None:
@@ -188,7 +244,9 @@ def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write(tmp_path / "data")
     monkeypatch.setattr("deepspeed_gear.data.dataset.CHECK_EVERY_S", 0.0)
     mapped, copied = (
-        config_of(tmp_path / "data", data={"path": str(tmp_path / "data"), "load": load}, batch_size=4)
+        config_of(
+            tmp_path / "data", data={"path": str(tmp_path / "data"), "load": load}, batch_size=4
+        )
         for load in ("mmap", "memory")
     )
     found = pytest.raises(DataError, match=f"/data/{ACTION} must not change while it is mapped")
@@ -225,7 +283,9 @@ def test_an_access_behind_the_end_names_the_file(tmp_path: Path, has_faulthandle
 
     assert exit_status(in_child(read)) == -signal.SIGBUS
     shown = (tmp_path / "shown").read_text()
-    assert f"gear: fatal: the file {tmp_path}/data/{ACTION} was truncated, or its disk failed" in shown
+    assert (
+        f"gear: fatal: the file {tmp_path}/data/{ACTION} was truncated, or its disk failed" in shown
+    )
     assert ("Fatal Python error: Bus error" in shown) == has_faulthandler
 
 

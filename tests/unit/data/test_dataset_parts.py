@@ -47,7 +47,9 @@ def test_parts_together_are_the_whole(
 def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
     parts = write_parts(whole, tmp_path / "out", BOUNDS)
     assert [part.part for part in parts] == [
-        DatasetPart(i, 3, int(BOUNDS[i]), int(BOUNDS[i + 1]), 6, whole.num_rows, 22, 7, whole.fingerprint)
+        DatasetPart(
+            i, 3, int(BOUNDS[i]), int(BOUNDS[i + 1]), 6, whole.num_rows, 22, 7, whole.fingerprint
+        )
         for i in range(3)
     ]
     assert [part.first_id for part in parts] == [0, 1, 4]
@@ -60,12 +62,18 @@ def test_a_part_knows_its_place(whole: Dataset, tmp_path: Path) -> None:
     (only,) = write_parts(whole, tmp_path / "one", np.array([0, 6]))
     assert only.part == DatasetPart(0, 1, 0, 6, 6, whole.num_rows, 22, 7, whole.fingerprint)
     assert only.fingerprint != whole.fingerprint
-    assert str(parts[1].part) == f"part 1 of 3, trajectories 1 to 3 of 6 of {whole.fingerprint[:12]}"
+    assert (
+        str(parts[1].part) == f"part 1 of 3, trajectories 1 to 3 of 6 of {whole.fingerprint[:12]}"
+    )
 
 
-@pytest.mark.parametrize("bounds", [[0, 3, 3, 6], [0, 4, 3, 6], [1, 6], [0, 5], [0, 7], [0], [0, 0, 6]])
+@pytest.mark.parametrize(
+    "bounds", [[0, 3, 3, 6], [0, 4, 3, 6], [1, 6], [0, 5], [0, 7], [0], [0, 0, 6]]
+)
 def test_bounds_that_are_none(whole: Dataset, tmp_path: Path, bounds: list[int]) -> None:
-    with pytest.raises(DataError, match="must divide its 6 trajectories into parts of at least one"):
+    with pytest.raises(
+        DataError, match="must divide its 6 trajectories into parts of at least one"
+    ):
         write_parts(whole, tmp_path / "out", np.array(bounds))
     assert not (tmp_path / "out").exists()
 
@@ -75,20 +83,26 @@ def test_what_is_there_is_replaced_only_when_asked_and_a_part_is_no_whole(
 ) -> None:
     out = tmp_path / "out"
     write_parts(whole, out, np.arange(7))
-    with pytest.raises(DataError, match=r"out must not exist yet; choose another place, or overwrite it"):
+    with pytest.raises(
+        DataError, match=r"out must not exist yet; choose another place, or overwrite it"
+    ):
         write_parts(whole, out, BOUNDS)
     assert len(list(out.iterdir())) == 6
     parts = write_parts(whole, out, BOUNDS, overwrite=True)
     assert [len(part) for part in parts] == [1, 3, 2]
     assert sorted(path.name for path in out.iterdir()) == ["part-0", "part-1", "part-2"]
-    with pytest.raises(DataError, match=r"must be a whole data set, got 'part 1 of 3.*; split the whole"):
+    with pytest.raises(
+        DataError, match=r"must be a whole data set, got 'part 1 of 3.*; split the whole"
+    ):
         write_parts(parts[1], tmp_path / "other", np.array([0, 1, 3]))
     with pytest.raises(DataError, match="must be a whole data set to compute the statistics"):
         parts[1].statistics_for({"eval": 0.2})
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "part-x/a", "partition/a"])
-def test_a_folder_of_something_else_is_never_replaced(whole: Dataset, tmp_path: Path, name: str) -> None:
+def test_a_folder_of_something_else_is_never_replaced(
+    whole: Dataset, tmp_path: Path, name: str
+) -> None:
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
     path.write_text("mine")
@@ -124,9 +138,15 @@ WHOLE = "f" * 64
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no entry": (lambda part: None, "must match its own fingerprint"),
     "another type": (lambda part: [1], "part must record index, count, first"),
-    "a missing key": (lambda part: {k: v for k, v in part.items() if k != "whole"}, "part must record index"),
+    "a missing key": (
+        lambda part: {k: v for k, v in part.items() if k != "whole"},
+        "part must record index",
+    ),
     "an unknown key": (lambda part: {**part, "more": 1}, "part must record index"),
-    "a value of another type": (lambda part: {**part, "first": "1"}, r"part\.first must be int, got '1'"),
+    "a value of another type": (
+        lambda part: {**part, "first": "1"},
+        r"part\.first must be int, got '1'",
+    ),
     "a flag": (lambda part: {**part, "index": True}, r"part\.index must be int, got True"),
     "another place": (lambda part: {**part, "first": 2}, "must match its own fingerprint"),
     "another whole": (lambda part: {**part, "whole": WHOLE}, "must match its own fingerprint"),
@@ -159,7 +179,9 @@ def test_split_balances_bytes_and_leaves_no_part_empty(
     assert lines[1] == f"{tmp_path}/out/part-1: 3 trajectories (ids 3 to 5), 11 steps, {size}"
     assert run(str(whole.path), str(tmp_path / "out"), "--nodes", "2", "--overwrite") == 0
     for nodes in ("7", "0", "-1"):
-        with pytest.raises(ConfigError, match=rf"--nodes must be in \[1, 6\], the trajectories, got {nodes}"):
+        with pytest.raises(
+            ConfigError, match=rf"--nodes must be in \[1, 6\], the trajectories, got {nodes}"
+        ):
             run(str(whole.path), str(tmp_path / "more"), f"--nodes={nodes}")
     write_dataset(tmp_path / "set", [500, 1, 1])
     assert run(str(tmp_path / "set"), str(tmp_path / "none_empty"), "--nodes", "3") == 0
@@ -175,7 +197,9 @@ def test_inspect_says_which_part(whole: Dataset, tmp_path: Path) -> None:
     assert "training split of the whole" in lines[-1]
     assert summaries[1]["part"]["first"] == 1
     of_whole = inspect.summarize(whole)
-    assert not any("  part " in line for line in inspect.dataset_lines({**of_whole, "verified": False}))
+    assert not any(
+        "  part " in line for line in inspect.dataset_lines({**of_whole, "verified": False})
+    )
     for name, entry in of_whole["split"].items():
         found = sum(summary["split"][name]["trajectories"] for summary in summaries)
         assert found == entry["trajectories"]

@@ -74,7 +74,9 @@ ARROW: dict[str, Maker] = {
     ),
     "runs": lambda: runs(ROWS, [1.0]),
     "runs of a text": lambda: runs(200, ["x" * LONG]),
-    "list of nulls": lambda: pa.ListArray.from_arrays(pa.array([0, 200_000], pa.int32()), pa.nulls(200_000)),
+    "list of nulls": lambda: pa.ListArray.from_arrays(
+        pa.array([0, 200_000], pa.int32()), pa.nulls(200_000)
+    ),
     "list views": lambda: pa.ListViewArray.from_arrays(
         zeros(50), pa.array([LONG] * 50, pa.int32()), zeros(LONG)
     ),
@@ -85,14 +87,18 @@ ARROW: dict[str, Maker] = {
     "byte views": lambda: views(pa.binary_view(), 200),
     "a text in a dictionary": lambda: words(200, "x" * LONG),
     "a list in a dictionary": lambda: words(200, list(range(LONG))),
-    "a dictionary in a struct": lambda: pa.StructArray.from_arrays([words(200, "x" * LONG)], ["word"]),
+    "a dictionary in a struct": lambda: pa.StructArray.from_arrays(
+        [words(200, "x" * LONG)], ["word"]
+    ),
     "a dictionary in a list": lambda: pa.ListArray.from_arrays(
         pa.array([0, 200], pa.int32()), words(200, "x" * LONG)
     ),
     "a dictionary in a map": lambda: pa.MapArray.from_arrays(
         pa.array([0, 200], pa.int32()), zeros(200), words(200, "x" * LONG)
     ),
-    "a union": lambda: pa.UnionArray.from_dense(zeros(200, np.int8), zeros(200), [pa.array(["x" * LONG])]),
+    "a union": lambda: pa.UnionArray.from_dense(
+        zeros(200, np.int8), zeros(200), [pa.array(["x" * LONG])]
+    ),
 }
 PARQUET: dict[str, Maker] = {
     "a text": lambda: words(200, "x" * LONG),
@@ -131,7 +137,9 @@ def refuse(source: Path, text: str, **options: Any) -> None:
     assert not dest.exists()
 
 
-TOO_LARGE = r"must hold at most 100 bytes for each of the \d+ bytes of its files, got .*--max-expansion"
+TOO_LARGE = (
+    r"must hold at most 100 bytes for each of the \d+ bytes of its files, got .*--max-expansion"
+)
 
 
 @pytest.mark.parametrize("is_beside_steps", [False, True])
@@ -159,9 +167,14 @@ def test_extension_types_inside(tmp_path: Path, name: str) -> None:
     inside = pa.ExtensionArray.from_storage(pa.json_(pa.string()), pa.array(["1"]))
     made = {
         "runs": lambda: pa.RunEndEncodedArray.from_arrays(pa.array([2], pa.int32()), inside),
-        "list views": lambda: pa.ListViewArray.from_arrays(zeros(2), pa.array([1, 1], pa.int32()), inside),
+        "list views": lambda: pa.ListViewArray.from_arrays(
+            zeros(2), pa.array([1, 1], pa.int32()), inside
+        ),
     }
-    refuse(write(tmp_path / "a.arrow", made[name](), True), "column value must hold values that Python has")
+    refuse(
+        write(tmp_path / "a.arrow", made[name](), True),
+        "column value must hold values that Python has",
+    )
 
 
 @pytest.mark.parametrize("kind", ["union", "runs"])
@@ -169,7 +182,9 @@ def test_nulls_of_structs(tmp_path: Path, kind: str) -> None:
     """pyarrow ends the process that gives a union or runs the nulls of their struct."""
     part = pa.UnionArray.from_sparse(zeros(3, np.int8), [pa.array(["a", "b", "c"])])
     part = part if kind == "union" else runs(3, ["a"])
-    made = pa.StructArray.from_arrays([part, zeros(3)], ["x", "y"], mask=pa.array([False, True, False]))
+    made = pa.StructArray.from_arrays(
+        [part, zeros(3)], ["x", "y"], mask=pa.array([False, True, False])
+    )
     with open_source(write(tmp_path / "a.arrow", made, True)) as reader:
         values = [arrays["value.x"] for _, arrays in reader.episodes()]
     assert values == [["a", None, "c" if kind == "union" else "a"]]
@@ -211,12 +226,18 @@ def peak_bytes(source: Path, **options: Any) -> tuple[int, list[str]]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("texts", [TEXTS, [[text] for text in TEXTS], [*TEXTS[:-1], [1], *TEXTS[-1:]][1:]])
+@pytest.mark.parametrize(
+    "texts", [TEXTS, [[text] for text in TEXTS], [*TEXTS[:-1], [1], *TEXTS[-1:]][1:]]
+)
 @pytest.mark.parametrize("form", ["rllib", "pickle", "pickle of arrays"])
 def test_texts_have_their_own_size(tmp_path: Path, texts: list[Any], form: str) -> None:
     """Texts are left out with a note, as other objects are; NumPy would pad each to the longest."""
     count = len(texts)
-    columns: dict[str, Any] = {"obs": [[0.0]] * (count + 1), "actions": [0] * count, "rewards": [0.0] * count}
+    columns: dict[str, Any] = {
+        "obs": [[0.0]] * (count + 1),
+        "actions": [0] * count,
+        "rewards": [0.0] * count,
+    }
     columns |= {"dones": [False] * (count - 1) + [True], "names": texts}
     source, options = tmp_path / "source", {}
     if form == "rllib":
@@ -306,7 +327,9 @@ def _object_bytes(value: Any) -> int:
 def test_repeated_texts_in_lists_are_read(tmp_path: Path) -> None:
     """A column whose texts could be too large, by its longest one, is read by its dictionary."""
     rows = [[["x" * LONG, "y"], ["y"] * 9], [], [["z", None], None]] * 9
-    table = pa.table({"action": [[0]] * 27, "value": pa.array(rows, pa.list_(pa.list_(pa.string())))})
+    table = pa.table(
+        {"action": [[0]] * 27, "value": pa.array(rows, pa.list_(pa.list_(pa.string())))}
+    )
     parquet.write_table(table, tmp_path / "a.parquet")
     parquet.write_table(table, tmp_path / "b.parquet", use_dictionary=False)
     read = []
@@ -326,8 +349,12 @@ def test_exports(tmp_path: Path) -> None:
     (folder / "trajectories.jsonl").write_text('{"action": [1.0], "reward": [1.0], "note": "a"}\n')
     refuse(folder, rf"jsonl: columns of texts and objects {TOO_LARGE}")
     (folder / "gear_schema.json").write_text(json.dumps(Schema(steps).to_json()))
-    (folder / "trajectories.jsonl").write_text(json.dumps({"action": TEXTS, "reward": [0.0] * len(TEXTS)}))
-    with pytest.raises(DataError, match="column action must be convertible to float32, got 'object'"):
+    (folder / "trajectories.jsonl").write_text(
+        json.dumps({"action": TEXTS, "reward": [0.0] * len(TEXTS)})
+    )
+    with pytest.raises(
+        DataError, match="column action must be convertible to float32, got 'object'"
+    ):
         run_command(command, str(folder), str(tmp_path / "out"), "--quiet")
 
     schema = np.array(json.dumps(Schema(steps).to_json()))
@@ -388,6 +415,11 @@ def test_repeated_images_are_those_of_their_file() -> None:
     image = pytest.importorskip("PIL.Image")
     sink = io.BytesIO()
     image.new("RGB", (64, 64)).save(sink, "JPEG")
-    assert decode_images("it", [sink.getvalue()] * 400, Expansion(), 1 << 20).shape == (400, 64, 64, 3)
+    assert decode_images("it", [sink.getvalue()] * 400, Expansion(), 1 << 20).shape == (
+        400,
+        64,
+        64,
+        3,
+    )
     with pytest.raises(DataError, match="it must hold at most 100 bytes for each of the 700 bytes"):
         decode_images("it", [sink.getvalue()] * 400, Expansion(), 700)

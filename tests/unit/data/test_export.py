@@ -36,7 +36,11 @@ def there_and_back(dataset: Dataset, folder: Path, format: str, **options: Any) 
 
 def orders(columns: list[Column]) -> list[list[Column]]:
     """Return the columns as given, reversed, and with values of a trajectory first."""
-    return [columns, columns[::-1], sorted(columns, key=lambda column: (column.rows != "1", column.name))]
+    return [
+        columns,
+        columns[::-1],
+        sorted(columns, key=lambda column: (column.rows != "1", column.name)),
+    ]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -65,9 +69,15 @@ def test_columns_come_back_in_their_order(
     some = 1.5 if format == "jsonl" else np.nan  # which JSON does not hold
     with DatasetWriter(tmp_path / "set", schema) as writer:
         for steps in (2, 3):
-            given: dict[str, Any] = {"observation.z": np.ones((steps + 1, 2)), "reward": np.arange(steps)}
+            given: dict[str, Any] = {
+                "observation.z": np.ones((steps + 1, 2)),
+                "reward": np.arange(steps),
+            }
             given |= {"observation.a": range(steps + 1), "action": np.full((steps, 1), some)}
-            given |= {"truncated": np.arange(steps) == steps - 1, "terminated": np.zeros(steps, bool)}
+            given |= {
+                "truncated": np.arange(steps) == steps - 1,
+                "terminated": np.zeros(steps, bool),
+            }
             given |= {"infos.x": np.arange(steps), "seed": steps, "length": steps}
             given["return"] = given["reward"].sum()
             writer.add({name: given[name] for name in schema.names})
@@ -100,7 +110,9 @@ def test_ingested_data_come_back(tmp_path: Path, minari: Maker, format: str) -> 
     read = there_and_back(dataset, tmp_path, format)
     check_same(read, dataset)
     assert read.fingerprint == dataset.fingerprint
-    infos = {"infos": lambda n: {"pos": np.arange(n + 1.0), "in": {"flag": np.ones((n, 2), np.int8)}}}
+    infos = {
+        "infos": lambda n: {"pos": np.arange(n + 1.0), "in": {"flag": np.ones((n, 2), np.int8)}}
+    }
     minari(tmp_path / "min" / "data", lengths=(3, 1, 5), **infos)
     (tmp_path / format).mkdir()
     dataset = ingest([tmp_path / "min"], tmp_path / "min-set")
@@ -165,7 +177,10 @@ def test_returns_of_parts_are_those_that_ingest_derives(tmp_path: Path) -> None:
     random, flags = np.random.default_rng(4), np.arange(9010) == 8999
     rewards = random.standard_normal(9000) * 10 ** random.uniform(-8, 8, 9000)
     given = {"reward": np.append(rewards, np.ones(10)).astype(np.float32), "terminated": flags}
-    columns = [Column("reward", "float32", (), "reward"), Column("terminated", "bool", (), "terminated")]
+    columns = [
+        Column("reward", "float32", (), "reward"),
+        Column("terminated", "bool", (), "terminated"),
+    ]
     with DatasetWriter(tmp_path / "set", Schema([*columns, RETURN, LENGTH])) as writer:
         writer.add({**given, "return": 0, "length": 0}, split_by_flags=True)
     dataset = Dataset.open(tmp_path / "set")
@@ -218,11 +233,15 @@ def test_saved_and_living_tables(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert run_command(command, *given, dest, "--format", "jsonl") == 0
             assert "lack late columns" in capsys.readouterr().err
             read = ingest([dest], dest + "-read")
-            assert [read.trajectory(i)["verdict"] for i in range(len(read))] == [[number] for number in held]
+            assert [read.trajectory(i)["verdict"] for i in range(len(read))] == [
+                [number] for number in held
+            ]
             for i, number in enumerate(held):
                 for name, rows in trajectory(number, 3 + number).items():
                     np.testing.assert_array_equal(read.trajectory(i)[name], rows)
-        with pytest.raises(ConfigError, match="--table must name a table that holds rows, got 'mian'"):
+        with pytest.raises(
+            ConfigError, match="--table must name a table that holds rows, got 'mian'"
+        ):
             run_command(command, *child, str(tmp_path / "x"), "--format", "npz", "--table", "mian")
 
 
@@ -249,15 +268,29 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
         ingest(tmp_path / "a.npz", tmp_path / "out")
     (tmp_path / "a.npz").unlink()
     (tmp_path / "there.npz").write_text("mine")
-    with pytest.raises(DataError, match=r"there.npz must not exist yet; choose another place, or overwrite"):
+    with pytest.raises(
+        DataError, match=r"there.npz must not exist yet; choose another place, or overwrite"
+    ):
         run_command(command, source, str(tmp_path / "there.npz"), "--format", "npz")
     with pytest.raises(DataError, match="must be of the format minari to be overwritten"):
-        run_command(command, source, source, "--format", "minari", "--columns", "code", "--overwrite")
+        run_command(
+            command, source, source, "--format", "minari", "--columns", "code", "--overwrite"
+        )
     assert sorted(os.listdir(tmp_path)) == ["set", "there.npz"]
-    assert run_command(command, source, str(tmp_path / "m"), "--format", "minari", "--columns", "code") == 0
+    assert (
+        run_command(command, source, str(tmp_path / "m"), "--format", "minari", "--columns", "code")
+        == 0
+    )
     assert (
         run_command(
-            command, source, str(tmp_path / "m"), "--format", "minari", "--columns", "", "--overwrite"
+            command,
+            source,
+            str(tmp_path / "m"),
+            "--format",
+            "minari",
+            "--columns",
+            "",
+            "--overwrite",
         )
         == 0
     )
@@ -271,11 +304,18 @@ def test_a_kill_leaves_the_old_or_the_new(
     monkeypatch.setattr(os, "fsync", lambda _: None)
     dest, line, found = tmp_path / "made.parquet", 1, set()
     old, new = (
-        Dataset.open(write_dataset(tmp_path / name, lengths)) for name, lengths in (("a", [2]), ("b", [3, 1]))
+        Dataset.open(write_dataset(tmp_path / name, lengths))
+        for name, lengths in (("a", [2]), ("b", [3, 1]))
     )
 
     def make(dataset: Dataset) -> None:
-        export(map(dataset.trajectory, range(len(dataset))), dataset.schema, dest, format, overwrite=True)
+        export(
+            map(dataset.trajectory, range(len(dataset))),
+            dataset.schema,
+            dest,
+            format,
+            overwrite=True,
+        )
 
     make(old)
     while killed_at(line, lambda: make(new), ["data/export.py", "file_system.py"]):

@@ -22,14 +22,22 @@ BITS = {
 
 
 def replay_of(schema: Schema, **more: Any) -> Replay:
-    table = {"capacity_steps": 20_000, "max_length": 10_000, "remove": "fifo", **more.pop("table", {})}
+    table = {
+        "capacity_steps": 20_000,
+        "max_length": 10_000,
+        "remove": "fifo",
+        **more.pop("table", {}),
+    }
     section = {"tables": {"main": table}, "sampler": {"unit": "step"}, "batch_size": 4}
     return Replay({**section, **more}, schemas={"main": schema})
 
 
 def occupied(replay: Replay) -> list[int]:
     table = replay.tables["main"]
-    return [len(replay), *table.control[[Control.FREE_ROWS, Control.PENDING, Control.ROWS_HELD]].tolist()]
+    return [
+        len(replay),
+        *table.control[[Control.FREE_ROWS, Control.PENDING, Control.ROWS_HELD]].tolist(),
+    ]
 
 
 def array_of(bits: np.ndarray, dtype: str) -> np.ndarray:
@@ -47,20 +55,28 @@ def test_add_finds_every_place_and_pattern(dtype: str) -> None:
     num_rows, edge = 3 * 8192 // item + 5, 8192 // item
     schema = Schema([Column("n", "int64"), Column("x", dtype)])
     sign = 1 << (8 * item - 1)
-    with replay_of(schema, table={"capacity_steps": 3 * num_rows, "max_length": num_rows}) as replay:
+    with replay_of(
+        schema, table={"capacity_steps": 3 * num_rows, "max_length": num_rows}
+    ) as replay:
         good = np.arange(num_rows) % 3
-        finite = np.array([0, sign, 1, ones - 1, sign | (ones - 1), 1 << fraction], kind)[good]  # and largest
+        finite = np.array([0, sign, 1, ones - 1, sign | (ones - 1), 1 << fraction], kind)[
+            good
+        ]  # and largest
         number = replay.add({"n": good, "x": array_of(finite, dtype)})
         before = occupied(replay)
         for at in (0, 1, edge - 1, edge, 2 * edge + 1, num_rows - 1):
             for pattern in (ones, sign | ones, ones | 1, sign | ones | ((1 << fraction) - 1)):
                 bad = finite.copy()
                 bad[at] = pattern
-                with pytest.raises(DataError, match=f"x must be finite, got '.* at step {at}'; correct"):
+                with pytest.raises(
+                    DataError, match=f"x must be finite, got '.* at step {at}'; correct"
+                ):
                     replay.add({"n": good, "x": array_of(bad, dtype)})
                 assert occupied(replay) == before
         assert replay.add({"n": good, "x": array_of(finite, dtype)}) == number + 1
-        stored = replay.tables["main"].rows(int(replay.tables["main"].slots_of(np.array([number]))[0]))["x"]
+        stored = replay.tables["main"].rows(
+            int(replay.tables["main"].slots_of(np.array([number]))[0])
+        )["x"]
         assert stored.tobytes() == finite.tobytes()
 
 
@@ -117,18 +133,24 @@ def test_allow_nan_takes_them_bit_for_bit() -> None:
     patterns = {d: np.array([ones, ones | 1, 0], kind) for d, (kind, ones, _) in BITS.items()}
     with replay_of(schema) as replay:
         number = replay.add({dtype: array_of(bits, dtype) for dtype, bits in patterns.items()})
-        stored = replay.tables["main"].rows(int(replay.tables["main"].slots_of(np.array([number]))[0]))
+        stored = replay.tables["main"].rows(
+            int(replay.tables["main"].slots_of(np.array([number]))[0])
+        )
         for dtype, bits in patterns.items():
             assert stored[dtype].tobytes() == bits.tobytes()
             assert np.isnan(as_numbers(stored[dtype], schema[dtype])[1])
         vector = replay.vector_writer(1, autoreset="disabled")
         vector.reset()
         ended = np.ones(1, bool)
-        assert vector.step(terminated=ended, **{d: [np.nan] for d in FLOATING}) == [(0, number + 1, 1)]
+        assert vector.step(terminated=ended, **{d: [np.nan] for d in FLOATING}) == [
+            (0, number + 1, 1)
+        ]
 
 
 def test_only_floating_columns_allow_nan() -> None:
-    with pytest.raises(SchemaError, match="x: allow_nan must be left out unless the dtype is one of float"):
+    with pytest.raises(
+        SchemaError, match="x: allow_nan must be left out unless the dtype is one of float"
+    ):
         Column("x", "int64", allow_nan=True)
     columns = {"x": {"dtype": "float32", "allow_nan": True}, "y": {"dtype": "float32"}}
     table = {"capacity_steps": 9, "schema": {"columns": columns}}
@@ -188,7 +210,9 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mo
             ) -> None:
                 for column in columns:
                     kept = replay.num_steps
-                    with pytest.raises(DataError, match=r"must be finite, got 'nan at .*environment 1'"):
+                    with pytest.raises(
+                        DataError, match=r"must be finite, got 'nan at .*environment 1'"
+                    ):
                         call(**spoiled(given, column, np.nan), **more)
                     assert replay.num_steps == kept
 
@@ -212,7 +236,9 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mo
                         refuse(vector.reset, start, ["observation", "goal"], mask=mask)
                     vector.reset(mask, **start)
             vector.step(**step_of(99, mode, ends=True))
-            stored.append([{k: v.tolist() for k, v in t.items()} for t in replay.read(range(len(replay)))])
+            stored.append(
+                [{k: v.tolist() for k, v in t.items()} for t in replay.read(range(len(replay)))]
+            )
     assert stored[0] == stored[1]
     assert len(stored[0]) > 3
 
@@ -221,7 +247,13 @@ def test_a_refused_step_changes_nothing_and_can_be_taken_again(publish: bool, mo
 
 
 def row(t: int, **more: Any) -> dict[str, Any]:
-    return {"observation": [t, t], "reward": float(t), "terminated": False, "truncated": False, **more}
+    return {
+        "observation": [t, t],
+        "reward": float(t),
+        "terminated": False,
+        "truncated": False,
+        **more,
+    }
 
 
 @pytest.mark.parametrize("publish", [False, True])
@@ -235,9 +267,13 @@ def test_a_refused_row_is_not_appended(publish: bool) -> None:
         with writer.trajectory(goal=1) as opened:
             for t in range(4):
                 for wrong in ({"reward": -np.inf}, {"observation": torch.tensor([0, torch.nan])}):
-                    with pytest.raises(DataError, match=f"main: step {t}: column .* must be finite, got"):
+                    with pytest.raises(
+                        DataError, match=f"main: step {t}: column .* must be finite, got"
+                    ):
                         opened.append(**row(t, **wrong), publish=publish)
-                with pytest.raises(DataError, match="reward must be convertible to float32, got 'complex"):
+                with pytest.raises(
+                    DataError, match="reward must be convertible to float32, got 'complex"
+                ):
                     opened.append(**row(t, reward=1j))
                 opened.append(**row(t), publish=publish)
             with pytest.raises(DataError, match="column goal must be finite"):
@@ -261,7 +297,9 @@ def test_an_open_trajectory_can_be_discarded(publish: bool) -> None:
             opened.discard()
             opened.discard()
             for call in (lambda: opened.append(**row(3)), lambda: opened.set(goal=2)):
-                with pytest.raises(DataError, match="trajectory must be open; it has ended, begin another"):
+                with pytest.raises(
+                    DataError, match="trajectory must be open; it has ended, begin another"
+                ):
                     call()
         if not publish:
             assert occupied(replay) == before

@@ -39,7 +39,10 @@ def test_columns_and_flags_of_a_d4rl_file(tmp_path: Path, d4rl: Maker) -> None:
         ("return", "float64", (), "return", "1"),
         ("length", "int64", (), "length", "1"),
     ]
-    last = [(bool(t["terminated"][-1]), bool(t["truncated"][-1])) for t in map(dataset.trajectory, range(4))]
+    last = [
+        (bool(t["terminated"][-1]), bool(t["truncated"][-1]))
+        for t in map(dataset.trajectory, range(4))
+    ]
     assert last == [(True, False), (False, True), (True, True), (False, True)]
     assert dataset.columns["terminated"].sum() == 2
     assert dataset.columns["truncated"].sum() == 3
@@ -93,8 +96,14 @@ def test_without_next_observations(tmp_path: Path, d4rl: Maker) -> None:
 
 def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
     qpos = np.arange(16, dtype=np.float64).reshape(8, 2)
-    extra = {"infos__qpos": qpos, "infos__goal no": np.arange(8, dtype=np.uint16), "version": np.float64(2)}
-    d4rl(tmp_path / "a.hdf5", metadata__policy__weight=np.zeros(5), nothing=h5py.Empty("f4"), **extra)
+    extra = {
+        "infos__qpos": qpos,
+        "infos__goal no": np.arange(8, dtype=np.uint16),
+        "version": np.float64(2),
+    }
+    d4rl(
+        tmp_path / "a.hdf5", metadata__policy__weight=np.zeros(5), nothing=h5py.Empty("f4"), **extra
+    )
     dataset = ingest(tmp_path / "a.hdf5", tmp_path / "all")
     assert dataset.schema.names[5:] == ("infos.goal_no", "infos.qpos", "return", "length")
     assert dataset.schema["infos.goal_no"].dtype == "int32"
@@ -109,7 +118,10 @@ def test_other_arrays_become_columns(tmp_path: Path, d4rl: Maker) -> None:
     assert chosen.schema.names[5:] == ("infos.qpos", "return", "length")
     none = ingest([tmp_path / "a.hdf5"], tmp_path / "none", columns=[])
     assert none.schema.names[5:] == ("return", "length")
-    with open_source(tmp_path / "a.hdf5") as reader, pytest.raises(ConfigError, match="given to open_source"):
+    with (
+        open_source(tmp_path / "a.hdf5") as reader,
+        pytest.raises(ConfigError, match="given to open_source"),
+    ):
         ingest(reader, tmp_path / "no", columns=["infos.q*"])
 
 
@@ -136,7 +148,9 @@ def test_dtypes_of_a_source(tmp_path: Path, d4rl: Maker) -> None:
 def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4rl: Maker) -> None:
     d4rl(tmp_path / "a.hdf5")
     d4rl(tmp_path / "d.hdf5", (5, 2), ("terminals", ""))
-    dataset = ingest([tmp_path / "a.hdf5", tmp_path / "d.hdf5"], tmp_path / "both", split={"eval": 0.2})
+    dataset = ingest(
+        [tmp_path / "a.hdf5", tmp_path / "d.hdf5"], tmp_path / "both", split={"eval": 0.2}
+    )
     assert dataset.columns["source"].tolist() == [0, 0, 0, 1, 1]
     assert dataset.schema["source"] == Column("source", "int64", rows="1")
     assert dataset.lengths.tolist() == [3, 1, 4, 5, 2]
@@ -153,7 +167,9 @@ def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4
         f"{b}: column action must be as in {a}, float32[3] with rows T, got 'float32[4] with rows T'; "
         "choose the common columns with --columns, or make a data set of each"
     )
-    with pytest.raises(DataError, match=r"c.hdf5: column infos.qpos must be as in .*a.hdf5, absent"):
+    with pytest.raises(
+        DataError, match=r"c.hdf5: column infos.qpos must be as in .*a.hdf5, absent"
+    ):
         ingest([a, c], tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert len(ingest([a, c], tmp_path / "out", columns=[])) == 6
@@ -162,10 +178,16 @@ def test_several_sources_become_one_data_set_where_they_agree(tmp_path: Path, d4
 def test_the_same_source_gives_the_same_bytes(tmp_path: Path, d4rl: Maker) -> None:
     d4rl(tmp_path / "a.hdf5")
     splits: list[dict[str, float]] = [{"eval": 0.3}, {"eval": 0.3}, {}]
-    made = [ingest([tmp_path / "a.hdf5"], tmp_path / f"{i}", split=split) for i, split in enumerate(splits)]
+    made = [
+        ingest([tmp_path / "a.hdf5"], tmp_path / f"{i}", split=split)
+        for i, split in enumerate(splits)
+    ]
     files = [path.relative_to(tmp_path / "0") for path in (tmp_path / "0").rglob("*.*")]
     assert len(files) == 10
-    assert all((tmp_path / "0" / file).read_bytes() == (tmp_path / "1" / file).read_bytes() for file in files)
+    assert all(
+        (tmp_path / "0" / file).read_bytes() == (tmp_path / "1" / file).read_bytes()
+        for file in files
+    )
     assert len({dataset.fingerprint for dataset in made}) == 1
 
 
@@ -184,7 +206,9 @@ def test_nan_is_allowed_by_a_flag_and_left_out_of_statistics(tmp_path: Path, d4r
     assert np.isnan(dataset.trajectory(2)["action"][1, 1])
 
 
-def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_row_reader_serves_any_rising_ranges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deepspeed_gear.data.ingest.reader._BLOCK_BYTES", 40)
     values = np.arange(33 * 2, dtype=np.int32).reshape(33, 2)
     reads: list[tuple[int, int]] = []
@@ -202,7 +226,9 @@ def test_row_reader_serves_any_rising_ranges(tmp_path: Path, monkeypatch: pytest
             assert reader.block_rows == (4 if key == "x" else 5)
             for low, high in ((0, 1), (1, 7), (7, 7), (7, 20), (12, 13), (20, 33)):
                 np.testing.assert_array_equal(reader[low:high], values[low:high])
-            assert all(low % (file[key].chunks or (1,))[0] == 0 for low, _ in reads), "chunks are divided"
+            assert all(low % (file[key].chunks or (1,))[0] == 0 for low, _ in reads), (
+                "chunks are divided"
+            )
             assert reads.count((0, reader.block_rows)) == 1
             reads.clear()
 
@@ -234,12 +260,23 @@ def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture
     ("options", "text"),
     [
         (["--split", "eval"], "--split must be NAME=SHARE, got 'eval'; for example eval=0.05"),
-        (["--split", "a=0.1", "--split", "a=0.2"], "--split must give every name once, got 'a=0.2'"),
-        (["--split", "a=1.0"], "split.a must name a held-out part (not train) and its share in (0, 1)"),
-        (["--split", "a=0.5", "--split", "b=0.5"], "split must leave a share for training, got {'a': 0.5,"),
+        (
+            ["--split", "a=0.1", "--split", "a=0.2"],
+            "--split must give every name once, got 'a=0.2'",
+        ),
+        (
+            ["--split", "a=1.0"],
+            "split.a must name a held-out part (not train) and its share in (0, 1)",
+        ),
+        (
+            ["--split", "a=0.5", "--split", "b=0.5"],
+            "split must leave a share for training, got {'a': 0.5,",
+        ),
     ],
 )
-def test_wrong_splits_are_refused(tmp_path: Path, d4rl: Maker, options: list[str], text: str) -> None:
+def test_wrong_splits_are_refused(
+    tmp_path: Path, d4rl: Maker, options: list[str], text: str
+) -> None:
     d4rl(tmp_path / "a.hdf5")
     with pytest.raises(ConfigError) as caught:
         run_command(command, str(tmp_path / "a.hdf5"), str(tmp_path / "out"), *options)
@@ -275,9 +312,13 @@ def test_a_killed_ingest_leaves_nothing_that_looks_complete(tmp_path: Path, d4rl
 
 
 def test_the_example_data(tmp_path: Path) -> None:
-    dataset = ingest([EXAMPLES / "hopper_expert.hdf5", EXAMPLES / "hopper_medium.hdf5"], tmp_path / "out")
+    dataset = ingest(
+        [EXAMPLES / "hopper_expert.hdf5", EXAMPLES / "hopper_medium.hdf5"], tmp_path / "out"
+    )
     assert (len(dataset), dataset.num_steps) == (67, 40308)
-    assert dataset.schema["observation"] == Column("observation", "float32", (11,), "observation", "T+1")
+    assert dataset.schema["observation"] == Column(
+        "observation", "float32", (11,), "observation", "T+1"
+    )
     returns = dataset.columns["return"]
     assert returns[:20].mean() == pytest.approx(3728.19, abs=0.01)
     assert returns[20:].mean() == pytest.approx(1578.99, abs=0.01)
@@ -295,7 +336,10 @@ def test_the_example_data(tmp_path: Path) -> None:
     ],
 )
 def test_rewards_of_a_source_without_any(
-    tmp_path: Path, options: dict[str, Any], columns: list[float] | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    options: dict[str, Any],
+    columns: list[float] | None,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """They are a rule's or a named column's, in any dtype; without a rule nothing is made."""
     with pytest.raises(
@@ -306,7 +350,9 @@ def test_rewards_of_a_source_without_any(
     options = {**options, "rename": {"state": "observation"}, "dtype": {"observation": "float16"}}
     dataset = ingest([tmp_path], tmp_path / "out", format=f"{__name__}:Demonstrations", **options)
     assert dataset.source["options"] == options
-    assert dataset.schema["observation"] == Column("observation", "float16", (1,), "observation", "T+1")
+    assert dataset.schema["observation"] == Column(
+        "observation", "float16", (1,), "observation", "T+1"
+    )
     assert dataset.lengths.tolist() == dataset.columns["length"].tolist() == [3, 3]
     reward = dataset.schema.role("reward")
     if columns is None:
@@ -376,17 +422,31 @@ class Demonstrations(Reader):
         (["--dtype", "action=float"], "column action: dtype must be one of bool"),
         (["--dtype", "action=bool"], "column action must hold values that bool can hold"),
         (["--role", "action=reward"], "schema must have at most one reward column"),
-        (["--role", "reward"], "--role must be COLUMN=ROLE, got 'reward'; for example score=reward"),
+        (
+            ["--role", "reward"],
+            "--role must be COLUMN=ROLE, got 'reward'; for example score=reward",
+        ),
         (
             ["--reward", "last=1"],
             "--reward must be for a source without rewards, got 'last=1'; the source has",
         ),
-        (["--role", "reward=other", "--reward", "last"], "--reward must be none (no column), last=VALUE (of"),
-        (["--role", "reward=other", "--reward", "each=inf"], "--reward must be none (no column), last=VALUE"),
-        (["--role", "reward=other", "--reward", "each=1"], "reward must not have the name of another column"),
+        (
+            ["--role", "reward=other", "--reward", "last"],
+            "--reward must be none (no column), last=VALUE (of",
+        ),
+        (
+            ["--role", "reward=other", "--reward", "each=inf"],
+            "--reward must be none (no column), last=VALUE",
+        ),
+        (
+            ["--role", "reward=other", "--reward", "each=1"],
+            "reward must not have the name of another column",
+        ),
     ],
 )
-def test_wrong_column_options_are_refused(tmp_path: Path, d4rl: Maker, options: list[str], text: str) -> None:
+def test_wrong_column_options_are_refused(
+    tmp_path: Path, d4rl: Maker, options: list[str], text: str
+) -> None:
     d4rl(tmp_path / "a.hdf5")
     with pytest.raises((ConfigError, DataError, SchemaError)) as caught:
         run_command(command, str(tmp_path / "a.hdf5"), str(tmp_path / "out"), *options)

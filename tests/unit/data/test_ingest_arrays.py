@@ -51,14 +51,21 @@ def refusal(path: Path, **options: Any) -> str:
 def test_imitation_trajectories(tmp_path: Path) -> None:
     """A real file: its `terminal` is set at ends of both causes, and the time limit is 500 steps."""
     source = EXAMPLES / "cartpole_expert.npz"
-    assert run_command(command, str(source), str(tmp_path / "out"), "--episode-length", "500", "--quiet") == 0
+    assert (
+        run_command(
+            command, str(source), str(tmp_path / "out"), "--episode-length", "500", "--quiet"
+        )
+        == 0
+    )
     dataset = Dataset.open(tmp_path / "out")
     with np.load(source) as file:
         bounds = [0, *file["indices"], len(file["acts"])]
         for i in range(57):
             low, high = bounds[i : i + 2]
             stored, is_cut = dataset.trajectory(i), high - low == 500
-            np.testing.assert_array_equal(stored["observation"], file["obs"][low + i : high + i + 1])
+            np.testing.assert_array_equal(
+                stored["observation"], file["obs"][low + i : high + i + 1]
+            )
             np.testing.assert_array_equal(stored["action"], file["acts"][low:high])
             assert [stored["terminated"][-1], stored["truncated"][-1]] == [not is_cut, is_cut]
     assert len(dataset) == 57
@@ -68,7 +75,9 @@ def test_imitation_trajectories(tmp_path: Path) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_rollouts_are_divided_by_their_flags(tmp_path_factory: pytest.TempPathFactory, data: Any) -> None:
+def test_rollouts_are_divided_by_their_flags(
+    tmp_path_factory: pytest.TempPathFactory, data: Any
+) -> None:
     """Against a loop over the environments, for all ways in which ends and last observations are given."""
     steps, num, seed = (data.draw(st.integers(1, high)) for high in (12, 3, 99))
     flags = data.draw(st.sampled_from(["both", "done+truncated", "done+terminated", "truncated"]))
@@ -102,7 +111,9 @@ def test_rollouts_are_divided_by_their_flags(tmp_path_factory: pytest.TempPathFa
                 after = states[high, n] if not terminated[t, n] else states[t, n]
             rows = [*states[low:high, n], after]
             if high > low:
-                expected.append((rows, actions[low:high, n], rewards[low:high, n], bool(terminated[t, n])))
+                expected.append(
+                    (rows, actions[low:high, n], rewards[low:high, n], bool(terminated[t, n]))
+                )
             low = t + 1
     path = npz(tmp_path_factory.mktemp("rollout") / "a.npz", **arrays)
     if num == 1:  # also without the axis of environments
@@ -121,16 +132,31 @@ def test_rollouts_are_divided_by_their_flags(tmp_path_factory: pytest.TempPathFa
 def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None:
     """Stable-Baselines' recordings, next observations after a reset, D4RL without timeouts."""
     starts = np.array([1, 0, 0, 1, 0], bool)
-    steps: Arrays = {"obs": np.arange(5.0)[:, None], "actions": np.arange(5)[:, None], "rewards": np.ones(5)}
-    path = npz(tmp_path / "a.npz", **steps, episode_starts=starts, episode_returns=np.array([3.0, 2.0]))
+    steps: Arrays = {
+        "obs": np.arange(5.0)[:, None],
+        "actions": np.arange(5)[:, None],
+        "rewards": np.ones(5),
+    }
+    path = npz(
+        tmp_path / "a.npz", **steps, episode_starts=starts, episode_returns=np.array([3.0, 2.0])
+    )
     assert [e["terminated"].tolist() for e in read(path)] == [[False, False, True], [False, True]]
     found = read(npz(path, **steps, episode_starts=starts), episode_length=3)  # the last may go on
     assert [(len(e["reward"]), bool(e["truncated"][-1])) for e in found] == [(2, True), (1, True)]
     assert found[1]["observation"].tolist() == [[3.0], [4.0]]
     states, ends = np.arange(7.0)[:, None], np.array([0, 1, 0, 0, 1, 0], bool)
-    arrays: Arrays = {"observations": states[:-1], "next_observations": states[1:], "actions": np.ones(6)}
-    with open_source(npz(path, **arrays, terminals=ends & (np.arange(6) < 2), timeouts=ends)) as reader:
-        assert "next observations at ends are those of the next episodes: not used there" in reader.notes
+    arrays: Arrays = {
+        "observations": states[:-1],
+        "next_observations": states[1:],
+        "actions": np.ones(6),
+    }
+    with open_source(
+        npz(path, **arrays, terminals=ends & (np.arange(6) < 2), timeouts=ends)
+    ) as reader:
+        assert (
+            "next observations at ends are those of the next episodes: not used there"
+            in reader.notes
+        )
         rows = [episode["observation"][:, 0].tolist() for _, episode in reader.episodes()]
     assert rows == [[0, 1, 1], [2, 3, 4], [5, 6]]
     d4rl(tmp_path / "a.hdf5", (5, 2, 3), ("terminals", "terminals", ""), timeouts=None)
@@ -140,7 +166,8 @@ def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None
     ]
     assert flags == [(2, 0, 1), (2, 0, 1), (1, 1, 0), (2, 1, 0), (2, 0, 1), (1, 0, 1)]
     assert (
-        refusal(tmp_path / "a.hdf5", mask="x") == "FILE: --mask must be for the format robomimic, got 'd4rl'"
+        refusal(tmp_path / "a.hdf5", mask="x")
+        == "FILE: --mask must be for the format robomimic, got 'd4rl'"
     )
 
 
@@ -159,7 +186,13 @@ def test_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int)
     """Of NumPy 1 and 2, of dicts and of imitation's class."""
     rng, path = np.random.default_rng(protocol), tmp_path / "a.pkl"
     obs, acts = rng.normal(size=(4, 2)), np.asfortranarray(rng.integers(0, 9, (3, 2)).astype(">i4"))
-    part = {"obs": obs, "acts": acts, "rews": [np.float32(1), 2, 3], "env": "door", "terminal": np.bool_(1)}
+    part = {
+        "obs": obs,
+        "acts": acts,
+        "rews": [np.float32(1), 2, 3],
+        "env": "door",
+        "terminal": np.bool_(1),
+    }
     content = pickle.dumps([part, part], protocol)
     imitation = types.ModuleType("imitation.data.types")
     for name in ("imitation", "imitation.data", "imitation.data.types"):
@@ -182,7 +215,9 @@ def test_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int)
             assert ("reward" in episode) == has_reward
     assert "--allow-pickle reads the arrays in it" in refusal(path)
     path.write_bytes(pickle.dumps([part, {**part, "more": np.zeros(3)}], protocol))
-    assert refusal(path, allow_pickle=True).startswith("FILE: trajectory 1: more must be in every trajectory")
+    assert refusal(path, allow_pickle=True).startswith(
+        "FILE: trajectory 1: more must be in every trajectory"
+    )
 
 
 class Runs:
@@ -199,7 +234,10 @@ def test_hostile_pickles_are_refused(tmp_path: Path) -> None:
         (pickle.dumps([Runs()]), "builtins.eval"),
         (b"\x80\x04cos\nsystem\n.", "os.system"),
         (b"\x80\x04cnumpy\nload\n.", "numpy.load"),
-        (b"\x80\x04]r" + struct.pack("<I", 2**31 - 1) + b".", "at least one step"),  # memo of 32 GiB
+        (
+            b"\x80\x04]r" + struct.pack("<I", 2**31 - 1) + b".",
+            "at least one step",
+        ),  # memo of 32 GiB
         (b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".", "only"),  # a bytearray of 1 TiB
         (pickle.dumps([{"obs": deep, "acts": deep}]), "must hold at most 100 bytes for each"),
         (pickle.dumps([{"obs": np.zeros(9)}])[:-40], "only"),
@@ -208,7 +246,10 @@ def test_hostile_pickles_are_refused(tmp_path: Path) -> None:
     for size in (2**40, -1):
         old, new = (pickle.dumps((n,), 2)[2:-3] for n in (1, size))
         cases.append(
-            (pickle.dumps(np.zeros(1), 2).replace(b"K\1" + old, b"K\1" + new), f"of shape ({size},)")
+            (
+                pickle.dumps(np.zeros(1), 2).replace(b"K\1" + old, b"K\1" + new),
+                f"of shape ({size},)",
+            )
         )
     for content, text in cases:
         path.write_bytes(content)
@@ -229,10 +270,20 @@ def _state(spec: str, size: int, content: bytes) -> bytes:
 
 def _viewed(array: bytes) -> bytes:
     """A view of what `array` pushes, as unsigned numbers."""
-    return _name("numpy.core.numeric", "_frombuffer") + b"(" + array + _kind("u8") + b"K\x01\x85\x8c\x01CtR"
+    return (
+        _name("numpy.core.numeric", "_frombuffer")
+        + b"("
+        + array
+        + _kind("u8")
+        + b"K\x01\x85\x8c\x01CtR"
+    )
 
 
-EMPTY = _name("numpy.core.multiarray", "_reconstruct") + _name("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R"
+EMPTY = (
+    _name("numpy.core.multiarray", "_reconstruct")
+    + _name("numpy", "ndarray")
+    + b"K\x00\x85C\x01b\x87R"
+)
 BYTES = _state("u8", 1, b"C\x08" + bytes(8))
 TRAJECTORY = _name("imitation.data.types", "Trajectory") + b")\x81"
 # Opcodes that could reach memory, or objects of other kinds: what the pickle holds, and how it is refused.
@@ -248,14 +299,23 @@ LED_ASTRAY = {
         EMPTY + b"q\x01" + BYTES + b"b0h\x01" + BYTES + b"b",
         "a state of ndarray",
     ),
-    "a second state of a copy": (EMPTY + b"2" + BYTES + b"b0" + BYTES + b"b", "a state of _Pending"),
+    "a second state of a copy": (
+        EMPTY + b"2" + BYTES + b"b0" + BYTES + b"b",
+        "a state of _Pending",
+    ),
     "no state": (EMPTY, "a value _Pending"),
-    "an array that holds itself": (EMPTY + b"q\x01" + _state("O", 1, b"](h\x01e") + b"b", "a value _Pending"),
+    "an array that holds itself": (
+        EMPTY + b"q\x01" + _state("O", 1, b"](h\x01e") + b"b",
+        "a value _Pending",
+    ),
     "an item of an array": (EMPTY + BYTES + b"bK\x00K\x01s", "an item of a ndarray"),
     "items of an array": (EMPTY + BYTES + b"b(K\x00K\x01u", "an item of a ndarray"),
     "an item of a new array": (EMPTY + b"K\x00K\x01s", "an item of a _Pending"),
     "an append to an array": (EMPTY + BYTES + b"bNa", "an item of a ndarray"),
-    "appends to a bytearray": (b"\x96" + struct.pack("<Q", 1) + b"x(K\x01e", "an item of a bytearray"),
+    "appends to a bytearray": (
+        b"\x96" + struct.pack("<Q", 1) + b"x(K\x01e",
+        "an item of a bytearray",
+    ),
     "appends to a tuple": (b")(Ne", "an item of a tuple"),
     "adds to a dict": (b"}(N\x90", "an item of a dict"),
     "a state of a dict": (b"}}b", "a state of dict"),
@@ -274,7 +334,10 @@ LED_ASTRAY = {
         EMPTY.replace(_name("numpy", "ndarray"), _name("builtins", "list")),
         "of the class builtins.list",
     ),
-    "an encoding": (_name("_codecs", "encode") + b"\x8c\x01x\x8c\x05rot13\x86R", "in the encoding 'rot13'"),
+    "an encoding": (
+        _name("_codecs", "encode") + b"\x8c\x01x\x8c\x05rot13\x86R",
+        "in the encoding 'rot13'",
+    ),
     "bytes to encode": (
         _name("_codecs", "encode") + b"C\x01x\x8c\x06latin1\x86R",
         "in the encoding 'latin1'",
@@ -295,7 +358,10 @@ LED_ASTRAY = {
     "an outer buffer": (b"\x97", "the opcode NEXT_BUFFER"),
     "a deep key": (b"}" + b")" + b"\x85" * 100_000 + b"Ns", "a key tuple"),
     "a deep member": (b"\x8f(" + b")" + b"\x85" * 100_000 + b"\x90", "a key tuple"),
-    "a large dtype": (EMPTY + _state("U999999", 1, b"C\x00") + b"b", "an array of shape (1,) with 0 bytes"),
+    "a large dtype": (
+        EMPTY + _state("U999999", 1, b"C\x00") + b"b",
+        "an array of shape (1,) with 0 bytes",
+    ),
     "rows without values": (
         EMPTY + b"(K\x01J\xff\xff\xff\x7fK\x00\x86" + _kind("u8") + b"\x89C\x00tb",
         "at most 100 bytes",
@@ -304,14 +370,20 @@ LED_ASTRAY = {
         EMPTY + _state("u8", 2, b"C\x08" + bytes(8)) + b"b",
         "an array of shape (2,) with 8 bytes",
     ),
-    "code points": (EMPTY + _state("U1", 1, b"C\x04" + b"\xff" * 4) + b"b", "a text that is not Unicode"),
+    "code points": (
+        EMPTY + _state("U1", 1, b"C\x04" + b"\xff" * 4) + b"b",
+        "a text that is not Unicode",
+    ),
     "too few values": (b"0", "a stack without a mark"),
     "bytes that are shared": (
         b"](B"
         + struct.pack("<I", 1 << 20)
         + bytes(1 << 20)
         + b"q\x010"
-        + b"".join(EMPTY + b"(K\x01J\x00\x00\x10\x00\x85" + _kind("u1") + b"\x89h\x01tb" for _ in range(130))
+        + b"".join(
+            EMPTY + b"(K\x01J\x00\x00\x10\x00\x85" + _kind("u1") + b"\x89h\x01tb"
+            for _ in range(130)
+        )
         + b"e",
         "at most 100 bytes",
     ),
@@ -319,7 +391,9 @@ LED_ASTRAY = {
 
 
 @pytest.mark.parametrize("case", LED_ASTRAY)
-def test_no_opcode_reaches_memory_or_other_objects(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_no_opcode_reaches_memory_or_other_objects(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
     monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
     content, text = LED_ASTRAY[case]
     with pytest.raises(DataError) as caught:
@@ -370,13 +444,17 @@ def test_hostile_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(16)
 
     for shape in ("(-2,)", "(1000000000000,)", "(3,)"):
-        assert "FILE: obs must have the size of its entry in the archive, 16 bytes" in entry(header(shape))
+        assert "FILE: obs must have the size of its entry in the archive, 16 bytes" in entry(
+            header(shape)
+        )
     assert "must be stored or deflated" in entry(header("(2,)"), zipfile.ZIP_BZIP2)
     assert "must hold at most 100 bytes" in entry(bytes(2 << 20))
     assert "must be a readable npz file" in entry(b"no array")
     objects = np.array([np.zeros((3, 2)), np.zeros((5, 2))], object)
     path = npz(path, obs=objects, acts=np.array([np.ones(2), np.ones(4)], object))
-    assert refusal(path).startswith("FILE: obs must not be Python objects, got 'object'; --allow-pickle")
+    assert refusal(path).startswith(
+        "FILE: obs must not be Python objects, got 'object'; --allow-pickle"
+    )
     assert [len(episode["action"]) for episode in read(path, allow_pickle=True)] == [2, 4]
     terminals = npz(path, obs=np.zeros((2, 1)), actions=np.zeros(2), terminals=np.zeros(2))
     assert "timeouts must be in the source" in refusal(terminals)
@@ -399,10 +477,16 @@ def test_robomimic(tmp_path: Path) -> None:
                 "rewards": dones * 1.0,
             }
             parts |= {"obs/pos": states[:-1], "next_obs/pos": states[1:], "states": states[:-1]}
-            parts |= {f"{key}/image": np.full((length, 4, 4, 3), 9, np.uint8) for key in ("obs", "next_obs")}
+            parts |= {
+                f"{key}/image": np.full((length, 4, 4, 3), 9, np.uint8)
+                for key in ("obs", "next_obs")
+            }
             for key, array in parts.items():
                 file[f"data/demo_{number}/{key}"] = array
-        file["mask/train"], file["mask/gone"] = np.array([b"demo_10", b"demo_0"]), np.array([b"demo_7"])
+        file["mask/train"], file["mask/gone"] = (
+            np.array([b"demo_10", b"demo_0"]),
+            np.array([b"demo_7"]),
+        )
     for mask, numbers in ((None, (0, 2, 10)), ("train", (0, 10))):
         dataset = ingest([open_source(path, mask=mask)], tmp_path / f"{mask}")
         source = dataset.source["sources"][0]
@@ -420,8 +504,12 @@ def test_robomimic(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(stored["action"], group["actions"])
                 assert stored["observation.image"].shape == (len(rows), 4, 4, 3)
                 assert stored["terminated"].tolist() == [False] * (len(rows) - 2) + [True]
-    assert "--mask must be a filter of the file, got 'trian'; did you mean" in refusal(path, mask="trian")
-    assert "mask/gone must name demonstrations of the file, got ['demo_7']" in refusal(path, mask="gone")
+    assert "--mask must be a filter of the file, got 'trian'; did you mean" in refusal(
+        path, mask="trian"
+    )
+    assert "mask/gone must name demonstrations of the file, got ['demo_7']" in refusal(
+        path, mask="gone"
+    )
 
 
 @pytest.mark.parametrize("is_packed", [False, True])
@@ -430,18 +518,34 @@ def test_rllib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool)
     frame = pytest.importorskip("lz4.frame") if is_packed else None
 
     def pack(value: Any) -> Any:
-        return base64.b64encode(frame.compress(pickle.dumps(value, 5))).decode() if frame else value.tolist()
+        return (
+            base64.b64encode(frame.compress(pickle.dumps(value, 5))).decode()
+            if frame
+            else value.tolist()
+        )
 
     rng, folder = np.random.default_rng(1), tmp_path / "out"
-    truth = {episode: rng.normal(size=(length + 1, 2)) for episode, length in ((7, 5), (8, 1), (9, 4))}
+    truth = {
+        episode: rng.normal(size=(length + 1, 2)) for episode, length in ((7, 5), (8, 1), (9, 4))
+    }
     rows = sorted((t, episode) for episode, states in truth.items() for t in range(len(states) - 1))
     folder.mkdir()
     for number, part in enumerate((rows[:4], rows[4:5], rows[5:])):
         obs, new = (np.array([truth[episode][t + more] for t, episode in part]) for more in (0, 1))
         ends = [t == len(truth[episode]) - 2 and episode != 9 for t, episode in part]
         times, episodes = zip(*part, strict=True)
-        batch = {"type": "SampleBatch", "obs": pack(obs), "new_obs": pack(new), "actions": times, "t": times}
-        batch |= {"rewards": [1.0] * len(part), "terminateds": ends, "truncateds": [False] * len(part)}
+        batch = {
+            "type": "SampleBatch",
+            "obs": pack(obs),
+            "new_obs": pack(new),
+            "actions": times,
+            "t": times,
+        }
+        batch |= {
+            "rewards": [1.0] * len(part),
+            "terminateds": ends,
+            "truncateds": [False] * len(part),
+        }
         batch |= {"eps_id": episodes, "agent_index": [0] * len(part), "infos": [{}] * len(part)}
         with (folder / f"output-{number // 2}.json").open("a") as file:
             file.write(json.dumps(batch) + "\n")
@@ -456,7 +560,9 @@ def test_rllib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool)
     monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
     path, columns = tmp_path / "a.json", {"actions": [1]}
     policies = {key: value for key, value in batch.items() if key != "type"}
-    path.write_text(json.dumps({"type": "MultiAgentBatch", "policy_batches": {"a": policies, "b": policies}}))
+    path.write_text(
+        json.dumps({"type": "MultiAgentBatch", "policy_batches": {"a": policies, "b": policies}})
+    )
     assert len(read(path, allow_pickle=True)) == 4
     refused = [([1, 2], "must have as many rows in each column"), ("QQ==", "must be")]
     if frame:

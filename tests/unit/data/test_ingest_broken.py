@@ -53,12 +53,18 @@ BROKEN_D4RL: list[tuple[dict[str, Any], str]] = [
         {"next_observations": np.zeros((8, 1), np.float32)},
         ": next_observations must have the shape of observations, [8, 2], got [8, 1]",
     ),
-    ({**EMPTY, "next_observations": None}, " must hold at least one step, got 0; the data set is empty"),
+    (
+        {**EMPTY, "next_observations": None},
+        " must hold at least one step, got 0; the data set is empty",
+    ),
     ({"actions": TEXT}, f": actions {NUMERIC} '|S4'"),
     ({"infos__word": TEXT}, f": infos/word {NUMERIC} '|S4'; {LEAVE_OUT}"),
     ({"actions": np.zeros((8, 0))}, ": actions must have rows with at least one value, got [0]"),
     ({"infos__qpos": np.zeros((5, 2))}, f": infos/qpos {AS_MANY} 5; {LEAVE_OUT}"),
-    ({"actions": NAN}, f": episode 2: column action must be finite, got 'nan at step 2'; {ALLOW_NAN}"),
+    (
+        {"actions": NAN},
+        f": episode 2: column action must be finite, got 'nan at step 2'; {ALLOW_NAN}",
+    ),
     (
         {"terminals": np.full(8, 2, np.uint8)},
         ": terminals must hold values that bool can hold, got 2; "
@@ -90,7 +96,9 @@ def refused(source: Path, dest: Path, **options: Any) -> str:
 
 
 @pytest.mark.parametrize(("changes", "text"), BROKEN_D4RL, ids=range(len(BROKEN_D4RL)))
-def test_broken_d4rl_is_refused(tmp_path: Path, d4rl: Maker, changes: dict[str, Any], text: str) -> None:
+def test_broken_d4rl_is_refused(
+    tmp_path: Path, d4rl: Maker, changes: dict[str, Any], text: str
+) -> None:
     source = tmp_path / "a.hdf5"
     d4rl(source, **changes)
     assert refused(source, tmp_path / "out") == f"{source}{text}"
@@ -108,7 +116,9 @@ def test_a_pattern_must_match(tmp_path: Path, d4rl: Maker) -> None:
 def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = f"known are {', '.join(READERS)}, and module:Class, a class of your own (--format); "
     known += "docs/how-to/formats.md has what each looks like"
-    missing, text, folder, other = (tmp_path / name for name in ("missing", "text", "folder", "other.hdf5"))
+    missing, text, folder, other = (
+        tmp_path / name for name in ("missing", "text", "folder", "other.hdf5")
+    )
     text.write_text("hello")
     folder.mkdir()
     (folder / "episode.npz").touch()
@@ -121,7 +131,9 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         (folder, "a folder with episode.npz"),
         (other, "HDF5 with images"),
     ):
-        assert refused(source, dest) == f"{source} must have a known layout, got '{content}'; {known}"
+        assert (
+            refused(source, dest) == f"{source} must have a known layout, got '{content}'; {known}"
+        )
     (made := tmp_path / "made").mkdir()
     (made / "schema.json").write_text("{}")
     assert refused(made, dest) == f"{made} must not be a data set already; train from it as it is"
@@ -133,7 +145,9 @@ def test_what_is_no_source_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     assert refused(other, dest, format="minari") == (
         f"{other} must hold at least one episode, got 0; the data set is empty, or not in Minari's layout"
     )
-    assert refused(text, dest, format="d4rl").startswith(f"{text} must be a readable HDF5 file, got ")
+    assert refused(text, dest, format="d4rl").startswith(
+        f"{text} must be a readable HDF5 file, got "
+    )
 
     def locked(*_: Any) -> bytes:
         raise PermissionError(13, "Permission denied")
@@ -185,9 +199,17 @@ BROKEN_MINARI: list[tuple[str, Any, str]] = [
     ),
     (SECOND, np.zeros((1, 2)), f"{SECOND} must have 2 rows for 1 rewards, got 1"),
     (FIRST, np.zeros(2, np.int64), f"{FIRST} must have 3 rows for 3 rewards, got 2"),
-    (SECOND, np.zeros((2, 5)), "episode 1: column observation must have shape ['T+1', 2], got [2, 5]"),
+    (
+        SECOND,
+        np.zeros((2, 5)),
+        "episode 1: column observation must have shape ['T+1', 2], got [2, 5]",
+    ),
     (SECOND, np.zeros((2, 2), np.complex64), f"{SECOND} {NUMERIC} 'complex64'; {LEAVE_OUT}"),
-    ("episode_0/rewards", np.zeros((3, 2)), "episode_0/rewards must be one value per step, got [3, 2]"),
+    (
+        "episode_0/rewards",
+        np.zeros((3, 2)),
+        "episode_0/rewards must be one value per step, got [3, 2]",
+    ),
     (
         "episode_2/observations",
         LAST_NAN,
@@ -201,7 +223,9 @@ BROKEN_MINARI: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("key", "value", "text"), BROKEN_MINARI, ids=range(len(BROKEN_MINARI)))
-def test_broken_minari_is_refused(tmp_path: Path, minari: Maker, key: str, value: Any, text: str) -> None:
+def test_broken_minari_is_refused(
+    tmp_path: Path, minari: Maker, key: str, value: Any, text: str
+) -> None:
     minari(tmp_path / "set" / "data")
     file = tmp_path / "set" / "data" / "main_data.hdf5"
     edit(file, key, value)
@@ -211,7 +235,12 @@ def test_broken_minari_is_refused(tmp_path: Path, minari: Maker, key: str, value
 def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> None:
     minari(tmp_path / "set")
     file, none = tmp_path / "set" / "main_data.hdf5", np.zeros(0, bool)
-    parts = {"actions": none.astype(int), "rewards": none * 1.0, "terminations": none, "truncations": none}
+    parts = {
+        "actions": none.astype(int),
+        "rewards": none * 1.0,
+        "terminations": none,
+        "truncations": none,
+    }
     for key, value in {"observations": np.zeros((1, 2)), **parts}.items():
         edit(file, f"episode_1/{key}", value)
     error = refused(file, tmp_path / "out")
@@ -252,9 +281,9 @@ def test_a_broken_arrow_set_is_refused(tmp_path: Path, minari: Maker) -> None:
     assert broken(lambda bad: (bad / "1" / "part-0.arrow").unlink()) == (
         "/bad/1 must hold a .arrow file; download the data set again"
     )
-    assert broken(lambda bad: (bad / "1" / "metadata.json").write_text('{"id": 1, "total_steps": 5}')) == (
-        "/bad/1 must have 6 rows for 5 steps, got 2"
-    )
+    assert broken(
+        lambda bad: (bad / "1" / "metadata.json").write_text('{"id": 1, "total_steps": 5}')
+    ) == ("/bad/1 must have 6 rows for 5 steps, got 2")
     assert broken(lambda bad: relabel(bad, data_format="lance")) == (
         "/bad/metadata.json: data_format must be one of hdf5, arrow, parquet, got 'lance'"
     )

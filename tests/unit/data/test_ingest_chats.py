@@ -31,10 +31,14 @@ def encode(text: str) -> list[int]:
 
 def template(messages: list[dict[str, str]]) -> dict[str, list[int]]:
     """Return the tokens and the mask of a chat template, of either form of messages."""
-    parts = [(one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in messages]
+    parts = [
+        (one.get("role", one.get("from")), one.get("content", one.get("value"))) for one in messages
+    ]
     return {
         "input_ids": [token for _, text in parts for token in encode(str(text))],
-        "assistant_masks": [int(role in ("assistant", "gpt")) for role, text in parts for _ in str(text)],
+        "assistant_masks": [
+            int(role in ("assistant", "gpt")) for role, text in parts for _ in str(text)
+        ],
     }
 
 
@@ -58,7 +62,9 @@ def write(path: Path, rows: list[Any]) -> str:
 def weighted(key: str, *weights: Any) -> dict[str, Any]:
     """Return the chat with a key in its messages, but where the weight is None."""
     pairs = zip(CHAT, weights, strict=True)
-    return {"messages": [{**one, **({} if weight is None else {key: weight})} for one, weight in pairs]}
+    return {
+        "messages": [{**one, **({} if weight is None else {key: weight})} for one, weight in pairs]
+    }
 
 
 def masked(*mask: float) -> dict[str, Any]:
@@ -67,15 +73,33 @@ def masked(*mask: float) -> dict[str, Any]:
 
 NO_MEANING = "must not mask messages: the key has no one meaning"
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    (masked(0, 0, 0, 1), "message_loss_mask must be applied to the tokens of each message, got [0, 0, 0, 1]"),
-    (masked(0, 0.5, 0, 1), "message_loss_mask[1] must be 0 or 1: a loss mask has no weights, got 0.5"),
+    (
+        masked(0, 0, 0, 1),
+        "message_loss_mask must be applied to the tokens of each message, got [0, 0, 0, 1]",
+    ),
+    (
+        masked(0, 0.5, 0, 1),
+        "message_loss_mask[1] must be 0 or 1: a loss mask has no weights, got 0.5",
+    ),
     (weighted("weight", None, 0, None, 1), "weight must be applied to the tokens of each message"),
-    (weighted("loss", None, False, None, None), "loss must be applied to the tokens of each message"),
-    (weighted("train", True, True, None, None), "train must be applied to the tokens of each message"),
-    (weighted("weight", None, 0.5, None, 1), "message 1: weight must be 0 or 1: a loss mask has no weights"),
+    (
+        weighted("loss", None, False, None, None),
+        "loss must be applied to the tokens of each message",
+    ),
+    (
+        weighted("train", True, True, None, None),
+        "train must be applied to the tokens of each message",
+    ),
+    (
+        weighted("weight", None, 0.5, None, 1),
+        "message 1: weight must be 0 or 1: a loss mask has no weights",
+    ),
     (weighted("mask", None, 1, None, 1), f"message 1: mask {NO_MEANING}"),
     ({"messages": CHAT, "mask": "user"}, f"mask {NO_MEANING}"),
-    ({"messages": CHAT, "loss_mask": [1, 1]}, "loss_mask must be of token ids in the row, not of those that"),
+    (
+        {"messages": CHAT, "loss_mask": [1, 1]},
+        "loss_mask must be of token ids in the row, not of those that",
+    ),
 ]
 
 
@@ -97,9 +121,12 @@ def test_masks_of_messages_are_refused_unless_the_function_takes_the_row(
 
 
 @pytest.mark.parametrize(
-    "row", [masked(0, 1, 0, 1), weighted("weight", None, 1, None, 1), weighted("loss", 0, 1, None, None)]
+    "row",
+    [masked(0, 1, 0, 1), weighted("weight", None, 1, None, 1), weighted("loss", 0, 1, None, None)],
 )
-def test_masks_that_say_what_a_template_says_are_applied(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_masks_that_say_what_a_template_says_are_applied(
+    tmp_path: Path, row: dict[str, Any]
+) -> None:
     """Without a mask of the function all tokens would have loss, so it needs one."""
     data = Dataset.from_iterable([row], tmp_path / "out", tokenize={"messages": template})
     assert data.columns["loss_mask"].tolist() == USUAL
@@ -133,7 +160,11 @@ def test_a_sample_without_loss_and_messages_of_sharegpt(tmp_path: Path) -> None:
         ({"token_loss_mask": [0, 1]}, {}, [0, 0, 0, 1, 0, 1]),
         ({"token_loss_mask": [0, 1]}, {"message_loss_mask": [0, 0, 0, 1]}, [0, 0, 0, 0, 0, 1]),
         ({"mask": 1}, {}, f"message 1: mask {NO_MEANING}"),
-        ({}, {"message_loss_mask": [1]}, "message_loss_mask must have a value for each of 4 messages"),
+        (
+            {},
+            {"message_loss_mask": [1]},
+            "message_loss_mask must have a value for each of 4 messages",
+        ),
     ],
 )
 @pytest.mark.parametrize("role", ["role", "from"])
@@ -141,7 +172,9 @@ def test_masks_of_messages_with_tokens(
     tmp_path: Path, keys: dict[str, Any], row: dict[str, Any], expected: Any, role: str
 ) -> None:
     """Keys are of the second message. Both doors, and both forms of messages."""
-    log: list[dict[str, Any]] = [{role: one["role"], "token_ids": encode(one["content"])} for one in CHAT]
+    log: list[dict[str, Any]] = [
+        {role: one["role"], "token_ids": encode(one["content"])} for one in CHAT
+    ]
     log[1].update(keys)
     source = write(tmp_path / "a.jsonl", [{"message_log": log, **row}])
     if isinstance(expected, str):
@@ -164,7 +197,10 @@ def test_errors_of_the_users_functions_name_row_and_function(
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "dumps").mkdir()
     for name in "ab":
-        write(tmp_path / "dumps" / f"{name}.jsonl", [{"text": "x", "n": 1}, {"text": name * 2, "n": 1}])
+        write(
+            tmp_path / "dumps" / f"{name}.jsonl",
+            [{"text": "x", "n": 1}, {"text": name * 2, "n": 1}],
+        )
     source, dest = str(tmp_path / "dumps"), str(tmp_path / "out")
 
     def error(option: str) -> str:
@@ -185,7 +221,9 @@ def test_errors_of_the_users_functions_name_row_and_function(
     def chosen(text: str) -> Any:
         return ([1], [1], [1]) if text == "bb" else [1]
 
-    with pytest.raises(DataError, match=r"b.jsonl: row 1: .* must get token ids, or the ids and a mask, of"):
+    with pytest.raises(
+        DataError, match=r"b.jsonl: row 1: .* must get token ids, or the ids and a mask, of"
+    ):
         ingest(open_source(source, tokenize={"text": chosen}), dest)
 
 
@@ -196,7 +234,10 @@ def pair(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
 PREFERENCES: list[dict[str, Any]] = [
     pair("a", "b", "c"),
     {**pair("a", CHAT, CHAT), "score_chosen": 1.0, "score_rejected": 0.5},
-    {"chosen": [{**one, "turn": 1} for one in CHAT], "rejected": [{**one, "turn": 1} for one in CHAT]},
+    {
+        "chosen": [{**one, "turn": 1} for one in CHAT],
+        "rejected": [{**one, "turn": 1} for one in CHAT],
+    },
     pair(CHAT[:1], CHAT[1:2], CHAT[1:2]),
     {"messages": CHAT, "rejected_response": "c"},
     {"messages": CHAT, "rejected_messages": CHAT},
@@ -209,7 +250,9 @@ PREFERENCES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("row", PREFERENCES, ids=range(len(PREFERENCES)))
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_pairs_of_answers_are_no_trajectories(tmp_path: Path, row: dict[str, Any], form: str) -> None:
+def test_pairs_of_answers_are_no_trajectories(
+    tmp_path: Path, row: dict[str, Any], form: str
+) -> None:
     """Neither with the rule of missing rewards, nor as tokens one after the other."""
     source, dest = write(tmp_path / "a.jsonl", [row] * 2), str(tmp_path / "out")
     if form == "parquet":
@@ -221,8 +264,12 @@ def test_pairs_of_answers_are_no_trajectories(tmp_path: Path, row: dict[str, Any
     for options in ([], ["--reward", "none"], every):
         with pytest.raises(DataError) as caught:
             run_command(command, source, dest, *options)
-        assert str(caught.value).startswith(f"{source}: row 0 must not be a pair of answers: a trajectory is")
-        assert "make two rows of each, with the same prompt_id and the rewards 1 and 0" in str(caught.value)
+        assert str(caught.value).startswith(
+            f"{source}: row 0 must not be a pair of answers: a trajectory is"
+        )
+        assert "make two rows of each, with the same prompt_id and the rewards 1 and 0" in str(
+            caught.value
+        )
         assert not Path(dest).exists()
     with pytest.raises(DataError, match="must not be a pair of answers"):
         Dataset.from_iterable([row], dest, reward="none")
@@ -249,5 +296,7 @@ def test_one_answer_of_a_pair_and_labels_of_answers_are_conversations(tmp_path: 
     assert data.columns["reward"].tolist() == [1, 0]
     rows = [{"prompt": CHAT[:1], "completion": CHAT[1:2], "label": True}]
     for rule in ({}, {"reward": "none"}):  # messages are no steps
-        with pytest.raises(DataError, match="row 0 must have token ids, got 'prompt, completion, label'"):
+        with pytest.raises(
+            DataError, match="row 0 must have token ids, got 'prompt, completion, label'"
+        ):
             Dataset.from_iterable(rows, tmp_path / "x", **rule)

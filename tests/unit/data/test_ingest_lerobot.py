@@ -49,7 +49,9 @@ def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> No
     assert dataset.lengths.tolist() == [5, 8, 11, 14]
     for name, digest in DIGESTS.items():
         values = dataset.columns[name]
-        values = values.astype(np.float32) if name == "observation.matrix" else values  # as its reader does
+        values = (
+            values.astype(np.float32) if name == "observation.matrix" else values
+        )  # as its reader does
         assert hashlib.sha256(np.ascontiguousarray(values)).hexdigest()[:16] == digest, name
     red, tray = b"reach the red block", b"place it on the tray"
     assert [dataset.trajectory(i)["task"] for i in range(4)] == [red, red + b"\n" + tray, red, tray]
@@ -78,9 +80,13 @@ def write(
     arrays["episode_index"] = np.repeat(np.arange(len(lengths)), lengths)
     arrays["task_index"] = np.arange(total) // 3 % len(tasks)
     features: dict[str, Any] = {"note": {"dtype": "string", "shape": [1]}}
-    features |= {key: {"dtype": str(a.dtype), "shape": a.shape[1:] or (1,)} for key, a in arrays.items()}
+    features |= {
+        key: {"dtype": str(a.dtype), "shape": a.shape[1:] or (1,)} for key, a in arrays.items()
+    }
     path = (
-        "data/{chunk_index:03d}/{file_index:03d}" if many else "data/{episode_chunk:03d}/{episode_index:03d}"
+        "data/{chunk_index:03d}/{file_index:03d}"
+        if many
+        else "data/{episode_chunk:03d}/{episode_index:03d}"
     )
     info = {
         "codebase_version": version,
@@ -96,14 +102,20 @@ def write(
         rows[-1] |= {f"data/{key}": value for key, value in place.items()} if many else {}
         if number % per_file == 0:
             place |= {"episode_chunk": number // 2, "episode_index": number}
-            low, high = int(ends[number]) - steps, int(ends[min(number + per_file, len(lengths)) - 1])
+            low, high = (
+                int(ends[number]) - steps,
+                int(ends[min(number + per_file, len(lengths)) - 1]),
+            )
             file = root / f"{path}.parquet".format(**place)
             file.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(table.slice(low, high - low), file, row_group_size=5)
     (root / "meta" / "episodes" / "chunk-000").mkdir(parents=True)
     (root / "meta" / "info.json").write_text(json.dumps({**info, "data_path": f"{path}.parquet"}))
     texts = [{"task_index": i, "task": text} for i, text in enumerate(tasks)]
-    for name, entries in (("episodes/chunk-000/file-000" if many else "episodes", rows), ("tasks", texts)):
+    for name, entries in (
+        ("episodes/chunk-000/file-000" if many else "episodes", rows),
+        ("tasks", texts),
+    ):
         if many:
             pq.write_table(pa.Table.from_pylist(entries), root / "meta" / f"{name}.parquet")
         else:
@@ -131,11 +143,18 @@ def some_columns() -> dict[str, np.ndarray]:
     }
 
 
-def test_all_layouts_give_the_rows_that_were_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layouts_give_the_rows_that_were_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Episodes of any number per file, in row groups and batches that divide them."""
     monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_ROWS", 7)
     given, made = some_columns(), []
-    for name, version, per_file in (("a", "v2.1", 1), ("b", "v3.0", 2), ("c", "v3.0", 5), ("d", "v2.0", 1)):
+    for name, version, per_file in (
+        ("a", "v2.1", 1),
+        ("b", "v3.0", 2),
+        ("c", "v3.0", 5),
+        ("d", "v2.0", 1),
+    ):
         write(tmp_path / name, version, LENGTHS, per_file, **given)
         made.append(ingest([tmp_path / name], tmp_path / f"out_{name}"))
     assert len({dataset.fingerprint for dataset in made}) == 1
@@ -145,7 +164,10 @@ def test_all_layouts_give_the_rows_that_were_written(tmp_path: Path, monkeypatch
         np.testing.assert_array_equal(made[0].columns[key.removeprefix("next.")], values)
     assert made[0].lengths.tolist() == list(LENGTHS)
     assert made[0].trajectory(1)["task"] == b"lift\nplace it\nwait"
-    assert "note is text per frame, which no column holds: left out" in made[0].source["sources"][0]["notes"]
+    assert (
+        "note is text per frame, which no column holds: left out"
+        in made[0].source["sources"][0]["notes"]
+    )
 
 
 def test_tasks_of_several_sets_have_a_number_for_each_text(
@@ -164,7 +186,9 @@ def test_tasks_of_several_sets_have_a_number_for_each_text(
         options = ["--reward", "none", *columns]
         capsys.readouterr()
         assert run_command(command, *sources, dest, "--overwrite", *options) == 0
-        assert ("episode_index counts anew in each source" in capsys.readouterr().err) == (not columns)
+        assert ("episode_index counts anew in each source" in capsys.readouterr().err) == (
+            not columns
+        )
         whole = Dataset.open(dest)
         assert whole.columns["task_index"].tolist() == expected
         assert run_command(command, sources[0], dest, "--overwrite", *options) == 0
@@ -233,17 +257,35 @@ FIRST, SECOND = "data/000/000.parquet", "data/000/001.parquet"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 PATH = "data_path must be a path below the folder, with episode_chunk, episode_index in braces, got"
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
-    (lambda root: (root / FIRST).write_text(POINTER), f"{FIRST} must be the data themselves, got 'a Git LFS"),
+    (
+        lambda root: (root / FIRST).write_text(POINTER),
+        f"{FIRST} must be the data themselves, got 'a Git LFS",
+    ),
     (lambda root: (root / FIRST).write_text("PAR1"), f"{FIRST} must be a readable parquet file"),
     (lambda root: (root / SECOND).unlink(), f"{SECOND} must exist; the data set is incomplete"),
-    (lambda root: shutil.copy(root / FIRST, root / SECOND), f"{SECOND} must have the 7 rows of its episodes"),
-    (_info(codebase_version="v1.6"), "codebase_version must be one of v2.0, v2.1, v3.0, got 'v1.6'"),
-    (_info(total_episodes=6), "episodes must list total_episodes = 6 episodes, and at least one, got 5"),
+    (
+        lambda root: shutil.copy(root / FIRST, root / SECOND),
+        f"{SECOND} must have the 7 rows of its episodes",
+    ),
+    (
+        _info(codebase_version="v1.6"),
+        "codebase_version must be one of v2.0, v2.1, v3.0, got 'v1.6'",
+    ),
+    (
+        _info(total_episodes=6),
+        "episodes must list total_episodes = 6 episodes, and at least one, got 5",
+    ),
     (_info(data_path="../{episode_index:03d}"), PATH),
     (_info(data_path="{episode_index:099999999d}"), PATH),
     (_info(data_path="{episode_index.__class__}"), PATH),
-    (_rows("frame_index", lambda rows: rows[::-1]), "frame_index, episode 1 must be 0 at step 0, got 6"),
-    (_rows("episode_index", lambda rows: [*rows[1:], 2]), "episode_index, episode 1 must be 1 at step 6"),
+    (
+        _rows("frame_index", lambda rows: rows[::-1]),
+        "frame_index, episode 1 must be 0 at step 0, got 6",
+    ),
+    (
+        _rows("episode_index", lambda rows: [*rows[1:], 2]),
+        "episode_index, episode 1 must be 1 at step 6",
+    ),
     (_rows("task_index", lambda rows: [3] * 7), "task_index, episode 1 must be a task of the"),
     (
         _rows("action", lambda rows: [None, *rows[1:]]),
@@ -283,7 +325,8 @@ def _metadata(key: str, value: Any, place: str = "") -> Callable[[Path], None]:
 
 
 WRONG_PATH = (
-    "info.json: data_path must be a path below the folder, with episode_chunk, episode_index in braces"
+    "info.json: data_path must be a path below the folder, "
+    "with episode_chunk, episode_index in braces"
 )
 ACTION = "features/action"
 MISTYPED: list[tuple[Callable[[Path], Any], str]] = [
@@ -296,11 +339,17 @@ MISTYPED: list[tuple[Callable[[Path], Any], str]] = [
         for value in ("{}", "{0}", "{video_key}", "/etc/passwd", ["x"])
     ),
     *(
-        (_metadata("chunks_size", value), "info.json: chunks_size must be a whole number of at least 1")
+        (
+            _metadata("chunks_size", value),
+            "info.json: chunks_size must be a whole number of at least 1",
+        )
         for value in ("abc", [1], {}, float("nan"), 1e-300, 0, -1, True, 10**400)
     ),
     *(
-        (_metadata("total_episodes", value), "info.json: total_episodes must be a whole number of at least 0")
+        (
+            _metadata("total_episodes", value),
+            "info.json: total_episodes must be a whole number of at least 0",
+        )
         for value in (None, True, "5", 5.0, float("inf"), -5)
     ),
     *(
@@ -315,15 +364,24 @@ MISTYPED: list[tuple[Callable[[Path], Any], str]] = [
         (_metadata("codebase_version", value), "info.json: codebase_version must be one of")
         for value in (None, 2, ["v2.1"], {}, "v2.1\0")
     ),
-    (_metadata("features", None), "info.json: features must be an object of values by key, got 'NoneType'"),
+    (
+        _metadata("features", None),
+        "info.json: features must be an object of values by key, got 'NoneType'",
+    ),
     (_metadata("features", [1]), "info.json: features must be an object"),
     (_metadata("action", 3, "features"), "info.json: features: action must be an object"),
-    (_metadata("", {"dtype": "int64", "shape": [1]}, "features"), "info.json: features must be names of"),
+    (
+        _metadata("", {"dtype": "int64", "shape": [1]}, "features"),
+        "info.json: features must be names of",
+    ),
     (
         _metadata("..", {"dtype": "int64", "shape": [1]}, "features"),
         "info.json: features: .. must be a feature that",
     ),
-    (_metadata("a\0", {"dtype": "int64", "shape": [1]}, "features"), "info.json: features must be names of"),
+    (
+        _metadata("a\0", {"dtype": "int64", "shape": [1]}, "features"),
+        "info.json: features must be names of",
+    ),
     (_metadata("terminated", {"dtype": "bool", "shape": [1]}, "features"), "terminated, 2 times"),
     *(
         (
@@ -336,7 +394,10 @@ MISTYPED: list[tuple[Callable[[Path], Any], str]] = [
         (_metadata("dtype", value, ACTION), "info.json: features: action")
         for value in (None, 3, "S1000000000", "f4,f4", "object", "floaty", ["f4"], "(2,)f4")
     ),
-    (_metadata("names", 3, ACTION), "info.json: features: action: names must be a list or an object"),
+    (
+        _metadata("names", 3, ACTION),
+        "info.json: features: action: names must be a list or an object",
+    ),
     (
         lambda root: (
             _metadata("v", {"dtype": "video", "shape": [8, 8, 3]}, "features")(root),
@@ -436,7 +497,13 @@ JUNK += [
 
 def _places(value: Any, *path: Any) -> list[tuple[Any, ...]]:
     """Return the paths of all values in a JSON value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     return [path, *(place for key, one in items for place in _places(one, *path, key))]
 
 
@@ -453,7 +520,9 @@ def whole_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lerobot") / "set"
     write(root, "v2.1", LENGTHS[:2], **{key: rows[:8] for key, rows in some_columns().items()})
     _metadata(
-        FRONT, {"dtype": "video", "shape": [8, 8, 3], "names": ["height", "width", "channels"]}, "features"
+        FRONT,
+        {"dtype": "video", "shape": [8, 8, 3], "names": ["height", "width", "channels"]},
+        "features",
     )(root)
     _metadata("video_path", "videos/{video_key}/{episode_index:06d}.mp4")(root)
     _metadata("fps", 10)(root)
@@ -463,7 +532,9 @@ def whole_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @given(data=st.data())
 def test_any_junk_in_the_metadata_is_a_data_error(whole_set: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["info.json", "episodes.jsonl", "tasks.jsonl"]))
-    columns = data.draw(st.sampled_from([["observation.state", "task"], None]))  # None: with the video
+    columns = data.draw(
+        st.sampled_from([["observation.state", "task"], None])
+    )  # None: with the video
     path = whole_set / "meta" / name
     text = path.read_text()
     first, *others = [text] if name == "info.json" else text.splitlines()
@@ -483,7 +554,9 @@ def _of_images(root: Path, frames: list[Any]) -> Path:
     """Write a set of an episode of images, whose files are given."""
     write(root, "v2.1", [len(frames)], action=np.zeros((len(frames), 1)))
     _metadata(
-        FRONT, {"dtype": "image", "shape": [8, 8, 3], "names": ["height", "width", "channel"]}, "features"
+        FRONT,
+        {"dtype": "image", "shape": [8, 8, 3], "names": ["height", "width", "channel"]},
+        "features",
     )(root)
     table = pq.read_table(root / FIRST)
     images = pa.array([{"bytes": frame, "path": None} for frame in frames])
@@ -516,7 +589,9 @@ def test_images_of_formats_that_are_not_named_are_refused(
             rows = ingest([source], tmp_path / form, reward="none").columns[FRONT]
             np.testing.assert_allclose(rows[0, 0, 0], (9, 99, 199), atol=3)
             continue
-        assert main(["ingest", str(source), str(tmp_path / "out"), "--reward", "none", "--quiet"]) == 2
+        assert (
+            main(["ingest", str(source), str(tmp_path / "out"), "--reward", "none", "--quiet"]) == 2
+        )
         assert f"{FRONT}, episode 0 must hold " in (shown := capsys.readouterr().err), form
         assert "JPEG or PNG" in shown
     assert not (tmp_path / "ran").exists()
@@ -538,7 +613,9 @@ def test_damaged_images_are_data_errors() -> None:
 def _of_video(root: Path) -> Path:
     write(root, "v2.1", [2], action=np.zeros((2, 1)))
     _metadata(
-        FRONT, {"dtype": "video", "shape": [16, 32, 3], "names": ["height", "width", "channel"]}, "features"
+        FRONT,
+        {"dtype": "video", "shape": [16, 32, 3], "names": ["height", "width", "channel"]},
+        "features",
     )(root)
     _metadata("video_path", "{video_key}")(root)
     return root
@@ -557,13 +634,17 @@ def test_video_codecs_are_named(tmp_path: Path, codec: str) -> None:
             pytest.skip(f"PyAV has no encoder {codec}")
         for _ in range(2):
             file.mux(
-                stream.encode(av.VideoFrame.from_ndarray(np.zeros((*size, 3), np.uint8), format="rgb24"))
+                stream.encode(
+                    av.VideoFrame.from_ndarray(np.zeros((*size, 3), np.uint8), format="rgb24")
+                )
             )
         file.mux(stream.encode(None))
     with pytest.raises(DataError) as caught:
         ingest([source], tmp_path / "out", reward="none")
     known = (
-        "must have frame 1 at" if codec.startswith("lib") else "must be in one of the codecs av1, h264, hevc"
+        "must have frame 1 at"
+        if codec.startswith("lib")
+        else "must be in one of the codecs av1, h264, hevc"
     )
     assert known in str(caught.value)
 
@@ -586,7 +667,9 @@ def test_a_video_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stream = file.add_stream("mpeg4", 10, width=32, height=16, pix_fmt="yuv420p")
         for _ in range(2):
             file.mux(
-                stream.encode(av.VideoFrame.from_ndarray(np.zeros((16, 32, 3), np.uint8), format="rgb24"))
+                stream.encode(
+                    av.VideoFrame.from_ndarray(np.zeros((16, 32, 3), np.uint8), format="rgb24")
+                )
             )
         file.mux(stream.encode(None))
     (source / f"concat:{FRONT}").write_text("no video")
@@ -608,13 +691,18 @@ def test_a_video_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], text: str) -> None:
     """Frames are at tenths of a second; the brightness of each is 20 times its number."""
     av = pytest.importorskip("av")
-    source, shape = tmp_path / "set", {"shape": [3, 16, 32], "names": ["channels", "height", "width"]}
+    source, shape = (
+        tmp_path / "set",
+        {"shape": [3, 16, 32], "names": ["channels", "height", "width"]},
+    )
     write(source, "v2.1", [7], action=np.zeros((7, 1)))
     _info(features={FRONT: {"dtype": "video", **shape}}, video_path="{video_key}.mp4")(source)
     with av.open(str(source / f"{FRONT}.mp4"), "w") as file:
         stream = file.add_stream("mpeg4", 10, width=32, height=16, pix_fmt="yuv420p")
         for number, time in enumerate(times):
-            frame = av.VideoFrame.from_ndarray(np.full((16, 32, 3), 20 * number, np.uint8), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(
+                np.full((16, 32, 3), 20 * number, np.uint8), format="rgb24"
+            )
             frame.pts = time
             file.mux(stream.encode(frame))
         file.mux(stream.encode(None))

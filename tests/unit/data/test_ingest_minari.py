@@ -42,14 +42,20 @@ def test_every_value_is_kept(tmp_path: Path, minari: Maker, form: str) -> None:
         for column, part in columns.items():
             np.testing.assert_array_equal(trajectory[column], getattr(buffer, part))
         assert trajectory["return"] == np.sum(buffer.rewards)
-        assert (trajectory["episode_id"], trajectory["seed"], trajectory["length"]) == (i, 7 + i, len(buffer))
+        assert (trajectory["episode_id"], trajectory["seed"], trajectory["length"]) == (
+            i,
+            7 + i,
+            len(buffer),
+        )
 
 
 def nested_spaces() -> tuple[Any, Any]:
     from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
     inner = Tuple((Discrete(4), *(Box(-1, 1, (n,), np.float32) for n in range(1, 11))))
-    observation = Dict({"pos": Box(-1, 1, (2, 3), np.float32), "pair": inner, "bits": MultiBinary([2, 2])})
+    observation = Dict(
+        {"pos": Box(-1, 1, (2, 3), np.float32), "pair": inner, "bits": MultiBinary([2, 2])}
+    )
     return observation, Tuple((Discrete(3), MultiDiscrete([3, 4])))
 
 
@@ -71,7 +77,9 @@ def nested_actions(length: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_nested_spaces_become_columns(tmp_path: Path, minari: Maker, form: str) -> None:
-    minari(tmp_path / "set", form, spaces=nested_spaces(), observations=nested, actions=nested_actions)
+    minari(
+        tmp_path / "set", form, spaces=nested_spaces(), observations=nested, actions=nested_actions
+    )
     dataset = ingest([tmp_path / "set"], tmp_path / "out")
     observations = [c for c in dataset.schema if c.role == "observation"]
     assert [(c.name, c.dtype, c.shape) for c in observations] == [
@@ -138,7 +146,9 @@ def test_infos_have_their_own_length(tmp_path: Path, minari: Maker, form: str) -
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [(32, 40, 3), (33, 32)])
-def test_images_are_decoded(tmp_path: Path, minari: Maker, form: str, shape: tuple[int, ...]) -> None:
+def test_images_are_decoded(
+    tmp_path: Path, minari: Maker, form: str, shape: tuple[int, ...]
+) -> None:
     import gymnasium
 
     def frames(length: int) -> np.ndarray:
@@ -148,7 +158,9 @@ def test_images_are_decoded(tmp_path: Path, minari: Maker, form: str, shape: tup
     spaces = (gymnasium.spaces.Box(0, 255, shape, np.uint8), gymnasium.spaces.Discrete(3))
     minari(tmp_path / "set", form, spaces=spaces, observations=frames)
     dataset = ingest([tmp_path / "set"], tmp_path / "out")
-    assert dataset.schema["observation"] == Column("observation", "uint8", shape, "observation", "T+1")
+    assert dataset.schema["observation"] == Column(
+        "observation", "uint8", shape, "observation", "T+1"
+    )
     found = dataset.trajectory(2)["observation"].astype(int)
     assert np.abs(found - frames(4)).max() < 16  # JPEG loses a little
 
@@ -162,7 +174,9 @@ def test_seeds_keep_64_bits_and_go_where_some_are_missing(tmp_path: Path, minari
         del file["episode_1"].attrs["seed"]
     dataset = ingest([tmp_path / "set"], tmp_path / "out", overwrite=True)
     assert "seed" not in dataset.schema
-    assert dataset.source["sources"][0]["notes"] == ["seed is known for 2 of 3 episodes only: left out"]
+    assert dataset.source["sources"][0]["notes"] == [
+        "seed is known for 2 of 3 episodes only: left out"
+    ]
 
 
 def test_a_file_alone_is_enough_and_an_episode_without_a_flag_is_truncated(
@@ -188,7 +202,9 @@ def test_text_observations_must_be_left_out(tmp_path: Path, minari: Maker) -> No
 
     for form in FORMS:
         minari(tmp_path / form, form, spaces=spaces, observations=make)
-        with pytest.raises(DataError, match=r"observations/mission must be numeric .*; leave it out"):
+        with pytest.raises(
+            DataError, match=r"observations/mission must be numeric .*; leave it out"
+        ):
             ingest([tmp_path / form], tmp_path / "out")
         dataset = ingest([tmp_path / form], tmp_path / f"{form}_out", columns=["observation.pos"])
         assert [c.name for c in dataset.schema if c.role == "observation"] == ["observation.pos"]

@@ -41,7 +41,9 @@ def rlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
     """Make a folder whose splits the stand-in reads; see `make`."""
     monkeypatch.syspath_prepend(Path(__file__).parents[3] / "examples")
 
-    def make(kind: str = "tensorflow_datasets.core.features.FeaturesDict", **splits: list[Steps]) -> Path:
+    def make(
+        kind: str = "tensorflow_datasets.core.features.FeaturesDict", **splits: list[Steps]
+    ) -> Path:
         (folder := tmp_path / "set").mkdir()
         features = {"pythonClassName": kind, "featuresDict": {"features": {"steps": {}}}}
         (folder / "features.json").write_text(json.dumps(features))
@@ -51,7 +53,11 @@ def rlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
             as_dataset=lambda split, **_: Examples({"steps": episode} for episode in splits[split]),
         )
         tf, tfds = ModuleType("tensorflow"), ModuleType("tensorflow_datasets")
-        names = {"builder_from_directory": lambda path: builder, "as_numpy": iter, "ReadConfig": dict}
+        names = {
+            "builder_from_directory": lambda path: builder,
+            "as_numpy": iter,
+            "ReadConfig": dict,
+        }
         vars(tfds).update(names, core=SimpleNamespace(DatasetNotFoundError=KeyError))
         vars(tf).update(errors=SimpleNamespace(OpError=RuntimeError))
         monkeypatch.setitem(sys.modules, "tensorflow", tf)
@@ -115,19 +121,26 @@ def test_a_reward_at_the_last_step(rlds: Maker, tmp_path: Path) -> None:
     assert dataset.columns["terminated"].tolist() == [False] * 4 + [True]
 
 
-NO_LAST = Steps({key: value for key, value in step.items() if key != "is_last"} for step in steps_of(3))
+NO_LAST = Steps(
+    {key: value for key, value in step.items() if key != "is_last"} for step in steps_of(3)
+)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"train": [Steps(steps_of(3) + steps_of(4))]}, "is_first, is_last must be set at the first and"),
+        (
+            {"train": [Steps(steps_of(3) + steps_of(4))]},
+            "is_first, is_last must be set at the first and",
+        ),
         ({"train": [NO_LAST]}, "is_last must be in every step"),
         ({"train": []}, "must hold at least one episode, got 0"),
         ({"kind": "antigravity.X"}, "must be a class of tensorflow_datasets, got 'antigravity.X'"),
     ],
 )
-def test_broken_sets_are_refused(rlds: Maker, tmp_path: Path, given: dict[str, Any], text: str) -> None:
+def test_broken_sets_are_refused(
+    rlds: Maker, tmp_path: Path, given: dict[str, Any], text: str
+) -> None:
     with pytest.raises(DataError) as caught:
         ingest([rlds(**given)], tmp_path / "out", format=FORMAT)
     assert text in str(caught.value)

@@ -88,7 +88,10 @@ def test_every_form_gives_the_same_data_set(tmp_path: Path) -> None:
         np.testing.assert_array_equal(stored["observation.pos"], row["obs"]["pos"])
         np.testing.assert_array_equal(stored["action"], row["actions"])
         assert (stored["task"].decode(), stored["plan"]) == (row["task"], row["plan"])
-        assert (stored["terminated"].tolist()[-1], stored["truncated"].tolist()[-1]) == (ends, not ends)
+        assert (stored["terminated"].tolist()[-1], stored["truncated"].tolist()[-1]) == (
+            ends,
+            not ends,
+        )
         assert stored["terminated"].sum() + stored["truncated"].sum() == 1
         assert stored["return"] == np.sum(row["reward"])
 
@@ -141,8 +144,15 @@ def test_steps_become_episodes_by_their_id_or_their_flags(tmp_path: Path, form: 
         assert np.flatnonzero(data.columns["terminated"]).tolist() == [2, 10, 43]
         assert data.trajectory(1)["task"].decode() == "ä" * 7
         np.testing.assert_array_equal(data.columns["state"], [row["state"] for row in rows])
-    named = open_source(write_lines(tmp_path / "b.jsonl", rows), episode_id="task", columns=["state"])
-    assert [*(column.name for column in named.columns)] == ["reward", "terminated", "truncated", "state"]
+    named = open_source(
+        write_lines(tmp_path / "b.jsonl", rows), episode_id="task", columns=["state"]
+    )
+    assert [*(column.name for column in named.columns)] == [
+        "reward",
+        "terminated",
+        "truncated",
+        "state",
+    ]
 
 
 LAYOUTS = {  # of the tokens 5 and 6, and a response of 1 and 2
@@ -180,7 +190,9 @@ def test_layouts_of_rollouts(tmp_path: Path, layout: str) -> None:
         assert data.columns["reward"].tolist() == [1, 0, 0.5]
         ids = data.columns["prompt_id"].tolist()
         assert ids[0] == ids[2] != ids[1]
-    other = write_lines(tmp_path / "b.jsonl", [{**row, "score": 0, "uid": "a"}])  # a text is one group in all
+    other = write_lines(
+        tmp_path / "b.jsonl", [{**row, "score": 0, "uid": "a"}]
+    )  # a text is one group in all
     assert ingest([path, other], tmp_path / "both").columns["prompt_id"].tolist() == [*ids, ids[1]]
 
 
@@ -204,7 +216,10 @@ def test_group_numbers_that_files_count_anew_are_told_apart(
         return list(Dataset.open(tmp_path / "out").columns["prompt_id"].tolist())
 
     rule = "must not be the number of a group in an earlier file, got 1; --group-scope file: they"
-    for sources, place in ((files, "1.jsonl: row 0"), ([tmp_path / "dumps"], "dumps: 1.jsonl: row 0")):
+    for sources, place in (
+        (files, "1.jsonl: row 0"),
+        ([tmp_path / "dumps"], "dumps: 1.jsonl: row 0"),
+    ):
         with pytest.raises(DataError, match=f"{place}: prompt_id {rule}"):
             run(sources)
         assert os.listdir(tmp_path) == ["dumps"]
@@ -215,12 +230,16 @@ def test_group_numbers_that_files_count_anew_are_told_apart(
         shutil.rmtree(tmp_path / "out")
     whole = ingest(files, tmp_path / "out", group_scope="file")
     assert run(files[:1], "--overwrite") == [0, 0, 1, 1]
-    with pytest.raises(DataError, match="must not be the number of a group in an earlier file, got 1"):
+    with pytest.raises(
+        DataError, match="must not be the number of a group in an earlier file, got 1"
+    ):
         run(files[1:], "--append")
     assert run(files[1:2], "--append", "--group-scope", "file") == apart[:8]
     assert run(files[2:], "--append", "--group-scope", "file") == apart
     assert Dataset.open(tmp_path / "out").fingerprint == whole.fingerprint
-    with pytest.raises(DataError, match="question must not be the number of a group in an earlier file"):
+    with pytest.raises(
+        DataError, match="question must not be the number of a group in an earlier file"
+    ):
         run(files, "--overwrite", "--rename", "prompt_id=question")
 
 
@@ -241,7 +260,9 @@ def test_group_ids_that_are_not_counted_are_the_same_in_all_files(
     with pytest.raises(ConfigError, match="group_scope must be one of file, all, got 'fil'"):
         ingest(texts, tmp_path / "x", group_scope="fil")
     lines = write_lines(tmp_path / "c.jsonl", [{"token_ids": [1, 2]}])
-    with pytest.raises(DataError, match="--group-scope must be for sources with a column of groups"):
+    with pytest.raises(
+        DataError, match="--group-scope must be for sources with a column of groups"
+    ):
         ingest([lines], tmp_path / "x", group_scope="file")
 
 
@@ -277,7 +298,11 @@ def test_texts_are_tokenized_by_a_named_function(
 
 def test_objects_of_a_program(tmp_path: Path) -> None:
     """Frames, and data sets of Minari and of Hugging Face, are known by their methods."""
-    columns = {"episode": np.array([0, 0, 1]), "action": np.arange(3.0), "reward": np.ones(3, np.float32)}
+    columns = {
+        "episode": np.array([0, 0, 1]),
+        "action": np.arange(3.0),
+        "reward": np.ones(3, np.float32),
+    }
     columns["task"] = np.array(["a", "a", "b"], object)
 
     class Frame:
@@ -305,10 +330,14 @@ def test_objects_of_a_program(tmp_path: Path) -> None:
     names = ("observations", "actions", "rewards", "terminations", "truncations", "infos")
     arrays = (np.zeros((4, 2)), np.ones(3), np.ones(3), np.zeros(3, bool), np.arange(3) == 2, {})
     episode = SimpleNamespace(**dict(zip(names, arrays, strict=True)))
-    data = Dataset.from_iterable(SimpleNamespace(iterate_episodes=lambda: [episode] * 2), tmp_path / "minari")
+    data = Dataset.from_iterable(
+        SimpleNamespace(iterate_episodes=lambda: [episode] * 2), tmp_path / "minari"
+    )
     assert data.schema["observation"].rows == "T+1"
     assert "infos" not in data.schema
-    schema = Schema([Column("observation", "float32", (), "observation", "T+1"), Column("x.y", "int8")])
+    schema = Schema(
+        [Column("observation", "float32", (), "observation", "T+1"), Column("x.y", "int8")]
+    )
     given = ({"observation": [0, 1, n], "x": {"y": [n, n]}} for n in range(3))
     data = Dataset.from_iterable(given, tmp_path / "schema", schema=schema)
     assert data.columns["x.y"].tolist() == [0, 0, 0, 1, 1, 0, 2, 2, 0]
@@ -335,16 +364,26 @@ def test_odd_but_legal_tables(tmp_path: Path) -> None:
     ends: dict[str, Any] = {"action": [1, 2], "reward": [0, 1]}
     flag = [False, True]
     data = made([{**ends, "terminated": flag, "truncated": flag, "done": flag}])
-    assert data.columns["terminated"].tolist() == data.columns["truncated"].tolist() == [False, True]
+    assert (
+        data.columns["terminated"].tolist() == data.columns["truncated"].tolist() == [False, True]
+    )
     names = ("action", "reward", "dones", "terminations")
-    data = made([dict(zip(names, (1, 1, *flags), strict=True)) for flags in ((0, 0), (1, 1), (0, 0), (1, 0))])
+    data = made(
+        [
+            dict(zip(names, (1, 1, *flags), strict=True))
+            for flags in ((0, 0), (1, 1), (0, 0), (1, 0))
+        ]
+    )
     assert data.lengths.tolist() == [2, 2]
     assert data.columns["terminated"].tolist() == [False, True, False, False]
     assert data.columns["truncated"].tolist() == [False, False, False, True]
 
     steps = [{"action": [1, 2, 3, 4], "done": [False, True, False, True]}]
     data = made(steps, reward="last=1", split_by_flags=True)
-    assert (data.columns["reward"].tolist(), data.columns["return"].tolist()) == ([0, 1, 0, 1], [1, 1])
+    assert (data.columns["reward"].tolist(), data.columns["return"].tolist()) == (
+        [0, 1, 0, 1],
+        [1, 1],
+    )
 
     data = made([{**ends, "key": key} for key in (1, 2**64 - 1)])
     assert [data.trajectory(i)["key"] for i in range(2)] == [1, 2**64 - 1]
@@ -359,11 +398,15 @@ def test_odd_but_legal_tables(tmp_path: Path) -> None:
     schema = Schema([Column("action", "int8"), returns])
     assert made([{"action": [1], "return": 3}], schema=schema).columns["return"].tolist() == [3]
     schema = Schema([Column("reward", "float32", role="reward"), returns])
-    with pytest.raises(DataError, match=r"row 0: column return must be 3.0, as ingest derives it, got 9"):
+    with pytest.raises(
+        DataError, match=r"row 0: column return must be 3.0, as ingest derives it, got 9"
+    ):
         made([{"reward": [1, 2], "return": 9}], schema=schema)
     with pytest.raises(ConfigError, match="schema must be a Schema, got 'dict'"):
         made([{"action": [1]}], schema={"columns": {}})
-    with pytest.raises(DataError, match=r"row 0: when must be a JSON value, got .*; leave it out with"):
+    with pytest.raises(
+        DataError, match=r"row 0: when must be a JSON value, got .*; leave it out with"
+    ):
         made([{**ends, "when": datetime(2024, 1, 1)}])
 
 
@@ -413,13 +456,18 @@ def test_options_of_tables_name_columns(tmp_path: Path) -> None:
             {"episode_id": "test"},
             "--episode-id must name a column of the source, got 'test'; did you mean",
         ),
-        ({"tokenize": {"test": template}}, "row 0: --tokenize must name a column of every row, got 'test'"),
+        (
+            {"tokenize": {"test": template}},
+            "row 0: --tokenize must name a column of every row, got 'test'",
+        ),
     ):
         with pytest.raises(DataError, match=text):
             open_source(source, **options)
 
 
-def test_a_selection_keeps_observations_and_actions_or_names_what_it_leaves_out(tmp_path: Path) -> None:
+def test_a_selection_keeps_observations_and_actions_or_names_what_it_leaves_out(
+    tmp_path: Path,
+) -> None:
     rows = [{"qpos": [[0.0], [1.0]], "torque": [[1.0], [2.0]], "force": [1, 2], "reward": [0, 1]}]
     rule = (
         "--columns must keep a column of the role action: it leaves out torque, force; name the actions as "
@@ -432,12 +480,16 @@ def test_a_selection_keeps_observations_and_actions_or_names_what_it_leaves_out(
     assert rule in str(caught.value)
     source = str(write_lines(tmp_path / "a.jsonl", rows))
     with pytest.raises(DataError, match="it leaves out torque, force"):
-        run_command(command, source, str(tmp_path / "out"), "--columns", "qpos", "--role=qpos=observation")
+        run_command(
+            command, source, str(tmp_path / "out"), "--columns", "qpos", "--role=qpos=observation"
+        )
     data = Dataset.from_iterable(rows, tmp_path / "out", columns=["!torque", "!force"], role=role)
     assert [*data.schema.names] == ["reward", "qpos", "return", "length"]
     role["torque"] = "action"
     data = Dataset.from_iterable(rows, tmp_path / "b", columns=["qpos", "torque"], role=role)
-    assert data.source["sources"][0]["notes"][-1] == "left out, as --columns does not name them: force"
+    assert (
+        data.source["sources"][0]["notes"][-1] == "left out, as --columns does not name them: force"
+    )
 
 
 def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,6 +515,8 @@ def test_hostile_tables_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             with pytest.raises(DataError, match=r"must be a readable|must hold at least one row"):
                 ingest([path], tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    rllib = write_lines(tmp_path / "rllib.json", [{"type": "SampleBatch", "obs": [[0.0]], "rewards": [1.0]}])
+    rllib = write_lines(
+        tmp_path / "rllib.json", [{"type": "SampleBatch", "obs": [[0.0]], "rewards": [1.0]}]
+    )
     with pytest.raises(DataError, match=r"rllib.json: trajectory 0 must have observations"):
         open_source(rllib)

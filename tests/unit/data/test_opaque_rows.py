@@ -29,7 +29,19 @@ def test_bytes_come_back(value: bytes) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 0, -(10**30), 0.1, "", "ä€🙂", [], {}, [1, [2, {"a": None}]], {"b": 1, "a": {"c": [1.5]}}],
+    [
+        None,
+        True,
+        0,
+        -(10**30),
+        0.1,
+        "",
+        "ä€🙂",
+        [],
+        {},
+        [1, [2, {"a": None}]],
+        {"b": 1, "a": {"c": [1.5]}},
+    ],
 )
 def test_json_comes_back(value: Any) -> None:
     found = decode(encode(value, NOTE, "note"), NOTE, "note")
@@ -38,7 +50,9 @@ def test_json_comes_back(value: Any) -> None:
 
 
 def test_equal_values_are_equal_bytes_and_a_row_that_was_never_written_has_none() -> None:
-    np.testing.assert_array_equal(encode({"a": 1, "b": (2,)}, NOTE, ""), encode({"b": [2], "a": 1}, NOTE, ""))
+    np.testing.assert_array_equal(
+        encode({"a": 1, "b": (2,)}, NOTE, ""), encode({"b": [2], "a": 1}, NOTE, "")
+    )
     np.testing.assert_array_equal(encode("ä", RAW, ""), encode("ä".encode(), RAW, ""))
     assert decode(no_values(RAW, 3), RAW, "raw") == b""
     assert decode(no_values(NOTE, 3), NOTE, "note") is None
@@ -57,7 +71,11 @@ CIRCLE.append(CIRCLE)
         (RAW, 5, "must be bytes or a str, got 'int'"),
         (RAW, np.zeros(6, np.uint8), "must be bytes or a str, got 'ndarray'"),
         (RAW, np.full(10, 1, np.uint8), "must hold a value of at most max_bytes = 6 bytes"),
-        (RAW, np.array([1, 0, 0, 0, 65, 66, 0, 0, 0, 0], np.uint8), "must have zeros after its value"),
+        (
+            RAW,
+            np.array([1, 0, 0, 0, 65, 66, 0, 0, 0, 0], np.uint8),
+            "must have zeros after its value",
+        ),
         (NOTE, "x" * 39, "must have at most max_bytes = 40 bytes, got 41"),
         (NOTE, {"a": float("nan")}, "must be a JSON value"),
         (NOTE, {"a": np.int64(3)}, "must be a JSON value"),
@@ -81,7 +99,10 @@ def test_rows_of_several_values() -> None:
     for wrong in (b"abc", values[:2], {"a": 1}, np.array(3)):
         with pytest.raises(DataError, match="must be a list of 3 values"):
             encode_rows(wrong, RAW, "raw", 3)
-    assert [decode(row, NOTE, "") for row in encode_rows([[1], [2, [3]]], NOTE, "", 2)] == [[1], [2, [3]]]
+    assert [decode(row, NOTE, "") for row in encode_rows([[1], [2, [3]]], NOTE, "", 2)] == [
+        [1],
+        [2, [3]],
+    ]
 
 
 def test_a_schema_goes_through_json_and_keeps_its_fingerprint() -> None:
@@ -119,7 +140,11 @@ def test_a_data_set_holds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with DatasetWriter(tmp_path / "set", SCHEMA) as writer:
         for index, note in enumerate(notes):
             writer.add({"code": [index] * 2, "raw": bytes([index, 0]), "note": note})
-        for wrong in ({"raw": b"1234567", "note": None}, {"raw": b"", "note": {1: 2}}, {"raw": b""}):
+        for wrong in (
+            {"raw": b"1234567", "note": None},
+            {"raw": b"", "note": {1: 2}},
+            {"raw": b""},
+        ):
             with pytest.raises(DataError, match="trajectory 3: column"):
                 writer.add({"code": [7], **wrong})
     data = Dataset.open(tmp_path / "set")
@@ -134,7 +159,9 @@ def test_a_data_set_holds_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "set")]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("note"))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("note")
+    )
     assert line.split()[1:5] == ["json", "max_bytes", "40", "1"]
     assert main(["inspect", str(tmp_path / "set"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["columns"]["raw"]

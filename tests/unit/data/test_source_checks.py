@@ -64,7 +64,9 @@ FOREIGN = {
 def refer(group: h5py.Group, kind: str, at: Path) -> None:
     """Make an array or a link that has its content elsewhere."""
     if kind == "external":
-        group.create_dataset("bad", (len(SECRET), 1), "u1", external=[(str(at / "secret"), 0, len(SECRET))])
+        group.create_dataset(
+            "bad", (len(SECRET), 1), "u1", external=[(str(at / "secret"), 0, len(SECRET))]
+        )
     elif kind == "virtual":
         layout = h5py.VirtualLayout((8, 1), "f4")
         layout[:] = h5py.VirtualSource(str(at / "other.hdf5"), "x", (8, 1))
@@ -117,7 +119,10 @@ def test_links_within_a_file_are_read(tmp_path: Path, d4rl: Maker) -> None:
         file.move("actions", "infos/same")
         file["actions"] = h5py.SoftLink("/infos/same")
         file["around"] = file["/"]  # a cycle of hard links
-    assert "infos.same" in ingest([tmp_path / "source"], tmp_path / "out", columns=["infos.same"]).schema
+    assert (
+        "infos.same"
+        in ingest([tmp_path / "source"], tmp_path / "out", columns=["infos.same"]).schema
+    )
 
 
 @pytest.mark.parametrize("form", ["hdf5", "arrow"])
@@ -126,7 +131,9 @@ def test_links_out_of_a_folder(tmp_path: Path, minari: Maker, form: str) -> None
     minari(tmp_path / "set", form)
     name = "main_data.hdf5" if form == "hdf5" else "1"
     for target in (tmp_path / "outside" / name, Path("..", "outside", name)):
-        shutil.rmtree(tmp_path / "set" / name) if form == "arrow" else (tmp_path / "set" / name).unlink()
+        shutil.rmtree(tmp_path / "set" / name) if form == "arrow" else (
+            tmp_path / "set" / name
+        ).unlink()
         (tmp_path / "set" / name).symlink_to(target)
         refuse(tmp_path / "set", rf"{name} must not be a link out of .*cp -rL", tmp_path / "out")
         (tmp_path / "set" / name).unlink()
@@ -187,7 +194,9 @@ def _fifo(at: Path) -> Path:
     return at / "pipe.npz"
 
 
-def _archive(name: str, kind: int = zipfile.ZIP_DEFLATED, **contents: bytes) -> Callable[[Path], Path]:
+def _archive(
+    name: str, kind: int = zipfile.ZIP_DEFLATED, **contents: bytes
+) -> Callable[[Path], Path]:
     def make(at: Path) -> Path:
         with zipfile.ZipFile(at / name, "w", kind) as archive:
             for entry, content in contents.items():
@@ -232,12 +241,22 @@ def _of_objects() -> bytes:
 REFUSED: dict[str, tuple[Callable[[Path], Path], str, int, dict[str, Any]]] = {
     "missing": (lambda at: at / "gone", "gone must exist; check the path", 2, {}),
     "missing npz": (lambda at: at / "gone.npz", "gone.npz must exist; check the path", 2, {}),
-    "missing table": (lambda at: at / "gone.parquet", "gone.parquet must exist; check the path", 2, {}),
+    "missing table": (
+        lambda at: at / "gone.parquet",
+        "gone.parquet must exist; check the path",
+        2,
+        {},
+    ),
     "long name": (lambda at: at / ("x" * 5000), "must be readable; .*File name too long", 2, {}),
     "fifo": (_fifo, "pipe.npz must be a file or a folder, got 'prw", 2, {}),
     "device": (_device("zero"), "/dev/zero must be a file or a folder, got 'crw", 2, {}),
     "link out": (_link("../secret"), "jsonl must not be a link out of .*cp -rL", 2, {}),
-    "link to /etc": (_link("/etc/passwd"), "jsonl must not be a link out of .*got '/etc/passwd'", 2, {}),
+    "link to /etc": (
+        _link("/etc/passwd"),
+        "jsonl must not be a link out of .*got '/etc/passwd'",
+        2,
+        {},
+    ),
     "link to nothing": (_link("gone"), "jsonl must not be a link to nothing, got 'gone'", 2, {}),
     "link to itself": (_link("episode.jsonl"), "jsonl must not be a link to nothing", 2, {}),
     "pointer": (_file("a.hdf5", POINTER), f"a.hdf5 {IS_POINTER}", 2, {}),
@@ -257,7 +276,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str, int, dict[str, Any]]] = {
     "arrow bomb": (_arrow, f"a.arrow {TOO_LARGE}", 1, {}),
     "gzip bomb": (_file("a.jsonl.gz", gzip.compress(ZEROS)), f"a.jsonl.gz {TOO_LARGE}", 1, {}),
     "bzip2 bomb": (_file("a.jsonl.bz2", bz2.compress(ZEROS)), f"a.jsonl.bz2 {TOO_LARGE}", 1, {}),
-    "pickle": (_file("a.pkl", pickle.dumps([{}], 4)), "a.pkl must not be a pickle; --allow-pickle", 1, {}),
+    "pickle": (
+        _file("a.pkl", pickle.dumps([{}], 4)),
+        "a.pkl must not be a pickle; --allow-pickle",
+        1,
+        {},
+    ),
     "pickled npz": (
         _archive("a.npz", zipfile.ZIP_STORED, obs=_of_objects()),
         f"a.npz: obs {TOO_LARGE}",
@@ -287,8 +311,14 @@ def test_what_is_of_another_format_is_refused(tmp_path: Path, d4rl: Maker, form:
     (tmp_path / "folder").mkdir()
     made = [tmp_path / "a.hdf5", tmp_path / "folder"]
     arrays = _archive("a.npz", obs=b"", gear_schema=b"x")(tmp_path)
-    made += [_folder("meta/info.json", b"")(tmp_path), _file("a.pkl", b"\x80\x04.")(tmp_path), arrays]
-    made += [_file(name, b"")(tmp_path) for name in ("a.parquet", "a.arrow", "a.json", "empty.hdf5")]
+    made += [
+        _folder("meta/info.json", b"")(tmp_path),
+        _file("a.pkl", b"\x80\x04.")(tmp_path),
+        arrays,
+    ]
+    made += [
+        _file(name, b"")(tmp_path) for name in ("a.parquet", "a.arrow", "a.json", "empty.hdf5")
+    ]
     for source in made:
         if not (form == "d4rl" and source.name == "a.hdf5"):
             with pytest.raises(DataError, match=source.name):
@@ -324,7 +354,9 @@ def test_rows_of_a_program_are_no_option(tmp_path: Path) -> None:
             open_source(_file("a.json", b"[]")(tmp_path), rows=given)
     with pytest.raises(ConfigError, match="source must be a path, got 'list'"):
         open_source([{"action": [0]}])  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="rows must be rows of a program, got 'str'; open_source reads"):
+    with pytest.raises(
+        DataError, match="rows must be rows of a program, got 'str'; open_source reads"
+    ):
         Dataset.from_iterable(str(tmp_path / "a.hdf5"), tmp_path / "out")
 
 
@@ -339,7 +371,9 @@ def test_rows_that_share_their_bytes_are_counted(tmp_path: Path, minari: Maker) 
         rows[0] = np.zeros(100_000, np.uint8)
         rows[1:] = [np.zeros(1, np.uint8)] * (count - 1)
         begin, size = rows.id.get_offset(), rows.id.get_storage_size()
-        texts = file.require_group("episode_0/infos").create_dataset("text", (8,), h5py.string_dtype())
+        texts = file.require_group("episode_0/infos").create_dataset(
+            "text", (8,), h5py.string_dtype()
+        )
         texts[:] = ["x"] * 8
     content = bytearray(path.read_bytes())
     content[begin : begin + size] = bytes(content[begin : begin + size // count]) * count
@@ -356,18 +390,28 @@ def test_descriptions_of_sources_are_json(tmp_path: Path, minari: Maker) -> None
     for changes in ({"author": float("nan")}, {"description": [float("inf")]}):
         path.write_text(json.dumps({**good, **changes}))
         refuse(
-            tmp_path / "a", r"metadata.json: .* must be JSON of finite numbers", tmp_path / "out", WAYS[:1]
+            tmp_path / "a",
+            r"metadata.json: .* must be JSON of finite numbers",
+            tmp_path / "out",
+            WAYS[:1],
         )
     path.write_text(json.dumps(good))
     with h5py.File(tmp_path / "a" / "main_data.hdf5", "a") as file:
         file["episode_0"].attrs["total_steps"] = "many"
-    refuse(tmp_path / "a", "total_steps must be a whole number in every episode", tmp_path / "out", WAYS[:1])
+    refuse(
+        tmp_path / "a",
+        "total_steps must be a whole number in every episode",
+        tmp_path / "out",
+        WAYS[:1],
+    )
     with h5py.File(tmp_path / "b.hdf5", "w") as file:
         file.create_group("data/demo_0").attrs["x"] = 1
         file["data/demo_0/actions"], file["data/demo_0/obs"] = np.zeros(2), np.zeros((2, 1))
         file["data/demo_0/dones"], file["data/demo_0/rewards"] = np.arange(2), np.zeros(2)
         file["data"].attrs["env_args"] = '{"a": NaN}'
-    refuse(tmp_path / "b.hdf5", "env_args must be JSON of finite numbers", tmp_path / "out", WAYS[:1])
+    refuse(
+        tmp_path / "b.hdf5", "env_args must be JSON of finite numbers", tmp_path / "out", WAYS[:1]
+    )
 
 
 def test_other_doors_check_their_files(tmp_path: Path) -> None:
@@ -386,8 +430,15 @@ def test_other_doors_check_their_files(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=text):
             read_lengths(_file(name, content)(tmp_path))
     huge = b"\x93NUMPY\x01\x00\x76\x00"
-    huge += b"{'descr': '<i8', 'fortran_order': False, 'shape': (9999999999999999999,), }".ljust(118)
-    for path in (tmp_path / "pipe.npz", Path("/dev/zero"), tmp_path / "gone", _file("b.npy", huge)(tmp_path)):
+    huge += b"{'descr': '<i8', 'fortran_order': False, 'shape': (9999999999999999999,), }".ljust(
+        118
+    )
+    for path in (
+        tmp_path / "pipe.npz",
+        Path("/dev/zero"),
+        tmp_path / "gone",
+        _file("b.npy", huge)(tmp_path),
+    ):
         with pytest.raises(DataError, match=str(path)):
             read_lengths(path)
     (tmp_path / "a.txt").write_text("3\n1\n")
@@ -405,7 +456,9 @@ def test_declared_arrays_are_bounded_by_the_file(
     d4rl(tmp_path / "source")
     with h5py.File(tmp_path / "source", "a") as file:
         shape = (8, 1) if options.get("chunks", (0, 0))[1] == 1 << 18 else (1_000_000, 64)
-        file.create_dataset("infos/bad", shape, "f8", maxshape=(None, None) if options else None, **options)
+        file.create_dataset(
+            "infos/bad", shape, "f8", maxshape=(None, None) if options else None, **options
+        )
     rule = r"source must hold at most 100 bytes for each of the \d+ bytes of its files.*--max-expansion"
     refuse(tmp_path / "source", rule, tmp_path / "out")
     if "compression" not in options and options:
@@ -429,7 +482,9 @@ def test_compressed_tables_are_bounded(tmp_path: Path, minari: Maker, form: str)
     zeros = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(4_000_000)), 2_000_000)
     wide = table.append_column("infos", pa.StructArray.from_arrays([zeros], ["bad"]))
     if form == "arrow":
-        with pa.ipc.new_file(path, wide.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as out:
+        with pa.ipc.new_file(
+            path, wide.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")
+        ) as out:
             out.write_table(wide)
     else:
         pa.parquet.write_table(wide, path, compression="zstd")
@@ -444,7 +499,9 @@ def test_compressed_tables_are_bounded(tmp_path: Path, minari: Maker, form: str)
 
 
 def test_stated_sizes_of_arrow_batches() -> None:
-    plain = pa.record_batch([pa.array(np.arange(1000)), pa.array(["a" * 50] * 1000)], names=["n", "text"])
+    plain = pa.record_batch(
+        [pa.array(np.arange(1000)), pa.array(["a" * 50] * 1000)], names=["n", "text"]
+    )
     words = pa.record_batch([pa.array(["a" * 50] * 1000).dictionary_encode()], names=["text"])
     for batch, least in ((plain, 8000 + 50_000), (words, 4000)):
         for codec in (None, "lz4", "zstd"):
@@ -454,7 +511,11 @@ def test_stated_sizes_of_arrow_batches() -> None:
                 out.write_batch(batch)
             _, *messages = pa.ipc.MessageReader.open_stream(sink.getvalue())
             stated = [decompressed_bytes(message) for message in messages]
-            assert all(size is None for size in stated) if codec is None else sum(map(int, stated)) >= least
+            assert (
+                all(size is None for size in stated)
+                if codec is None
+                else sum(map(int, stated)) >= least
+            )
 
 
 @pytest.mark.usefixtures("_small")

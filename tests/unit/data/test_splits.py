@@ -34,7 +34,9 @@ def test_several_splits_are_disjoint_and_sorted_by_name() -> None:
 def test_membership_depends_on_the_id_alone() -> None:
     shuffled = np.random.default_rng(0).permutation(IDS)
     assert (split_of(shuffled, {"eval": 0.3}) == split_of(IDS, {"eval": 0.3})[shuffled]).all()
-    assert (split_of(IDS[5000:5100], {"eval": 0.3}) == split_of(IDS, {"eval": 0.3})[5000:5100]).all()
+    assert (
+        split_of(IDS[5000:5100], {"eval": 0.3}) == split_of(IDS, {"eval": 0.3})[5000:5100]
+    ).all()
 
 
 def test_ends_of_the_ranges() -> None:

@@ -37,7 +37,9 @@ def test_a_data_set_gives_the_batches_of_shared_memory(
         assert both.device.num_steps == both.host.num_steps
 
 
-def test_the_hopper_job_has_the_same_batches_wherever_its_table_lies_and_by_every_way(tmp_path: Path) -> None:
+def test_the_hopper_job_has_the_same_batches_wherever_its_table_lies_and_by_every_way(
+    tmp_path: Path,
+) -> None:
     hopper = hopper_data(tmp_path)
     expected = digests("hopper.json", "cpu", hopper, 60)
     assert len(set(expected)) == 60
@@ -76,7 +78,9 @@ def test_normalize_gives_the_bits_of_a_batch(data: Path) -> None:
         part = batch[batch.trajectory_id > 3]
         for name in ("is_weight", "probability", "valid", "sample_index"):
             assert getattr(part, name).equal(getattr(batch, name)[batch.trajectory_id > 3]), name
-        with pytest.raises(DataError, match=r"no clone or part, got 'Batch'; report the priorities of the"):
+        with pytest.raises(
+            DataError, match=r"no clone or part, got 'Batch'; report the priorities of the"
+        ):
             replay.update_priorities(part, torch.ones(part.num_samples))
 
 
@@ -88,7 +92,11 @@ def test_only_batches_of_the_training_stream_have_priorities(data: Path) -> None
             with pytest.raises(DataError, match="must be"):
                 replay.update_priorities_(batch, torch.ones(8))
         assert torch.equal(replay.table.sums, state)
-        for change in (replay.clear, lambda: replay.add_({}), lambda: replay.fill_(torch.zeros(1), {})):
+        for change in (
+            replay.clear,
+            lambda: replay.add_({}),
+            lambda: replay.fill_(torch.zeros(1), {}),
+        ):
             with pytest.raises(StoreError, match="must not be changed"):
                 change()
         batch = replay.sample()

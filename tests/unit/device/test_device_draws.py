@@ -34,7 +34,13 @@ KINDS: dict[str, tuple[dict[str, Any], int]] = {
 def section(kind: str, **options: Any) -> dict[str, Any]:
     sampler, most = KINDS[kind]
     table = {**ROOM, "placement": "device", "max_times_sampled": most}
-    made = {"tables": {"main": table}, "sampler": sampler, "fields": FIELDS, "batch_size": BATCH, "seed": 5}
+    made = {
+        "tables": {"main": table},
+        "sampler": sampler,
+        "fields": FIELDS,
+        "batch_size": BATCH,
+        "seed": 5,
+    }
     return {**made, **options}
 
 
@@ -58,12 +64,17 @@ def without_samples(device: DeviceReplay, accumulation: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_batches_are_those_of_a_table_in_host_memory(kind: str, accumulation: int, tmp_path: Path) -> None:
+def test_batches_are_those_of_a_table_in_host_memory(
+    kind: str, accumulation: int, tmp_path: Path
+) -> None:
     """Until too few items or draws are left, and after more were added; some were removed meanwhile."""
     made = section(kind, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
     most, num_empty = KINDS[kind][1], 0
-    removed, lowest = torch.tensor([1, 2, 299]), int(kind.startswith("top-k"))  # 0: is not drawn again
+    removed, lowest = (
+        torch.tensor([1, 2, 299]),
+        int(kind.startswith("top-k")),
+    )  # 0: is not drawn again
     with device_and_host(made, {"main": SCHEMA}) as both:
         device, host = both.device, both.host
         add(both, range(30))
@@ -101,8 +112,15 @@ def test_a_mixture_of_limited_tables() -> None:
     """Each table counts its own draws."""
     made = section("by the batch")
     table = made["tables"]["main"]
-    made["tables"] = {"once": {**table, "max_times_sampled": 1}, "main": {**table, "max_times_sampled": 5}}
-    made["sampler"] = {"kind": "mixture", "shares": {"once": 0.25, "main": 0.75}, "of": TRAJECTORIES}
+    made["tables"] = {
+        "once": {**table, "max_times_sampled": 1},
+        "main": {**table, "max_times_sampled": 5},
+    }
+    made["sampler"] = {
+        "kind": "mixture",
+        "shares": {"once": 0.25, "main": 0.75},
+        "of": TRAJECTORIES,
+    }
     with device_and_host(made, dict.fromkeys(("once", "main"), SCHEMA)) as both:
         add(both, range(40), "once", "main")
         for _ in range(6):
@@ -124,12 +142,16 @@ RANDOM_KINDS = [
 def small(sampler: dict[str, Any], seed: int, **options: Any) -> dict[str, Any]:
     table = {"capacity_steps": 2000, "max_length": STEPS, "remove": "fifo", "placement": "device"}
     table |= {"schema": {"columns": {"x": {"dtype": "int64"}}}, **options}
-    return config_of(seed=seed, batch_size=3, sampler=sampler, fields={"x": {}}, tables={"main": table})
+    return config_of(
+        seed=seed, batch_size=3, sampler=sampler, fields={"x": {}}, tables={"main": table}
+    )
 
 
 @pytest.mark.parametrize("most", [None, 6], ids=["roomy", "evicting"])
 @pytest.mark.parametrize("sampler", RANDOM_KINDS, ids=lambda s: f"{s['kind']} {s.get('unit', '')}")
-def test_batches_are_equal_in_every_order_of_calls(sampler: dict[str, Any], most: int | None) -> None:
+def test_batches_are_equal_in_every_order_of_calls(
+    sampler: dict[str, Any], most: int | None
+) -> None:
     """Also after draws for which no item has a mass, which the host refuses and the device marks."""
     room = {} if most is None else {"capacity_trajectories": most}
     has_priorities, num_compared, num_empty = sampler["kind"] in ("prioritized", "top_k"), 0, 0

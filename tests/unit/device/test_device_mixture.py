@@ -35,7 +35,12 @@ def section(
         "online": {**ROOM, "placement": "device"},
     }
     sampler = {"kind": "mixture", "shares": shares or {"offline": 0.25, "online": 0.75}, "of": of}
-    made = {"tables": tables, "sampler": sampler, "fields": FIELDS, "n_step": {"n": 3, "gamma": 0.9}}
+    made = {
+        "tables": tables,
+        "sampler": sampler,
+        "fields": FIELDS,
+        "n_step": {"n": 3, "gamma": 0.9},
+    }
     return {**made, "batch_size": 24, "seed": 5, **options}
 
 
@@ -50,11 +55,15 @@ def added(number: int, steps: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
-def test_batches_are_those_of_tables_in_host_memory(sampler: str, accumulation: int, data: Path) -> None:
+def test_batches_are_those_of_tables_in_host_memory(
+    sampler: str, accumulation: int, data: Path
+) -> None:
     made = section(data, SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
     with device_and_host(made, {"online": SCHEMA}) as both:
         device, host = both.device, both.host
-        with pytest.raises(StoreError, match="the table online on the device must hold a trajectory"):
+        with pytest.raises(
+            StoreError, match="the table online on the device must hold a trajectory"
+        ):
             device.sample()
         for number in range(7):
             both.add(added(number, 2 + number), "online")
@@ -63,11 +72,15 @@ def test_batches_are_those_of_tables_in_host_memory(sampler: str, accumulation: 
             got, expected = both.batches
             for name in ("source", "sample_index", "epoch"):
                 assert torch.equal(getattr(got, name), getattr(expected, name))
-            if device.config.item_sampler.has_priorities and (accumulation == 1 or turn % 4):  # of some parts
+            if device.config.item_sampler.has_priorities and (
+                accumulation == 1 or turn % 4
+            ):  # of some parts
                 both.report(torch.rand(got.num_samples) * 3)
         assert len(device) == len(host) == 22
         found = device.statistics()
-        assert found["steps"] == host.num_steps == sum(of["steps"] for of in found["tables"].values())
+        assert (
+            found["steps"] == host.num_steps == sum(of["steps"] for of in found["tables"].values())
+        )
         if device.config.item_sampler.has_priorities and accumulation == 1:
             host.sample()  # reports are applied by the next selection
             assert found["priorities_applied"] == host.statistics()["priorities_applied"]
@@ -127,7 +140,9 @@ def two_tables() -> dict[str, Any]:
 def test_a_table_that_is_added_to_is_named_where_there_are_several() -> None:
     with DeviceReplay(two_tables(), "cpu") as replay:
         columns = trajectories(2, 4)
-        with pytest.raises(ConfigError, match=r"table must be given where there are several.*one of a, b"):
+        with pytest.raises(
+            ConfigError, match=r"table must be given where there are several.*one of a, b"
+        ):
             replay.add_(columns)
         with pytest.raises(ConfigError, match="table must be one of a, b"):
             replay.add_(columns, table="c")
@@ -136,7 +151,10 @@ def test_a_table_that_is_added_to_is_named_where_there_are_several() -> None:
         replay.add_steps_(*step, table="b")
         with pytest.raises(StoreError, match=r"set gear.tables.a.num_envs"):
             replay.add_steps_(*step, table="a")
-        assert {name: int(table.state[6]) for name, table in replay.tables.items()} == {"a": 8, "b": 2}
+        assert {name: int(table.state[6]) for name, table in replay.tables.items()} == {
+            "a": 8,
+            "b": 2,
+        }
         assert replay.sample().source.tolist() == [0] * 16 + [1] * 16
         replay.fill_(torch.tensor([0]), {"task": torch.tensor([77])}, table="b")
         assert 77 in replay.sample()["task"][16:].tolist()
@@ -152,17 +170,26 @@ def test_a_step_of_a_mixture_is_traced_without_a_break() -> None:
         return (batch["reward"] * batch.is_weight * batch.probability).sum()
 
     assert_traced(
-        two_tables(), step, 6, lambda replay: replay.add_steps_(*step_of(trajectories(2, 4)), table="b")
+        two_tables(),
+        step,
+        6,
+        lambda replay: replay.add_steps_(*step_of(trajectories(2, 4)), table="b"),
     )
 
 
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"shares": {"a": {"linear": [0, 1, 9]}, "b": {"linear": [1, 0, 9]}}}, "shares.a must be a number"),
+        (
+            {"shares": {"a": {"linear": [0, 1, 9]}, "b": {"linear": [1, 0, 9]}}},
+            "shares.a must be a number",
+        ),
         ({"shares": {"a": 0.99, "b": 0.01}}, "shares.a must be a whole number of 32 samples"),
         ({"shares": {"a": 1.0, "b": 0.0}}, r"got 0.0; .*: use 0.03125 \(1 samples\)"),
-        ({"shares": {"a": 1.0}}, "tables.b.placement must be .host. for a table that is not sampled"),
+        (
+            {"shares": {"a": 1.0}},
+            "tables.b.placement must be .host. for a table that is not sampled",
+        ),
         ({"of": {"kind": "epoch"}}, "kind must be one of"),
     ],
 )

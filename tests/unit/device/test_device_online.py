@@ -64,7 +64,9 @@ def test_transitions_are_those_of_a_table_in_shared_memory() -> None:
         "n_step": None,
         "fields": {"following": {"column": "observation", "offset": 1}, "task": {}},
     }
-    section = online(table={"capacity_steps": 16, "max_length": 1, "capacity_trajectories": 16}, **options)
+    section = online(
+        table={"capacity_steps": 16, "max_length": 1, "capacity_trajectories": 16}, **options
+    )
     torch.manual_seed(0)
     with device_and_host(section) as both:
         for turn in range(30):
@@ -131,9 +133,13 @@ def test_what_is_added_between_micro_batches_changes_none_of_them() -> None:
         ({**PRIORITIZED, "normalize": None}, "no priority"),
     ],
 )
-def test_a_table_without_masses_gives_batches_without_samples(sampler: dict[str, Any], why: str) -> None:
+def test_a_table_without_masses_gives_batches_without_samples(
+    sampler: dict[str, Any], why: str
+) -> None:
     """And what can be drawn is drawn as soon as it is there."""
-    fields = {"fields": {**online()["fields"], "observation": {"offset": -2, "length": 3, "pad": "edge"}}}
+    fields = {
+        "fields": {**online()["fields"], "observation": {"offset": -2, "length": 3, "pad": "edge"}}
+    }
     section = online(sampler, gradient_accumulation_steps=2, **fields)
     with DeviceReplay(section, "cpu") as replay:
         replay.add_(trajectories(3, 2), torch.tensor([0, 0, 0]) if "added" in why else None)
@@ -146,7 +152,12 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: dict[str,
             batch = replay.sample()
             assert batch.sample_number.tolist() == [first + 2 * i + micro % 2 for i in range(16)]
             assert batch.trajectory_id.tolist() == [-1] * 16
-            for empty in (*(batch[name] for name in batch), batch.valid, batch.is_weight, batch.probability):
+            for empty in (
+                *(batch[name] for name in batch),
+                batch.valid,
+                batch.is_weight,
+                batch.probability,
+            ):
                 assert not empty.any()
             assert not any(mask.any() for mask in batch.mask.values())
             assert not batch.clone().valid.any()
@@ -185,7 +196,9 @@ def test_trajectories_that_fail_a_condition_are_not_stored(
     columns["score"], columns["flag"] = torch.arange(10) / 10, torch.arange(10) % 2 == 1
     more = {"score": {"dtype": "float32", "rows": "1"}, "flag": {"dtype": "bool", "rows": "1"}}
     schema = {**COLUMNS, **more}
-    made = online({"kind": "uniform", "unit": "step", "where": where}, table={"schema": {"columns": schema}})
+    made = online(
+        {"kind": "uniform", "unit": "step", "where": where}, table={"schema": {"columns": schema}}
+    )
     stored = [n for n in range(10) if admits(n) and (lengths is None or lengths[n])]
     with DeviceReplay(made, "cpu") as replay:
         replay.add_(columns, None if lengths is None else torch.tensor(lengths))
@@ -210,7 +223,11 @@ def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str) -> Non
             assert not (batch.trajectory_id % 3 == 1).any()
             if replay.config.item_sampler.has_priorities:
                 replay.update_priorities(batch, torch.rand(32))
-            assert replay.num_steps == int(stored_slots(replay)[:, Slot.NUM_STEPS].sum()) == 4 * len(replay)
+            assert (
+                replay.num_steps
+                == int(stored_slots(replay)[:, Slot.NUM_STEPS].sum())
+                == 4 * len(replay)
+            )
         assert replay.statistics()["trajectories"] == len(replay) > 8
         with pytest.raises(ShapeError, match=r"ids must be a tensor \[n\], int64"):
             replay.remove_(torch.zeros(1))

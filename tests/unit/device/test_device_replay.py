@@ -30,7 +30,9 @@ def test_an_empty_state_is_empty() -> None:
         with pytest.raises(StoreError, match="must hold a trajectory"):
             replay.sample()
         sums = empty["content"]["main"].pop("sums")
-        with pytest.raises(CheckpointError, match=r"content of table main must be that of .*, got 'sums'"):
+        with pytest.raises(
+            CheckpointError, match=r"content of table main must be that of .*, got 'sums'"
+        ):
             replay.import_table(empty)
         empty["content"]["main"] |= {"sums": sums, "other": sums}
         with pytest.raises(CheckpointError, match="got 'other'"):
@@ -61,7 +63,9 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         with pytest.raises(CheckpointError, match="must be of the same seed"):
             other.import_table({**state, "options": "x"})
     with (
-        DeviceReplay(online(SAMPLERS["by the table"], seed=2, table={"capacity_steps": 80}), "cpu") as larger,
+        DeviceReplay(
+            online(SAMPLERS["by the table"], seed=2, table={"capacity_steps": 80}), "cpu"
+        ) as larger,
         pytest.raises(CheckpointError, match="must be of a table of this size"),
     ):
         larger.import_table(state)
@@ -88,7 +92,9 @@ def test_transitions_are_refused_where_returns_are_of_several_steps() -> None:
     """Each is a trajectory of its own, so all returns would be of one step."""
     step = step_of(trajectories(3, 1))
     with DeviceReplay(online(), "cpu") as replay:
-        with pytest.raises(ConfigError, match=r"gear.n_step.n must be 1 where .*, got 3; add pieces"):
+        with pytest.raises(
+            ConfigError, match=r"gear.n_step.n must be 1 where .*, got 3; add pieces"
+        ):
             replay.add_transitions_(*step)
         assert len(replay) == 0
     for n_step, length in (({"n": 1, "gamma": 0.9}, 1), ({"n": 3, "gamma": 0.9}, 2)):
@@ -138,7 +144,9 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         replay.sample()
 
 
-def test_a_clone_keeps_its_probabilities_and_ranks_that_share_the_time_axis_report_whole_samples() -> None:
+def test_a_clone_keeps_its_probabilities_and_ranks_that_share_the_time_axis_report_whole_samples() -> (
+    None
+):
     with DeviceReplay(online(PRIORITIZED), "cpu") as replay:
         replay.add_(trajectories(2, 5))
         batch = replay.sample()
@@ -147,7 +155,9 @@ def test_a_clone_keeps_its_probabilities_and_ranks_that_share_the_time_axis_repo
         assert not torch.equal(replay.sample().probability, probability)
         assert torch.equal(kept.probability, probability)
         replay.batch_info = dataclasses.replace(replay.batch_info, sequence_world=2)
-        with pytest.raises(ShapeError, match=r"must have shape \[B\] where ranks share the time axis"):
+        with pytest.raises(
+            ShapeError, match=r"must have shape \[B\] where ranks share the time axis"
+        ):
             replay.update_priorities_(batch, torch.ones(batch.num_samples, 2))
 
 
@@ -166,27 +176,54 @@ def with_envs(**table: Any) -> dict[str, Any]:
     ("change", "message"),
     [
         ({"table": {"max_length": None}}, "max_length must be given"),
-        ({"table": {"max_length": 1}}, r"must be at least 2 with gear.n_step.n 3: .*, got 1; set it"),
+        (
+            {"table": {"max_length": 1}},
+            r"must be at least 2 with gear.n_step.n 3: .*, got 1; set it",
+        ),
         ({"table": {"remove": "uniform"}}, 'remove must be "fifo"'),
         ({"table": {"writers": 2}}, "writers must not be given"),
         ({"table": {"max_age": 2}}, "max_age must not be given"),
         ({"prefetch": 2}, "prefetch must not be given"),
         ({"sampler": {"kind": "epoch"}}, "kind must be one of"),
         ({"sampler": {**PRIORITIZED, "alpha": {"linear": [0, 1, 5]}}}, "alpha must be a number"),
-        ({"sampler": {**PRIORITIZED, "beta": {"callable": "math:sqrt"}}}, r"beta must take a tensor \[\]"),
-        ({"table": {"scope": "shard"}}, r"gear\.tables\.main\.scope is not an option; known are data, "),
+        (
+            {"sampler": {**PRIORITIZED, "beta": {"callable": "math:sqrt"}}},
+            r"beta must take a tensor \[\]",
+        ),
+        (
+            {"table": {"scope": "shard"}},
+            r"gear\.tables\.main\.scope is not an option; known are data, ",
+        ),
         ({"table": {"placement": "host"}}, 'placement must be "device"'),
-        ({"table": {"placement": "host", "rows": "host"}}, "rows must not be given for a table in host"),
-        ({"sampler": UNIFORM, "table": {"num_envs": 2, "max_times_sampled": 2}}, "sampled must not be given"),
+        (
+            {"table": {"placement": "host", "rows": "host"}},
+            "rows must not be given for a table in host",
+        ),
+        (
+            {"sampler": UNIFORM, "table": {"num_envs": 2, "max_times_sampled": 2}},
+            "sampled must not be given",
+        ),
         ({"sampler": TOP_K, "table": {"num_envs": 2}}, "unit must be .trajectory. where steps"),
-        ({"sampler": TOP_K, "table": {"max_times_sampled": 2}}, "must not be given unless trajectories"),
-        ({"sampler": STRATIFIED, "table": {"max_times_sampled": 2}}, r"together with sampler\.stratified"),
-        ({"sampler": WHERE, "table": {"num_envs": 2}}, r"sampler\.where must not be given where steps are"),
+        (
+            {"sampler": TOP_K, "table": {"max_times_sampled": 2}},
+            "must not be given unless trajectories",
+        ),
+        (
+            {"sampler": STRATIFIED, "table": {"max_times_sampled": 2}},
+            r"together with sampler\.stratified",
+        ),
+        (
+            {"sampler": WHERE, "table": {"num_envs": 2}},
+            r"sampler\.where must not be given where steps are",
+        ),
         (with_envs(capacity_steps=39), "capacity_steps must be at least 40"),
         (with_envs(capacity_trajectories=23), "capacity_trajectories must be at least 24"),
         (with_envs(capacity_steps=None, capacity_bytes=700), "capacity_bytes must hold 40 steps"),
         (with_envs(placement="host"), "num_envs must not be given for a table in host memory"),
-        ({**with_envs(), "fields": {"return_to_go": {}, "action": {}}}, 'must not be "return_to_go"'),
+        (
+            {**with_envs(), "fields": {"return_to_go": {}, "action": {}}},
+            'must not be "return_to_go"',
+        ),
         ({**with_envs(), "fields": {"time": {"derived": "timestep"}}}, 'must not be "timestep"'),
     ],
 )
@@ -196,7 +233,9 @@ def test_a_config_that_cannot_be_is_refused(change: dict[str, Any], message: str
 
 
 def test_tables_that_cannot_be_on_devices_are_refused() -> None:
-    with pytest.raises(SchemaError, match=r"column task must not be late where gear\.sampler\.where"):
+    with pytest.raises(
+        SchemaError, match=r"column task must not be late where gear\.sampler\.where"
+    ):
         DeviceReplay(online(WHERE, table={"schema": LATE}), "cpu")
     with pytest.raises(ConfigError, match="use DeviceReplay"):
         Replay(online())

@@ -79,7 +79,9 @@ class Episodes:
 
 
 def section(sampler: dict[str, Any], num_envs: int = ENVS, **options: Any) -> dict[str, Any]:
-    table = {"capacity_steps": 4000, "max_length": LONGEST, "num_envs": num_envs} | options.pop("table", {})
+    table = {"capacity_steps": 4000, "max_length": LONGEST, "num_envs": num_envs} | options.pop(
+        "table", {}
+    )
     return online(sampler, table=table, **options)
 
 
@@ -97,8 +99,12 @@ class Writer:
         self.both.device.add_steps_(columns, {"observation": following}, autoreset=self.autoreset)
         is_same = self.autoreset == "same_step"
         final = {"observation": following.numpy()} if is_same else None
-        done_by = {name: values.numpy() for name, values in columns.items() if name != "observation"}
-        self.writer.step(final, publish=True, observation=(now if is_same else following).numpy(), **done_by)
+        done_by = {
+            name: values.numpy() for name, values in columns.items() if name != "observation"
+        }
+        self.writer.step(
+            final, publish=True, observation=(now if is_same else following).numpy(), **done_by
+        )
 
 
 WITH_TOP_K = {**SAMPLERS, "top-k": {"kind": "top_k"}}
@@ -106,7 +112,9 @@ WITH_TOP_K = {**SAMPLERS, "top-k": {"kind": "top_k"}}
 
 @pytest.mark.parametrize("sampler", list(WITH_TOP_K))
 @pytest.mark.parametrize("autoreset", ["same_step", "next_step"])
-def test_batches_are_those_of_a_writer_that_publishes_each_step(sampler: str, autoreset: str) -> None:
+def test_batches_are_those_of_a_writer_that_publishes_each_step(
+    sampler: str, autoreset: str
+) -> None:
     # Priorities of steps follow the order of the rows, which is that of the host for one environment.
     options = WITH_TOP_K[sampler]
     by_row = options.get("unit") == "step" and options["kind"] == "prioritized"
@@ -202,7 +210,11 @@ def test_columns_that_do_not_fit_are_refused_before_anything_changes() -> None:
         (SchemaError, "must be one of", {"columns": {**columns, "other": following}}),
         (SchemaError, "following: column observation must be given", {"following": {}}),
         (SchemaError, "following: column action", {"following": {**states, "action": following}}),
-        (SchemaError, "column reward must be float32", {"columns": {**columns, "reward": columns["task"]}}),
+        (
+            SchemaError,
+            "column reward must be float32",
+            {"columns": {**columns, "reward": columns["task"]}},
+        ),
         (ShapeError, "a row per environment", {"columns": {**columns, "reward": torch.zeros(3)}}),
         (SchemaError, "mask must be bool", {"mask": torch.ones(ENVS)}),
         (ConfigError, "autoreset must be one of", {"autoreset": "never"}),

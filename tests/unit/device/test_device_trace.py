@@ -61,7 +61,12 @@ def written_by(graph: torch.fx.GraphModule) -> set[torch.fx.Node]:
 )
 @pytest.mark.parametrize(
     ("sampler", "accumulation", "num_envs"),
-    [("uniform steps", 1, 3), ("uniform steps", 2, None), ("prioritized", 2, 3), ("by the table", 1, None)],
+    [
+        ("uniform steps", 1, 3),
+        ("uniform steps", 2, None),
+        ("prioritized", 2, 3),
+        ("by the table", 1, None),
+    ],
 )
 def test_a_traced_step_writes_to_fixed_tensors_only(
     sampler: str, accumulation: int, num_envs: int | None

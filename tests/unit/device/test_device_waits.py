@@ -65,14 +65,18 @@ def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
         for turn in range(STEPS):
             if replay.table.num_envs:
                 replay.end_steps_(mask)
-                replay.add_steps_(row, following, mask=mask if turn % 2 else None, autoreset="next_step")
+                replay.add_steps_(
+                    row, following, mask=mask if turn % 2 else None, autoreset="next_step"
+                )
             elif not replay.config.resolved_tables["main"].data:
                 replay.add_(added[turn], lengths if turn % 2 else None)
                 replay.fill_(batches[0].trajectory_id, {"frame": batches[0]["late"]})
             for batch in batches:
                 replay.sample_(batch)
                 if replay.config.item_sampler.has_priorities:
-                    values = batch["observation"].sum(2).abs() if turn % 2 else batch["reward"].abs()
+                    values = (
+                        batch["observation"].sum(2).abs() if turn % 2 else batch["reward"].abs()
+                    )
                     replay.update_priorities_(batch, values)
             replay.sample()
         assert stub.elements.get("min", 0) <= device_support.BATCH  # no scan of all items
@@ -81,7 +85,10 @@ def waits_of(section: dict[str, Any], first: int = 0) -> list[str]:
 
 def section_of(sampler: str) -> dict[str, Any]:
     section = device_support.section(sampler)
-    section["fields"] = {**device_support.FIELDS, "late": {"column": "frame", "length": device_support.STEPS}}
+    section["fields"] = {
+        **device_support.FIELDS,
+        "late": {"column": "frame", "length": device_support.STEPS},
+    }
     return section
 
 
@@ -175,7 +182,9 @@ def test_replicas_draw_alone_and_share_no_random_word(
 
 def of_data(tmp_path: Path, sampler: dict[str, Any]) -> dict[str, Any]:
     data = write_dataset(tmp_path / "data", lengths_of(20))
-    section = config_of(sampler=sampler, fields={"observation": {"length": 4}, "reward": {}}, batch_size=32)
+    section = config_of(
+        sampler=sampler, fields={"observation": {"length": 4}, "reward": {}}, batch_size=32
+    )
     return {**section, "tables": {"main": {"data": str(data), "placement": "device"}}}
 
 
@@ -189,5 +198,7 @@ def test_a_step_of_replicas_with_the_same_data_set(
 
 def test_top_k_of_copies_of_a_data_set_is_refused(replicate: Replicate, tmp_path: Path) -> None:
     replicate(1)
-    with pytest.raises(ConfigError, match=r'must not be "top_k" .* on the devices of 2 replicas.*"host"'):
+    with pytest.raises(
+        ConfigError, match=r'must not be "top_k" .* on the devices of 2 replicas.*"host"'
+    ):
         DeviceReplay(of_data(tmp_path, {"kind": "top_k", "unit": "step"}), DEVICE)

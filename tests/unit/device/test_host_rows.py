@@ -30,15 +30,24 @@ def runtime_of(error: int = 0, reads: bool = True) -> Any:
         return error
 
     calls = {"register": register, "unregister": lambda begin: int(held.pop(begin) == 0)}
-    calls |= {"reads_host_addresses": lambda: reads, "clear_error": lambda: None, "text": "error {}".format}
+    calls |= {
+        "reads_host_addresses": lambda: reads,
+        "clear_error": lambda: None,
+        "text": "error {}".format,
+    }
     return SimpleNamespace(held=held, **calls)
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
-def test_batches_are_those_of_rows_on_the_device(sampler: str, num_envs: int | None, tmp_path: Path) -> None:
+def test_batches_are_those_of_rows_on_the_device(
+    sampler: str, num_envs: int | None, tmp_path: Path
+) -> None:
     table = {} if num_envs is None else {"num_envs": num_envs}
-    both = [online(SAMPLERS[sampler], seed=4, table={**table, "rows": rows}) for rows in ("host", "device")]
+    both = [
+        online(SAMPLERS[sampler], seed=4, table={**table, "rows": rows})
+        for rows in ("host", "device")
+    ]
     with DeviceReplay(both[0], "cpu") as host, DeviceReplay(both[1], "cpu") as device:
         for turn in range(25):
             for replay in (host, device):

@@ -130,7 +130,10 @@ def check_goes_on(replay: DeviceReplay, content: dict[str, Tensor]) -> None:
     newest = int(table.state[RingState.NEXT])
     fill(replay, 5000, 60)
     assert replay.num_steps >= 40
-    stored, (tail, end) = stored_slots(replay), table.state[[RingState.TAIL, RingState.NEXT]].tolist()
+    stored, (tail, end) = (
+        stored_slots(replay),
+        table.state[[RingState.TAIL, RingState.NEXT]].tolist(),
+    )
     assert sorted(stored[:, Slot.ID].tolist()) == list(range(tail, end))
     assert tail > newest - 1, "all dealt ones are evicted, oldest first"
     used = torch.zeros(table.num_rows, dtype=torch.int64)
@@ -153,7 +156,9 @@ def test_the_oldest_are_left_out_where_a_table_is_too_small(num_envs: int | None
 
 
 def test_every_trajectory_keeps_how_often_it_was_drawn() -> None:
-    made = online({"kind": "uniform"}, batch_size=4, table={"capacity_steps": 200, "max_times_sampled": 3})
+    made = online(
+        {"kind": "uniform"}, batch_size=4, table={"capacity_steps": 200, "max_times_sampled": 3}
+    )
     saved = saved_of(3, made)
     before = sorted(item for content in saved for item in items(content, False))
     assert {item[2] for item in before} == {0, 1, 2}
@@ -173,5 +178,7 @@ def test_other_columns_are_refused_by_name() -> None:
         ]:
             with pytest.raises(CheckpointError, match=f"{name} of shard-0 {rule}"):
                 deal(old[1].table, [{**content, name: change(content[name])}], 0, 2)
-        with pytest.raises(CheckpointError, match="must be that of a table of this config, got 'minima'"):
+        with pytest.raises(
+            CheckpointError, match="must be that of a table of this config, got 'minima'"
+        ):
             deal(old[1].table, [{n: v for n, v in content.items() if n != "minima"}], 0, 2)

@@ -33,7 +33,8 @@ def section(beta: Any, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "beta", [0.4, 0, 1, *({"linear": [0.2, 1.0, n]} for n in (1, 7, 10**5)), {"linear": [1, 0.3, 33]}]
+    "beta",
+    [0.4, 0, 1, *({"linear": [0.2, 1.0, n]} for n in (1, 7, 10**5)), {"linear": [1, 0.3, 33]}],
 )
 def test_a_table_has_the_values_of_the_schedule(beta: Any) -> None:
     exponents = WeightExponents(parse(section(beta)).item_sampler, CPU)

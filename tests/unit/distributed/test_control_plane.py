@@ -12,7 +12,14 @@ from thread_ranks import ThreadPlane, on_ranks
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology, node_identity
-from deepspeed_gear.errors import ConfigError, GearError, NotReadyError, PeerError, StoreError, relayed
+from deepspeed_gear.errors import (
+    ConfigError,
+    GearError,
+    NotReadyError,
+    PeerError,
+    StoreError,
+    relayed,
+)
 from deepspeed_gear.replay.can_sample import Readiness
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld
 
@@ -53,19 +60,27 @@ def test_a_relayed_error_begins_with_its_cause() -> None:
     assert str(there) == f"{cause} [raised on rank 3: a cut]"
     for where in ("node1 (b)", "rank 0"):
         there = relayed(PeerError, str(there), where)
-    assert str(there) == f"{cause} [raised on rank 3: a cut, relayed by node1 (b), relayed by rank 0]"
+    assert (
+        str(there) == f"{cause} [raised on rank 3: a cut, relayed by node1 (b), relayed by rank 0]"
+    )
     cut_short = relayed(PeerError, str(there)[:70], "rank 0")
     assert str(cut_short) == str(there)[:70] + " [raised on rank 0]"
 
 
-@pytest.mark.parametrize(("kind", "there"), [(NotReadyError, NotReadyError), (StoreError, PeerError)])
-def test_a_rank_that_is_not_ready_is_no_peer_that_failed(kind: type[GearError], there: type) -> None:
+@pytest.mark.parametrize(
+    ("kind", "there"), [(NotReadyError, NotReadyError), (StoreError, PeerError)]
+)
+def test_a_rank_that_is_not_ready_is_no_peer_that_failed(
+    kind: type[GearError], there: type
+) -> None:
     """The others may try again, too."""
 
     def fail() -> None:
         raise kind("table main", "must be filled", 0)
 
-    own, other = on_ranks(2, lambda plane: plane.agree("a cut", fail if plane.rank == 0 else lambda: None))
+    own, other = on_ranks(
+        2, lambda plane: plane.agree("a cut", fail if plane.rank == 0 else lambda: None)
+    )
     assert type(own) is kind
     assert type(other) is there
     assert str(other) == f"{own} [raised on rank 0: a cut]"
@@ -115,12 +130,18 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
     ],
 )
 def test_a_part_of_the_world_has_no_sequences_over_nodes(
-    sequence: int, nodes: tuple[int, ...], world: int, refused: bool, monkeypatch: pytest.MonkeyPatch
+    sequence: int,
+    nodes: tuple[int, ...],
+    world: int,
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: world)
     for rank in range(4):
         places = tuple(
-            RankCoordinates(n // sequence, 4 // sequence, sequence_rank=n % sequence, sequence_world=sequence)
+            RankCoordinates(
+                n // sequence, 4 // sequence, sequence_rank=n % sequence, sequence_world=sequence
+            )
             for n in range(4)
         )
         topology = Topology(rank, places, nodes)

@@ -17,7 +17,9 @@ from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTrans
 SIZES = (0, 3, 5000, 7, 20_000, 20_000)  # words from each node; the buffers grow twice
 
 
-def answer(back: Tensor, there: Tensor, coming: Sequence[int], out: Sequence[int], group: object) -> None:
+def answer(
+    back: Tensor, there: Tensor, coming: Sequence[int], out: Sequence[int], group: object
+) -> None:
     """Receive from each node what is sent to it."""
     assert list(coming) == list(out)
     back.copy_(there)
@@ -29,7 +31,10 @@ def test_rows_are_exchanged_in_memory_of_the_stream_that_sends_them(
 ) -> None:
     stub = DeviceStub()
     channel: Any = SimpleNamespace(
-        ranks=[2, 0], timeout_s=1.0, naming_lost_ranks=nullcontext, count_bytes=lambda sent, received: None
+        ranks=[2, 0],
+        timeout_s=1.0,
+        naming_lost_ranks=nullcontext,
+        count_bytes=lambda sent, received: None,
     )
     monkeypatch.setattr(device_transport, "lane", lambda *arguments: None)
     monkeypatch.setattr(device_transport.dist, "all_to_all_single", answer)

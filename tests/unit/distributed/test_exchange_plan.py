@@ -41,13 +41,21 @@ ENDS = {
     "inputs": ["observation", "mask.action", "task"],
     "labels": ["action", "ends", "return_n", "mask.observation"],
 }
-N_STEP_READS = (WindowRead("reward", 0, 2), WindowRead("terminated", 0, 2), WindowRead("truncated", 0, 2))
+N_STEP_READS = (
+    WindowRead("reward", 0, 2),
+    WindowRead("terminated", 0, 2),
+    WindowRead("truncated", 0, 2),
+)
 OBSERVATION, ACTION = WindowRead("observation", -5, 1, final_row=1), WindowRead("action", -5, 1)
 ENDS_READ = WindowRead("code", 2, 6, edge=True)
 
 
 def resolved(schema: Schema = SCHEMA, **options: Any) -> tuple[GearConfig, list[ResolvedField]]:
-    section = {"tables": {"main": {"capacity_steps": 9}}, "fields": FIELDS, "n_step": {"n": 2, "gamma": 0.9}}
+    section = {
+        "tables": {"main": {"capacity_steps": 9}},
+        "fields": FIELDS,
+        "n_step": {"n": 2, "gamma": 0.9},
+    }
     config = parse({**section, "pipeline": ENDS, **options})
     return config, check_against(config, {"main": schema}, schema.names)
 
@@ -77,7 +85,9 @@ def topologies(draw: st.DrawFn) -> tuple[list[Topology], list[int]]:
     if draw(st.booleans()):
         nodes = [rank * count // len(places) for rank in range(len(places))]
     else:
-        drawn = draw(st.lists(st.integers(0, count - 1), min_size=len(places), max_size=len(places)))
+        drawn = draw(
+            st.lists(st.integers(0, count - 1), min_size=len(places), max_size=len(places))
+        )
         known = list(dict.fromkeys(drawn))
         nodes = [known.index(node) for node in drawn]  # nodes are counted in the order of ranks
     views = [Topology(nodes.index(node), places, tuple(nodes)) for node in range(max(nodes) + 1)]
@@ -98,7 +108,11 @@ def test_samples_go_to_whoever_reads_them(
     samples = np.arange(count)
     for view in views:
         found = routes(view, order)
-        assert (found.num_nodes, found.data_world, found.holders) == (len(order), worlds, tuple(order))
+        assert (found.num_nodes, found.data_world, found.holders) == (
+            len(order),
+            worlds,
+            tuple(order),
+        )
         if view.node not in order:
             assert found.index == -1
             continue
@@ -114,7 +128,12 @@ def test_samples_go_to_whoever_reads_them(
         records[:, Resolution.SLOT] = own
         tables = torch.from_numpy(found.readers), torch.from_numpy(found.need_of)
         sent, _, _ = op_wrappers.encode_draws(records, own, *tables, offset, index)
-        wanted = [[n, s] for n in range(len(order)) for s in own.tolist() if n in readers[s] and n != index]
+        wanted = [
+            [n, s]
+            for n in range(len(order))
+            for s in own.tolist()
+            if n in readers[s] and n != index
+        ]
         assert sent[:, [RowSample.PEER, RowSample.SLOT]].tolist() == wanted
 
 
@@ -131,7 +150,9 @@ def test_each_node_needs_what_its_ranks_read(drawn: tuple[list[Topology], list[i
             if not readers:
                 assert which == -1
                 continue
-            needs = row_needs([needs_of(place, CONFIG, RESOLVED) for place in readers], CONFIG, SCHEMA)
+            needs = row_needs(
+                [needs_of(place, CONFIG, RESOLVED) for place in readers], CONFIG, SCHEMA
+            )
             assert found.needs[which] == needs
 
 
@@ -155,7 +176,10 @@ def test_rows_of_a_whole_replica() -> None:
 
 
 def test_rows_of_the_ends_of_a_pipeline() -> None:
-    first, last = RankCoordinates(pipe_rank=0, pipe_world=3), RankCoordinates(pipe_rank=2, pipe_world=3)
+    first, last = (
+        RankCoordinates(pipe_rank=0, pipe_world=3),
+        RankCoordinates(pipe_rank=2, pipe_world=3),
+    )
     assert rows(first) == RowReads((OBSERVATION,), ("task",)), "of an action only the mask is read"
     assert set(rows(last).reads) == {ACTION, ENDS_READ, *N_STEP_READS}
     assert rows(last).per_trajectory == ()
@@ -204,7 +228,9 @@ def test_one_stage_reads_everything() -> None:
 
 
 def test_stages_read_their_ends() -> None:
-    first, inner, last = (needs(RankCoordinates(pipe_rank=stage, pipe_world=3)) for stage in range(3))
+    first, inner, last = (
+        needs(RankCoordinates(pipe_rank=stage, pipe_world=3)) for stage in range(3)
+    )
     assert list(first) == ["observation", "task", "action", "n_step"]
     assert (first["observation"].mask_only, first["action"].mask_only) == (False, True)
     assert inner == {"n_step": False}
@@ -241,7 +267,9 @@ def test_sequence_ranks_share_windows_out(world: int) -> None:
     places = [RankCoordinates(sequence_rank=rank, sequence_world=world) for rank in range(world)]
     parts = [needs(place, fields=fields, pipeline=None) for place in places]
     for name in ("observation", "action"):
-        steps = [range(p[name].part_first, p[name].part_first + p[name].collected_length) for p in parts]
+        steps = [
+            range(p[name].part_first, p[name].part_first + p[name].collected_length) for p in parts
+        ]
         assert list(itertools.chain.from_iterable(steps)) == list(range(6))
     assert all(part["task"].part_length is None for part in parts)
 
@@ -256,7 +284,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["obs", "mask.obs", "mask", "mask.is_weight", "handle", "return_to_go", "mask.return_n", ""]
+    "name",
+    ["obs", "mask.obs", "mask", "mask.is_weight", "handle", "return_to_go", "mask.return_n", ""],
 )
 @pytest.mark.parametrize("end", ["inputs", "labels"])
 def test_names_that_no_batch_has_are_refused(end: str, name: str) -> None:
@@ -276,7 +305,9 @@ def test_a_grid_has_every_place_once(worlds: dict[str, int]) -> None:
     reporting = [place for place in places if place.reports]
     assert sorted(place.data_rank for place in reporting) == list(range(worlds["data"]))
     assert all(place.is_last_stage for place in reporting)
-    topology = Topology(len(places) - 1, tuple(places), tuple(rank // 2 for rank in range(len(places))))
+    topology = Topology(
+        len(places) - 1, tuple(places), tuple(rank // 2 for rank in range(len(places)))
+    )
     assert topology.peers[topology.peer] == topology.rank
 
 
@@ -287,7 +318,9 @@ def test_places_that_are_no_grid_are_refused(worlds: dict[str, int], data: st.Da
     with pytest.raises(ConfigError, match="one place each in a grid"):
         check_grid((*places, places[index]))
     other = data.draw(
-        st.sampled_from([RankCoordinates(), RankCoordinates(data_rank=3, data_world=3), places[index - 1]])
+        st.sampled_from(
+            [RankCoordinates(), RankCoordinates(data_rank=3, data_world=3), places[index - 1]]
+        )
     )
     if other == places[index]:
         return

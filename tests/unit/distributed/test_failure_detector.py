@@ -26,10 +26,15 @@ def server() -> list[TCPStore]:
 def made_of(server: list[TCPStore], timeout_s: float = TIMEOUT_S) -> list[FailureDetector]:
     """Return the detectors of two nodes of one rank each."""
     at = server[0].port
-    stores = [TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=5)) for _ in range(2)]
+    stores = [
+        TCPStore("127.0.0.1", at, is_master=False, timeout=timedelta(seconds=5)) for _ in range(2)
+    ]
     made = []
     for node, store in enumerate(stores):
-        views = {region.name: np.zeros(region.shape, region.dtype) for region in FailureDetector.regions(1)}
+        views = {
+            region.name: np.zeros(region.shape, region.dtype)
+            for region in FailureDetector.regions(1)
+        }
         memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: True)
         topology: Any = SimpleNamespace(
             node=node, rank=node, num_nodes=2, peers=[node], describe=lambda node: f"node {node}"
@@ -107,7 +112,9 @@ def test_a_node_that_has_lost_the_store_knows_it(
 
 
 @pytest.mark.parametrize(("turns", "is_early"), [(9, True), (10, False), (11, False)])
-def test_who_ends_early_is_missed(turns: int, is_early: bool, watches: list[FailureDetector]) -> None:
+def test_who_ends_early_is_missed(
+    turns: int, is_early: bool, watches: list[FailureDetector]
+) -> None:
     watches[0].take(10)
     watches[1].take(turns)
     watches[1].end()
@@ -135,7 +142,9 @@ def test_who_fails_is_named_though_it_ends_early(watches: list[FailureDetector],
 
 
 @pytest.mark.parametrize("error", [PeerError("rank 0", "must live"), KeyboardInterrupt()])
-def test_errors_that_all_have_are_nobodys(watches: list[FailureDetector], error: BaseException) -> None:
+def test_errors_that_all_have_are_nobodys(
+    watches: list[FailureDetector], error: BaseException
+) -> None:
     watches[1].explain(error)
     watches[1].end()
     assert not watches[0].note(lost(1))

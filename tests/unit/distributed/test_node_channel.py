@@ -69,7 +69,9 @@ def links(count: int) -> tuple[list[NodeChannel], dict[str, Wire]]:
     """Channels between nodes of one rank each, whose order is not that of the ranks."""
     wires: dict[str, Wire] = defaultdict(Wire)
     order = list(range(count))[::-1]
-    made = [opened(node, order, lambda way, at=node: Group(wires[way], at)) for node in range(count)]  # type: ignore[misc]
+    made = [
+        opened(node, order, lambda way, at=node: Group(wires[way], at)) for node in range(count)
+    ]  # type: ignore[misc]
     return made[::-1], wires
 
 
@@ -78,7 +80,9 @@ def links(count: int) -> tuple[list[NodeChannel], dict[str, Wire]]:
 def test_messages_of_any_size_arrive(count: int, turns: list[list[int]]) -> None:
     made, wires = links(count)
     for turn, sizes in enumerate(turns):
-        words = [[np.arange(sizes[3 * i + j]) + 7 * turn + i for j in range(count)] for i in range(count)]
+        words = [
+            [np.arange(sizes[3 * i + j]) + 7 * turn + i for j in range(count)] for i in range(count)
+        ]
         waits = [
             link.begin([np.concatenate([[0], part]) for part in of_link])
             for link, of_link in zip(made, words, strict=True)
@@ -143,11 +147,16 @@ def test_a_link_that_parts_tells_nobody_of_a_loss() -> None:
 
 def test_links_over_one_group_do_not_hear_each_other() -> None:
     wires: dict[str, Wire] = defaultdict(Wire)
-    groups = {(way, at): Group(wires[way], at) for way in ("test, up", "test, down") for at in range(2)}
+    groups = {
+        (way, at): Group(wires[way], at) for way in ("test, up", "test, down") for at in range(2)
+    }
     made = {
         (number, node): opened(node, [0, 1], lambda way, at=node: groups[way, at])  # type: ignore[misc]
         for number in range(2)
         for node in range(2)
     }
-    waits = {key: made[key].begin([np.array([0, key[0]])] * 2) for key in ((1, 0), (0, 0), (0, 1), (1, 1))}
+    waits = {
+        key: made[key].begin([np.array([0, key[0]])] * 2)
+        for key in ((1, 0), (0, 0), (0, 1), (1, 1))
+    }
     assert all(part.tolist() == [key[0]] for key, wait in waits.items() for part in wait())

@@ -65,7 +65,11 @@ def config(**tables: dict[str, Any]) -> GearConfig:
     return parse({"tables": tables, **sampler, "fields": {"observation": {}}})
 
 
-DATA, REPLICATED, ONLINE = {"data": "/d"}, {"data": {"path": "/d", "replicate": True}}, {"capacity_steps": 9}
+DATA, REPLICATED, ONLINE = (
+    {"data": "/d"},
+    {"data": {"path": "/d", "replicate": True}},
+    {"capacity_steps": 9},
+)
 
 
 def place_all(
@@ -75,7 +79,9 @@ def place_all(
     count = views[0].num_nodes
     known = {node: {name: sets[node].part for name, sets in held.items()} for node in range(count)}
     return [
-        _place(view, config(**tables), {name: sets[view.node] for name, sets in held.items()}, known)
+        _place(
+            view, config(**tables), {name: sets[view.node] for name, sets in held.items()}, known
+        )
         for view in views
     ]
 
@@ -85,7 +91,9 @@ NODES = [topology(rank) for rank in (0, 2, 4)]
 
 def test_wholes_are_shared_out_in_node_order(whole: Dataset) -> None:
     found = place_all({"main": DATA}, {"main": [whole] * 3}, NODES)
-    assert found == [ShardPlacement((0, 1, 2), {"main": shard}, frozenset({"main"})) for shard in shards(3)]
+    assert found == [
+        ShardPlacement((0, 1, 2), {"main": shard}, frozenset({"main"})) for shard in shards(3)
+    ]
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (2, 1, 0)])
@@ -115,7 +123,9 @@ def test_replicas_are_not_spread(whole: Dataset, parts: list[Dataset]) -> None:
     held = {"main": [whole] * 3, "other": [parts[1], parts[2], parts[0]]}
     both = place_all({"main": REPLICATED, "other": DATA}, held, NODES)
     for placement, index in zip(both, (1, 2, 0), strict=True):
-        assert placement == ShardPlacement((2, 0, 1), {"other": shards(3)[index]}, frozenset({"other"}))
+        assert placement == ShardPlacement(
+            (2, 0, 1), {"other": shards(3)[index]}, frozenset({"other"})
+        )
 
 
 @pytest.mark.parametrize("table", [DATA, REPLICATED])
@@ -200,8 +210,14 @@ WHOLE_OR_PART = "must be the whole on every node, or a part on every node"
         ([part(0), part(1), part(2), part(2)], "must have as many parts as nodes that consume, 4"),
         ([part(0), part(0, np.array([0, 9])), part(2)], "must have as many parts as nodes"),
         ([part(0), part(2), part(2)], "must be another part on every node"),
-        ([part(0), part(1), part(2, np.array([0, 2, 5, 9]))], "must be parts of one split, without gaps"),
-        ([part(0, np.array([0, 3, 5, 9])), part(1), part(2)], "must be parts of one split, without"),
+        (
+            [part(0), part(1), part(2, np.array([0, 2, 5, 9]))],
+            "must be parts of one split, without gaps",
+        ),
+        (
+            [part(0, np.array([0, 3, 5, 9])), part(1), part(2)],
+            "must be parts of one split, without",
+        ),
     ],
 )
 def test_what_would_lose_or_double_trajectories_is_refused(parts: list[Any], rule: str) -> None:
@@ -280,7 +296,9 @@ def test_a_part_holds_no_other_shard(data: Path, tmp_path: Path, shard: Shard | 
 
 
 def without_final_row(schema: Schema) -> Schema:
-    return Schema([replace(column, rows="T") if column.rows == "T+1" else column for column in schema])
+    return Schema(
+        [replace(column, rows="T") if column.rows == "T+1" else column for column in schema]
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,7 +355,9 @@ class Others(ControlPlane):
         self._other = other
 
     def gather(self, value: object) -> list[object]:
-        return [value, {"main": self._other.whole_fingerprint}] if isinstance(value, dict) else [value]
+        return (
+            [value, {"main": self._other.whole_fingerprint}] if isinstance(value, dict) else [value]
+        )
 
 
 def test_ranks_may_have_parts_of_one_whole(data: Path, tmp_path: Path) -> None:

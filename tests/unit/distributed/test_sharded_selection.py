@@ -32,7 +32,10 @@ def test_draws_over_shards_are_those_of_one_table(num_shards: int, spread: int) 
     sizes = SIZES[num_shards]
     masses = 2 ** torch.randint(0, spread, (1000,), generator=torch.Generator().manual_seed(0))
     masses[::7] = 0
-    whole, shards = op_wrappers.tree(masses), [op_wrappers.tree(part) for part in parts_of(masses, sizes)]
+    whole, shards = (
+        op_wrappers.tree(masses),
+        [op_wrappers.tree(part) for part in parts_of(masses, sizes)],
+    )
     totals = [op_wrappers.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
     coordinates = op_wrappers.draw(3, 1, 0, op_wrappers.tree_total(whole, 1000), 20_000)
     slots = torch.zeros(1000, 8, dtype=torch.int64)
@@ -60,7 +63,9 @@ def test_top_k_over_shards_is_that_of_one_table(num_shards: int, count: int) -> 
         op_wrappers.top_k(p, m, min(count, len(p)))
         for p, m in zip(parts_of(priorities, sizes), parts_of(masses, sizes), strict=True)
     ]
-    every = np.concatenate([start + i[i >= 0].numpy() for start, i in zip(starts, items, strict=False)])
+    every = np.concatenate(
+        [start + i[i >= 0].numpy() for start, i in zip(starts, items, strict=False)]
+    )
     found = every[np.lexsort((every, -priorities.numpy()[every]))[:count]]
     wanted = op_wrappers.top_k(priorities, masses, count)
     assert found.tolist() == wanted[wanted >= 0].tolist()
@@ -185,16 +190,17 @@ class Rows:
 )
 def test_all_nodes_exchange_the_rows_of_one_step(key: int, fits: bool) -> None:
     rows: Any = Rows(key)
-    moves = TrajectoryPlaces(np.array([0]), np.array([3]), 0, 2, 0, False).move(np.array([[False], [True]]))
+    moves = TrajectoryPlaces(np.array([0]), np.array([3]), 0, 2, 0, False).move(
+        np.array([[False], [True]])
+    )
     assert moves is not None
     exchange = TrajectoryExchange(rows)
     if fits:
         exchange.send(moves)
         assert not rows.broken
         return
-    text = (
-        r"the nodes must gather the packs of the same steps, got \{'node 0': 1, 'node 1': -?\d\}; all ranks"
-    )
+    text = r"the nodes must gather the packs of the same steps, "
+    text += r"got \{'node 0': 1, 'node 1': -?\d\}; all ranks"
     with pytest.raises(PeerError, match=text):
         exchange.send(moves)
     assert rows.broken

@@ -33,7 +33,9 @@ def saved(tmp_path: Path) -> Saved:
         return folder, state, replay.sample().trajectory_id.tolist()
 
 
-@pytest.mark.parametrize("where", ["the tag", "a tag beside it", "another folder", "moved together"])
+@pytest.mark.parametrize(
+    "where", ["the tag", "a tag beside it", "another folder", "moved together"]
+)
 def test_tables_are_found(where: str, saved: Saved, tmp_path: Path) -> None:
     folder, state, ids = saved
     if where == "a tag beside it":
@@ -48,7 +50,9 @@ def test_tables_are_found(where: str, saved: Saved, tmp_path: Path) -> None:
         assert replay.sample().trajectory_id.tolist() == ids
 
 
-def test_tables_that_are_gone_are_named_with_the_copy_that_helps(saved: Saved, tmp_path: Path) -> None:
+def test_tables_that_are_gone_are_named_with_the_copy_that_helps(
+    saved: Saved, tmp_path: Path
+) -> None:
     folder, state, ids = saved
     shutil.move(folder, tmp_path / "kept")
     universal = folder.parent / "t5_universal"
@@ -79,7 +83,10 @@ def test_a_position_without_tables_needs_no_folder(tmp_path: Path) -> None:
 
 
 def test_what_another_version_has_saved_is_refused(tmp_path: Path) -> None:
-    with made() as replay, pytest.raises(CheckpointError, match="must hold a position and the folder"):
+    with (
+        made() as replay,
+        pytest.raises(CheckpointError, match="must hold a position and the folder"),
+    ):
         engine_checkpoint.load(replay, tmp_path, {"seed": 3})
 
 
@@ -93,7 +100,11 @@ class Engine:
         self._to_write: list[Path] = []
 
     def save_checkpoint(
-        self, save_dir: str, tag: str | None = None, client_state: Any = None, save_latest: bool = True
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
     ) -> bool:
         assert not save_latest, "DeepSpeed would write it before the files of other ranks are there"
         assert (client_state or {}).get("mine") == 1
@@ -138,5 +149,7 @@ def test_latest_follows_the_files(in_background: bool, tmp_path: Path) -> None:
         engine._commit_decoupled_checkpoint()
         assert (latest.read_text(), whole_tags.newest(tmp_path)) == ("global_step3", "second")
         (tmp_path / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"1")
-        with pytest.raises(CheckpointError, match=r"must have 5 bytes, got '1 bytes'; .* is second: "):
+        with pytest.raises(
+            CheckpointError, match=r"must have 5 bytes, got '1 bytes'; .* is second: "
+        ):
             engine.load_checkpoint(str(tmp_path))

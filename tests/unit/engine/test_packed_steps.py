@@ -30,7 +30,11 @@ class Source:
     """A replay with packed batches of 1, 2, 3, ... micro batches."""
 
     def __init__(self) -> None:
-        self.number, self.metrics, self.observers = 0, Metrics(), cast(list[Callable[[Any], None]], [])
+        self.number, self.metrics, self.observers = (
+            0,
+            Metrics(),
+            cast(list[Callable[[Any], None]], []),
+        )
         self.observe_steps = self.observers.append
 
     def step(self) -> Step:
@@ -102,7 +106,10 @@ def test_the_next_step_must_not_begin_before_the_optimizer_step() -> None:
     assert list(engine.gear_step()) == [0]  # a step without gradients may be left
     for _ in engine.gear_step():
         engine.backward()
-    later, text = engine.gear_step(), r"train step 3 must not begin before engine.step\(\) was called for"
+    later, text = (
+        engine.gear_step(),
+        r"train step 3 must not begin before engine.step\(\) was called for",
+    )
     with pytest.raises(StoreError, match=text):
         next(iter(later))
     engine.step()

@@ -15,7 +15,10 @@ ON_GRADIENTS = """managed_gradient_accumulation was_step_applied get_data_types 
     postscale_gradients gradient_predivide_factor zero_quantized_gradients zenflow_config zero_reduce_scatter
     zero_contiguous_gradients zero_reduce_bucket_size fp16_enabled communication_data_type
     is_deepcompile_enabled backward step""".split()
-ENGINE, PIPELINE = "deepspeed.runtime.engine:DeepSpeedEngine", "deepspeed.runtime.pipe.engine:PipelineEngine"
+ENGINE, PIPELINE = (
+    "deepspeed.runtime.engine:DeepSpeedEngine",
+    "deepspeed.runtime.pipe.engine:PipelineEngine",
+)
 ZERO = (
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",
@@ -68,7 +71,9 @@ def test_an_engine_with_a_schedule_of_its_own_is_refused() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     deepspeed_compat.check_engine(PipelineEngine.__new__(PipelineEngine))
-    with pytest.raises(ConfigError, match="must be a PipelineEngine or no pipeline, got 'DualPipeVEngine'"):
+    with pytest.raises(
+        ConfigError, match="must be a PipelineEngine or no pipeline, got 'DualPipeVEngine'"
+    ):
         deepspeed_compat.check_engine(DualPipeVEngine.__new__(DualPipeVEngine))
 
 
@@ -76,7 +81,10 @@ def test_the_pipeline_engine_is_known_by_its_name() -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     assert PipelineEngine.__name__ == deepspeed_compat.PIPELINE
-    assert list(inspect.signature(PipelineEngine.train_batch).parameters)[:2] == ["self", "data_iter"]
+    assert list(inspect.signature(PipelineEngine.train_batch).parameters)[:2] == [
+        "self",
+        "data_iter",
+    ]
     assert "num_micro_batches" in inspect.signature(PipelineEngine.eval_batch).parameters
 
 
@@ -88,7 +96,9 @@ def test_the_pipeline_engine_is_known_by_its_name() -> None:
         ("model_parallel", None),
     ],
 )
-def test_the_names_of_an_mpu(tensor: str, stages: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_of_an_mpu(
+    tensor: str, stages: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the table of docs/how-to/megatron-mpu.md has them."""
     answers = {"data_parallel": (4, 5), tensor: (1, 2), "sequence_parallel": (3, 4)}
     if stages is not None:

@@ -117,9 +117,18 @@ def test_the_shared_runtime_is_linked(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "c++ -static-libstdc++ -static-libgcc")
     source, made = tmp_path / "small.cpp", tmp_path / "small.so"
     source.write_text('#include <stdexcept>\nvoid refuse() { throw std::runtime_error("it"); }\n')
-    command = [*toolchain.compiler(), "-shared", "-fPIC", str(source), *GearBuilder().extra_ldflags()]
+    command = [
+        *toolchain.compiler(),
+        "-shared",
+        "-fPIC",
+        str(source),
+        *GearBuilder().extra_ldflags(),
+    ]
     subprocess.run([*command, "-o", str(made)], check=True)
-    assert "libstdc++.so.6" in subprocess.run(["ldd", str(made)], capture_output=True, text=True).stdout
+    assert (
+        "libstdc++.so.6"
+        in subprocess.run(["ldd", str(made)], capture_output=True, text=True).stdout
+    )
 
 
 # The prebuilt op

@@ -26,7 +26,9 @@ SUPPORTED = (80, 90, 100)
 def known_architectures() -> list[int]:
     """Those of the supported ones that the toolkit can compile for; an older one lacks the newest."""
     command = [f"{HOME}/bin/nvcc", "--list-gpu-arch"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout if HOME else ""
+    listed = (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout if HOME else ""
+    )
     return [a for a in SUPPORTED if f"compute_{a}" in listed.split()]
 
 
@@ -55,7 +57,9 @@ def objects() -> tuple[Path, str]:
 
 
 @needs_nvcc
-def test_kernels_of_every_architecture_neither_spill_nor_use_a_stack_frame(objects: tuple[Path, str]) -> None:
+def test_kernels_of_every_architecture_neither_spill_nor_use_a_stack_frame(
+    objects: tuple[Path, str],
+) -> None:
     sizes = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     properties = re.findall(rf"Function properties for (\S+)\n\s+{sizes}", objects[1])
     assert len(properties) >= len(KERNELS) * len(ARCHITECTURES)
@@ -76,7 +80,9 @@ def test_the_toolkit_compiles_all_that_is_supported() -> None:
 
 
 @needs_nvcc
-def test_the_kernels_link_and_load_without_a_driver(objects: tuple[Path, str], tmp_path: Path) -> None:
+def test_the_kernels_link_and_load_without_a_driver(
+    objects: tuple[Path, str], tmp_path: Path
+) -> None:
     library = tmp_path / "libgear_cuda.so"
     nvcc("-shared", "-cudart=static", *map(str, objects[0].glob("*.o")), "-o", str(library))
     # Every symbol resolves; no driver is touched until a call.
@@ -86,7 +92,9 @@ def test_the_kernels_link_and_load_without_a_driver(objects: tuple[Path, str], t
 @needs_nvcc
 def test_the_flags_do_not_fuse_or_approximate(tmp_path: Path) -> None:
     source, ptx = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
-    source.write_text("__global__ void K(float* x) { x[0] = x[1] * x[2] + x[3]; x[4] = x[5] / x[6]; }")
+    source.write_text(
+        "__global__ void K(float* x) { x[0] = x[1] * x[2] + x[3]; x[4] = x[5] / x[6]; }"
+    )
     flags = [flag for flag in builder_flags() if not flag.startswith("-gencode")]
     nvcc(*flags, "-arch=sm_80", "-ptx", str(source), "-o", str(ptx))
     assert re.search(r"mul(\.rn)?\.f32", ptx.read_text())
@@ -114,7 +122,13 @@ def assembly(
             tool = shutil.which("cuobjdump", path=f"{HOME}/bin:{os.environ['PATH']}")
             if tool is None:  # nvcc's own package has no disassembler
                 pytest.skip("no cuobjdump found; the PTX is checked without it")
-            command = [tool, "-sass", "-arch", "sm_90", str(objects[0] / f"{Path(kernel).stem}.cuda.o")]
+            command = [
+                tool,
+                "-sass",
+                "-arch",
+                "sm_90",
+                str(objects[0] / f"{Path(kernel).stem}.cuda.o"),
+            ]
             return subprocess.run(command, capture_output=True, text=True, check=True).stdout
         out = tmp_path_factory.mktemp("ptx") / "kernel.ptx"
         nvcc(*flags, f"-I{CSRC}", "-arch=sm_90", "-ptx", str(CSRC / kernel), "-o", str(out))
@@ -137,7 +151,9 @@ MOST_REGISTERS = {
 def test_kernels_have_registers_for_their_blocks(objects: tuple[Path, str]) -> None:
     if release() != JUDGED:
         pytest.skip(f"nvcc {release()} is not judged")
-    used = re.findall(r"Compiling entry function '(\S+)'[^\n]*\n(?:.*\n)*?.*Used (\d+) registers", objects[1])
+    used = re.findall(
+        r"Compiling entry function '(\S+)'[^\n]*\n(?:.*\n)*?.*Used (\d+) registers", objects[1]
+    )
     for kernel, most in MOST_REGISTERS.items():
         found = [int(registers) for name, registers in used if kernel in name]
         assert len(found) == len(ARCHITECTURES), kernel
@@ -190,19 +206,34 @@ def test_the_bindings_of_the_kernels_register_beside_the_cpu_op(
     together.write_text("".join(f'#include "{binding}"\n' for binding in BINDINGS))
     compiled, library = tmp_path / "bindings.o", tmp_path / "libbindings.so"
     system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
-    standard = "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"  # 2.15's headers want it
-    flags = [f"-std={standard}", "-O0", "-fPIC", "-Wall", "-DTORCH_EXTENSION_NAME=gear_cuda", f"-I{CSRC}"]
+    standard = (
+        "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"
+    )  # 2.15's headers want it
+    flags = [
+        f"-std={standard}",
+        "-O0",
+        "-fPIC",
+        "-Wall",
+        "-DTORCH_EXTENSION_NAME=gear_cuda",
+        f"-I{CSRC}",
+    ]
     cxx = toolchain.compiler()
     run = subprocess.run(
-        [*cxx, *flags, *system, "-c", str(together), "-o", str(compiled)], capture_output=True, text=True
+        [*cxx, *flags, *system, "-c", str(together), "-o", str(compiled)],
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
-    missing = subprocess.run(["nm", "-u", str(compiled)], capture_output=True, text=True, check=True).stdout
+    missing = subprocess.run(
+        ["nm", "-u", str(compiled)], capture_output=True, text=True, check=True
+    ).stdout
     kernels = re.findall(r"\b_ZN4gear4cuda\w+", missing)  # no op is called: any address does
     flags = ["-shared", "-Wl,-z,lazy", *(f"-Wl,--defsym={kernel}=0" for kernel in kernels)]
     torch_libraries = [f"-L{Path(torch.__file__).parent / 'lib'}", "-lc10", "-ltorch_cpu"]
     run = subprocess.run(
-        [*cxx, *flags, str(compiled), *torch_libraries, "-o", str(library)], capture_output=True, text=True
+        [*cxx, *flags, str(compiled), *torch_libraries, "-o", str(library)],
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stderr
     run = run_python("-c", LOAD_BINDINGS, str(library))

@@ -45,10 +45,14 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Ask:
     if compiler is None:
         pytest.skip("no C++ compiler")
     program = tmp_path_factory.mktemp("host") / "arithmetic"
-    flags = "-std=c++17 -O2 -Wall -Wextra -Werror -fsanitize=undefined -fno-sanitize-recover".split()
+    flags = (
+        "-std=c++17 -O2 -Wall -Wextra -Werror -fsanitize=undefined -fno-sanitize-recover".split()
+    )
     source = ROOT / "tests" / "host" / "arithmetic.cpp"
     built = subprocess.run(
-        [compiler, *flags, f"-I{CSRC}", str(source), "-o", str(program)], capture_output=True, text=True
+        [compiler, *flags, f"-I{CSRC}", str(source), "-o", str(program)],
+        capture_output=True,
+        text=True,
     )
     assert built.returncode == 0, built.stderr
 
@@ -83,7 +87,9 @@ def test_philox_known_answers(
     seed, number = key[1] << 32 | key[0], counter[1] << 32 | counter[0]
     expected = [word[1] << 32 | word[0], word[3] << 32 | word[2]]
     numbers = [number, *words(2, 50)]
-    high, low = philox_words(seed, torch.tensor([signed(n) for n in numbers]), counter[2], counter[3])
+    high, low = philox_words(
+        seed, torch.tensor([signed(n) for n in numbers]), counter[2], counter[3]
+    )
     both = [[h & MASK, w & MASK] for h, w in zip(high.tolist(), low.tolist(), strict=True)]
     assert both[0] == expected
     assert ask(f"philox {seed} {n} {counter[2]} {counter[3]}" for n in numbers) == both
@@ -96,7 +102,9 @@ def test_coordinate_is_the_floor_of_the_exact_product(ask: Ask) -> None:
     for _ in range(300):
         total = generator.randrange(1, 1 << 63)
         word = -(-(generator.randrange(total) << 128) // total)
-        cases += [(w >> 64, w & MASK, total) for w in (word - 1, word, word + 1) if 0 <= w < 1 << 128]
+        cases += [
+            (w >> 64, w & MASK, total) for w in (word - 1, word, word + 1) if 0 <= w < 1 << 128
+        ]
     expected = [((h << 64 | w) * t) >> 128 for h, w, t in cases]
     assert ask(f"coordinate {h} {w} {t}" for h, w, t in cases) == [[x] for x in expected]
     h, w, t = torch.tensor([[signed(x) for x in case] for case in cases]).unbind(1)
@@ -104,9 +112,25 @@ def test_coordinate_is_the_floor_of_the_exact_product(ask: Ask) -> None:
 
 
 def test_layout_of_a_tree(ask: Ask) -> None:
-    sizes = [0, 1, 31, 32, 33, 1023, 1024, 1025, 32768, 32769, 10**6, 1 << 25, (1 << 40) + 1, 1 << 50]
+    sizes = [
+        0,
+        1,
+        31,
+        32,
+        33,
+        1023,
+        1024,
+        1025,
+        32768,
+        32769,
+        10**6,
+        1 << 25,
+        (1 << 40) + 1,
+        1 << 50,
+    ]
     flat = [
-        [constants.tree_size(n), *(x for level in constants.tree_levels(n) for x in level)] for n in sizes
+        [constants.tree_size(n), *(x for level in constants.tree_levels(n) for x in level)]
+        for n in sizes
     ]
     assert ask(f"tree {n}" for n in sizes) == flat
 
@@ -162,7 +186,9 @@ def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
     for _ in range(count):
         # Half of them within the masses' range, where rounding matters.
         low, end = (1, 0x7F800000) if generator.random() < 0.5 else (0x33000000, 0x47800000)
-        alpha = generator.choice(alphas) if generator.random() < 0.5 else generator.randrange(one + 1)
+        alpha = (
+            generator.choice(alphas) if generator.random() < 0.5 else generator.randrange(one + 1)
+        )
         cases.append((generator.randrange(low, end), alpha))
     return cases
 
@@ -191,7 +217,9 @@ def test_masses_are_the_same_in_both(ask: Ask) -> None:
         asked += [f"mass {bits} {alpha} {most_bits}" for bits in some]
         expected += torch.stack(mass_of(torch.tensor(some), alpha, most_bits), dim=1).tolist()
     assert ask(asked) == expected
-    assert ask(f"mass {b} {a} 40" for b in (0, 1 << 31) for a in (0, 1 << 61, 1 << 62)) == [[0, 0]] * 6
+    assert (
+        ask(f"mass {b} {a} 40" for b in (0, 1 << 31) for a in (0, 1 << 61, 1 << 62)) == [[0, 0]] * 6
+    )
 
 
 def test_mass_never_falls_while_the_priority_rises(ask: Ask) -> None:
@@ -205,8 +233,12 @@ def test_weights_are_half_a_last_place_from_the_exact_powers(ask: Ask) -> None:
     mp = pytest.importorskip("mpmath", reason="mpmath gives the exact powers").mp
     generator, cases = random.Random(9), []
     for _ in range(3000):
-        numerator, count, mass = (generator.getrandbits(generator.randrange(1, 63)) + 1 for _ in range(3))
-        beta = generator.choice([0, 1 << 62, round(0.4 * 2**62), generator.randrange((1 << 62) + 1)])
+        numerator, count, mass = (
+            generator.getrandbits(generator.randrange(1, 63)) + 1 for _ in range(3)
+        )
+        beta = generator.choice(
+            [0, 1 << 62, round(0.4 * 2**62), generator.randrange((1 << 62) + 1)]
+        )
         cases.append((numerator, count, mass, beta))
     answers = ask(" ".join(map(str, ("weight", *case))) for case in cases)
     with mp.workprec(200):
@@ -221,9 +253,18 @@ def test_weights_are_half_a_last_place_from_the_exact_powers(ask: Ask) -> None:
 def test_powers_as_floats(ask: Ask) -> None:
     """Ties, carries and both ends of the range, against exact fractions."""
     one, generator = 1 << 62, random.Random(10)
-    ends = [one, one + (1 << 38), one + (3 << 38), one + (1 << 38) + 1, (1 << 63) - 1, (1 << 63) - (1 << 38)]
+    ends = [
+        one,
+        one + (1 << 38),
+        one + (3 << 38),
+        one + (1 << 38) + 1,
+        (1 << 63) - 1,
+        (1 << 63) - (1 << 38),
+    ]
     cases = [(s, e) for s in ends for e in (-1000, -127, -126, -1, 0, 127, 128, 900)]
-    cases += [(generator.randrange(one, 2 * one), generator.randrange(-130, 130)) for _ in range(500)]
+    cases += [
+        (generator.randrange(one, 2 * one), generator.randrange(-130, 130)) for _ in range(500)
+    ]
     answers = [bits for (bits,) in ask(f"float {s} {e + 1000}" for s, e in cases)]
     for (significand, exponent), bits in zip(cases, answers, strict=True):
         if exponent < -126:
@@ -273,7 +314,9 @@ def test_tables_and_polynomials_are_what_the_header_says() -> None:
     with mp.workprec(400):
         inverses = [int(mp.ceil(mp.mpf(2 * one) * size / (size + i))) for i in range(size)]
         assert entries("kInverse") == inverses
-        assert entries("kLog2") == [int(mp.nint(-mp.log(mp.mpf(v) / (2 * one), 2) * one)) for v in inverses]
+        assert entries("kLog2") == [
+            int(mp.nint(-mp.log(mp.mpf(v) / (2 * one), 2) * one)) for v in inverses
+        ]
         assert entries("kPower") == [
             int(mp.floor(mp.mpf(2) ** (mp.mpf(i) / size) * one)) for i in range(size)
         ]
@@ -309,7 +352,13 @@ def test_python_repeats_the_headers_numbers() -> None:
     """Enumerators of the headers against `constants` and `records`."""
     text = "".join(
         (CSRC / name).read_text()
-        for name in ("common/slot.h", "common/philox.h", "common/window.h", "common/power.h", "common/ring.h")
+        for name in (
+            "common/slot.h",
+            "common/philox.h",
+            "common/window.h",
+            "common/power.h",
+            "common/ring.h",
+        )
     )
     of_ops = ("draws", "gather", "priorities", "rows")
     text += "".join((CSRC / op / f"{op}.h").read_text() for op in of_ops)

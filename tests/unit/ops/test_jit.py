@@ -54,7 +54,9 @@ class Workshop:
     """A small op's sources, an empty extensions folder, and processes that load the op."""
 
     def __init__(self, folder: Path, checkout: Path) -> None:
-        self.csrc, self.extensions, self.log, self.gate = (folder / n for n in ("csrc", "ext", "log", "gate"))
+        self.csrc, self.extensions, self.log, self.gate = (
+            folder / n for n in ("csrc", "ext", "log", "gate")
+        )
         for name in ("bindings", "common", "cpu"):
             (self.csrc / name).mkdir(parents=True)
         (self.csrc / "bindings" / "module.cpp").write_text(BINDING)
@@ -79,7 +81,9 @@ class Workshop:
         """Change the header, and with it what the op returns."""
         (self.csrc / "common" / "answer.h").write_text(f"constexpr int kAnswer = {value};\n")
 
-    def start(self, timeout_s: float = 60, beside: Callable[[], None] | None = None, **env: str) -> int:
+    def start(
+        self, timeout_s: float = 60, beside: Callable[[], None] | None = None, **env: str
+    ) -> int:
         """Load the op in a child of this process, which has imported torch and DeepSpeed."""
 
         def action() -> None:
@@ -183,7 +187,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> GearCudaBuilder:
     return GearCudaBuilder()
 
 
-@pytest.mark.parametrize(("installed", "fits"), [((13, 0), True), ((13, 7), True), ((12, 9), False)])
+@pytest.mark.parametrize(
+    ("installed", "fits"), [((13, 0), True), ((13, 7), True), ((12, 9), False)]
+)
 def test_a_toolkit_of_torchs_major_version_fits(
     gpu: GearCudaBuilder, monkeypatch: pytest.MonkeyPatch, installed: tuple[int, int], fits: bool
 ) -> None:
@@ -225,7 +231,11 @@ def test_a_finished_build_of_the_kernels_is_taken_where_all_that_it_depends_on_a
             patch.setattr(module, what, value)
             assert gpu.finished() is None, what
             assert what == "is_available" or gpu.jit_name() != name
-    for variable in ("TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):  # which nvcc reads
+    for variable in (
+        "TORCH_CUDA_ARCH_LIST",
+        "NVCC_PREPEND_FLAGS",
+        "NVCC_APPEND_FLAGS",
+    ):  # which nvcc reads
         with monkeypatch.context() as patch:
             patch.setenv(variable, "8.0")
             assert gpu.jit_name() != name, variable
@@ -236,7 +246,9 @@ def test_a_finished_build_of_the_kernels_is_taken_where_all_that_it_depends_on_a
 # The build
 
 
-def test_a_build_is_reused_as_long_as_it_is_whole_and_its_sources_are_the_same(workshop: Workshop) -> None:
+def test_a_build_is_reused_as_long_as_it_is_whole_and_its_sources_are_the_same(
+    workshop: Workshop,
+) -> None:
     assert workshop.load() == "answer 1"
     assert len(workshop.compilations()) == 2
     assert workshop.load() == "answer 1"
@@ -281,7 +293,8 @@ def test_the_kernels_are_built_beside_the_cpu_op(
 
 
 @pytest.mark.parametrize(
-    ("backend", "has_gpu", "expected"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+    ("backend", "has_gpu", "expected"),
+    [("auto", True, True), ("auto", False, False), ("cpu", True, False)],
 )
 def test_the_kernels_are_built_where_they_will_be_used(
     monkeypatch: pytest.MonkeyPatch, backend: str, has_gpu: bool, expected: bool
@@ -298,7 +311,9 @@ def test_the_kernels_are_built_where_they_will_be_used(
     assert beside == [backends.start_kernels if expected else None]
 
 
-def test_building_kernels_where_they_cannot_be_built_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_building_kernels_where_they_cannot_be_built_does_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(GearCudaBuilder, "missing", lambda self: {"no CUDA toolkit": "install it"})
     monkeypatch.setattr(GearCudaBuilder, "load", lambda self: pytest.fail("it was built"))
     backends.build_kernels()
@@ -341,7 +356,9 @@ def has_open(pid: int, path: Path) -> bool:
     return False
 
 
-def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(workshop: Workshop) -> None:
+def test_a_compile_error_is_raised_here_and_where_that_build_is_waited_for(
+    workshop: Workshop,
+) -> None:
     workshop.answer("no_such_name")
     first = workshop.start(GATE=str(workshop.gate))
     until(lambda: len(workshop.compilations()) >= 1)
@@ -396,7 +413,10 @@ def test_a_build_that_others_can_write_is_not_loaded(workshop: Workshop) -> None
     finally:
         os.umask(before)
     (library,) = workshop.built().glob("*.so")
-    assert [oct(path.stat().st_mode & 0o777) for path in (library, library.parent)] == ["0o755", "0o755"]
+    assert [oct(path.stat().st_mode & 0o777) for path in (library, library.parent)] == [
+        "0o755",
+        "0o755",
+    ]
     library.chmod(0o777)
     assert f"error {library} must not be writable by group or others" in workshop.load()
 
@@ -431,9 +451,8 @@ def test_what_another_user_could_write_or_has_is_refused(tmp_path: Path, up: int
     path = [library, *library.parents][up]
     for mode in (0o757, 0o777, 0o722):
         path.chmod(mode)
-        text = (
-            rf"{path} must not be writable by group or others: .*, got '{oct(mode)}'; chmod go-w {path}, or"
-        )
+        text = rf"{path} must not be writable by group or others: .*, got '{oct(mode)}'; "
+        text += rf"chmod go-w {path}, or"
         with pytest.raises(BuildError, match=text):
             jit.import_file("gear_0", library)
     path.chmod(0o755)

@@ -27,7 +27,9 @@ def test_stub_lists_what_is_built() -> None:
     for name, node in stub.items():
         if isinstance(node, ast.ClassDef):
             methods = {method.name for method in node.body if isinstance(method, ast.FunctionDef)}
-            assert methods - {"__init__"} == {one for one in vars(built[name]) if not one.startswith("_")}
+            assert methods - {"__init__"} == {
+                one for one in vars(built[name]) if not one.startswith("_")
+            }
             continue
         arguments = [argument.arg for argument in node.args.posonlyargs]
         if "arg0" in (built[name].__doc__ or ""):
@@ -56,7 +58,9 @@ def test_bells_as_the_stub_says() -> None:
 def test_every_op_follows_from_the_op_table() -> None:
     """The names and arguments of the schemas are those of `Ops`, the plain functions and the reference."""
     native = load_backend("cpu").native
-    registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gear::")}
+    registered = {
+        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gear::")
+    }
     assert registered == {f"gear::{name}" for name in OP_NAMES}
     for name in OP_NAMES:
         schema = getattr(torch.ops.gear, name).default._schema
@@ -67,7 +71,9 @@ def test_every_op_follows_from_the_op_table() -> None:
         if plain is None:
             assert name.startswith("ring_") or name == "scatter_"
         else:
-            assert f"gear::{(plain.__doc__ or '').replace('=None', '')}" == str(schema).replace("=None", "")
+            assert f"gear::{(plain.__doc__ or '').replace('=None', '')}" == str(schema).replace(
+                "=None", ""
+            )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +87,9 @@ def test_every_op_follows_from_the_op_table() -> None:
         ((torch.zeros(1), 0, 0, 0, 1), RuntimeError, "coordinates must be Long, got Float$"),
     ],
 )
-def test_a_plain_function_refuses(arguments: tuple[Any, ...], error: type[Exception], text: str) -> None:
+def test_a_plain_function_refuses(
+    arguments: tuple[Any, ...], error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         load_backend("cpu").on_host().draw_(*arguments)
 
@@ -89,7 +97,11 @@ def test_a_plain_function_refuses(arguments: tuple[Any, ...], error: type[Except
 def test_lists_of_a_plain_function() -> None:
     none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
     records, spec = torch.tensor([[0, 0, 0, 1, 2, 1, 0, 0]]), [0, 0, 1, 0, 0, 0, 2, 0, 0, 1]
-    column, out, mask = torch.arange(8.0).view(4, 2), torch.zeros(1, 2), torch.zeros(1, dtype=torch.bool)
+    column, out, mask = (
+        torch.arange(8.0).view(4, 2),
+        torch.zeros(1, 2),
+        torch.zeros(1, dtype=torch.bool),
+    )
     gather = load_backend("cpu").on_host().gather_
     gather((out,), [mask], counters, [column], [none], [none], records, None, spec, [0.0], 1)
     assert out.tolist() == [[4, 5]]

@@ -20,9 +20,13 @@ def test_below_is_exact(most: int) -> None:
     quarters = random.integers(0, 2**32, (4, 300), np.uint64)
     quarters[:, :2], quarters[2:, 2] = (0, 2**32 - 1), 2**32 - 1
     totals = random.integers(most // 2 + 1, most + 1, 300)
-    words = [sum(int(q) << 32 * place for place, q in enumerate(reversed(word))) for word in quarters.T]
+    words = [
+        sum(int(q) << 32 * place for place, q in enumerate(reversed(word))) for word in quarters.T
+    ]
     found = below(tuple(quarters), totals)
-    assert found.tolist() == [word * total >> 128 for word, total in zip(words, totals.tolist(), strict=True)]
+    assert found.tolist() == [
+        word * total >> 128 for word, total in zip(words, totals.tolist(), strict=True)
+    ]
     assert found.dtype == np.int64
 
 
@@ -47,14 +51,20 @@ RULES = {
     "step": {"unit": "step"},
     "weighted trajectory": {"unit": "trajectory", "weight": ("task", 3)},
     "weighted step": {"unit": "step", "weight": ("task", 3)},
-    "prioritized trajectory": {"unit": "trajectory", "kind": "random", "priorities": priority_rule()},
+    "prioritized trajectory": {
+        "unit": "trajectory",
+        "kind": "random",
+        "priorities": priority_rule(),
+    },
     "prioritized step": {"unit": "step", "kind": "random", "priorities": priority_rule()},
 }
 
 
 @pytest.mark.parametrize("anchors", ANCHORS)
 @pytest.mark.parametrize("rule", RULES)
-def test_samples_of_any_numbers_are_those_of_the_whole(scenes: Any, rule: str, anchors: str) -> None:
+def test_samples_of_any_numbers_are_those_of_the_whole(
+    scenes: Any, rule: str, anchors: str
+) -> None:
     """A node resolves its own samples of a global batch: what they are does not depend on the others."""
     spec = stream_spec(**RULES[rule], anchors=ANCHORS[anchors], seed=2**40 + 5)
     scene = scenes(spec, lengths=LENGTHS)

@@ -115,7 +115,9 @@ def test_a_lock_whose_holder_cannot_be_seen_is_only_named(
     assert stale_locks.remove() == [], "a build may take minutes"
 
 
-def test_a_folder_that_cannot_be_made_has_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_made_has_no_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "file" / "below"))
     assert stale_locks.remove() == []

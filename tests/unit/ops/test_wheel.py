@@ -54,13 +54,24 @@ os.execvp({command}[0], [*{command}, *arguments, "-O0", "-g0"])
 
 def build_wheel(source: Path, target: Path, **env: str) -> Path:
     """Build without a network: in this environment, with what it has."""
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+    ]
     command += ["-w", str(target), str(source)]
     if not toolchain.missing_tools():
         compiler = source / "quick-c++"
         built = str(jit.build_folder(GearBuilder().jit_name()))
         command_line = toolchain.compiler()
-        compiler.write_text(QUICK_COMPILER.format(python=sys.executable, built=built, command=command_line))
+        compiler.write_text(
+            QUICK_COMPILER.format(python=sys.executable, built=built, command=command_line)
+        )
         compiler.chmod(0o755)
         env["CXX"] = str(compiler)
     run = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
@@ -94,13 +105,27 @@ class Environment:
         self.python = folder / "bin" / "python"
         site = Path(self.output("import sysconfig; print(sysconfig.get_path('purelib'))"))
         # A path named in a .pth file is searched, but its own .pth files, the editable ones, are not read.
-        (site / "outer.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
-        assert self.output("import importlib.util as u; print(u.find_spec('deepspeed_gear'))") == "None"
+        (site / "outer.pth").write_text(
+            f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n"
+        )
+        assert (
+            self.output("import importlib.util as u; print(u.find_spec('deepspeed_gear'))")
+            == "None"
+        )
 
     def install(self, wheel: Path) -> None:
         """Install a wheel, in place of the one before."""
         options = ["-q", "--no-deps", "--no-index", "--force-reinstall"]
-        command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", *options, str(wheel)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(self.python),
+            "install",
+            *options,
+            str(wheel),
+        ]
         run = subprocess.run(command, capture_output=True, text=True)
         assert run.returncode == 0, run.stdout + run.stderr
 
@@ -140,7 +165,9 @@ def test_the_prebuilt_op_is_loaded_without_a_compiler(
     assert list((tmp_path / "ext").iterdir()) == []
     report = environment.run("gear", "report", "--load", "--quiet", **env)
     assert report.returncode == 0, report.stderr
-    in_op_table, in_own_section = (line for line in report.stdout.splitlines() if line.startswith("gear ."))
+    in_op_table, in_own_section = (
+        line for line in report.stdout.splitlines() if line.startswith("gear .")
+    )
     assert "YES" in in_op_table
     assert op in in_own_section
     # Under another torch it gives way to the just-in-time build.
@@ -152,14 +179,18 @@ def test_the_prebuilt_op_is_loaded_without_a_compiler(
     assert not op.startswith(str(Path(package).parent))
 
 
-def test_the_plain_wheel_builds_from_its_own_sources(environment: Environment, plain_wheel: Path) -> None:
+def test_the_plain_wheel_builds_from_its_own_sources(
+    environment: Environment, plain_wheel: Path
+) -> None:
     if toolchain.missing_tools():
         pytest.skip(", ".join(toolchain.missing_tools()))
     environment.install(plain_wheel)
     package, _, num_ops = environment.output(SHOW).splitlines()
     assert package.startswith(str(environment.folder))
     assert int(num_ops) > 0
-    where = environment.output("from deepspeed_gear.ops import toolchain; print(toolchain.csrc_root())")
+    where = environment.output(
+        "from deepspeed_gear.ops import toolchain; print(toolchain.csrc_root())"
+    )
     assert Path(where) == Path(package).parent / "ops" / "csrc"
 
 
@@ -189,7 +220,9 @@ def test_type_checkers_find_an_editable_install(
 ) -> None:
     """mypy searches folders, and runs no import hook. It finds the package and skips it, for the time."""
     build = "import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True
+    )
     (wheel,) = tmp_path.glob("*.whl")
     (tmp_path / "script.py").write_text("from deepspeed_gear import Replay\n")
     command = [sys.executable, "-m", "mypy", "--follow-imports=skip", "--cache-dir", os.devnull]
@@ -199,7 +232,9 @@ def test_type_checkers_find_an_editable_install(
     environment.install(wheel)
     after = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert after.returncode == 0, after.stdout + after.stderr
-    where = environment.output("from deepspeed_gear.ops import toolchain; print(toolchain.csrc_root())")
+    where = environment.output(
+        "from deepspeed_gear.ops import toolchain; print(toolchain.csrc_root())"
+    )
     assert Path(where) == source / "ops" / "csrc"
 
 
@@ -309,7 +344,10 @@ def test_kernels_of_other_architectures_are_left_alone(
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         path, why = op.fitting()
         assert (path is not None) == fits
-        assert fits or why == f"prebuilt for the architectures 9.0, not for {capability[0]}.{capability[1]}"
+        assert (
+            fits
+            or why == f"prebuilt for the architectures 9.0, not for {capability[0]}.{capability[1]}"
+        )
 
 
 def test_which_devices_kernels_run_on() -> None:

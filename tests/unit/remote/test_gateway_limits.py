@@ -61,7 +61,9 @@ def slow_calls(count: int) -> bytes:
     sent = PREFACE
     for number in range(1, 2 * count, 2):
         for kind, flags, content in ((1, 4, header), (0, 0, message)):
-            sent += len(content).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big")
+            sent += (
+                len(content).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big")
+            )
             sent += content
     return sent
 
@@ -121,7 +123,9 @@ def test_wrong_tokens_make_a_line_in_an_interval(
         for _ in range(200):
             with pytest.raises(grpc.RpcError, match="UNAUTHENTICATED"):
                 call(b"", timeout=20, metadata=[("authorization", f"Bearer {WRONG}")])
-    found = [re.search(r"a wrong token: (\d+), from 127.0.0.1 \(", text) for text in caplog.messages]
+    found = [
+        re.search(r"a wrong token: (\d+), from 127.0.0.1 \(", text) for text in caplog.messages
+    ]
     counts = [int(one[1]) for one in found if one]
     assert sum(counts) == 200
     assert len(counts) == 2
@@ -201,7 +205,9 @@ def test_a_client_with_too_many_calls_is_answered_at_once(monkeypatch: pytest.Mo
     assert LeaseSessions.work(of_worker, "a", {"number": 1}, b"") == {"busy": -1, "wait_s": 1.0}
     monkeypatch.setattr(gateway, "_MOST_SESSIONS", 1)
     sessions.open("a")
-    with pytest.raises(StoreError, match="the gateway must have at most 1 sessions, got 1; close writers"):
+    with pytest.raises(
+        StoreError, match="the gateway must have at most 1 sessions, got 1; close writers"
+    ):
         sessions.open("b")
     sessions.close()
 
@@ -224,7 +230,10 @@ def test_a_log_counts_addresses(caplog: pytest.LogCaptureFixture) -> None:
         log.note(address)
     log.flush(at_once=True)
     log.flush(at_once=True)
-    assert caplog.messages == ["it: 1, from a (1)", "it: 11, from b (3), c (3), a (1), 4 other addresses"]
+    assert caplog.messages == [
+        "it: 1, from a (1)",
+        "it: 11, from b (3), c (3), a (1), 4 other addresses",
+    ]
 
 
 def test_a_gateway_without_a_free_descriptor_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

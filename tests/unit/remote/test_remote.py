@@ -51,7 +51,9 @@ def test_every_trajectory_arrives_once_through_a_connection_that_is_cut(seed: in
         proxy = Proxy(gateway.port, sorted(random.Random(seed).sample(range(2_000, 2_500_000), 5)))
         try:
             url = f"grpc://127.0.0.1:{proxy.port}"
-            with connect(url, sending=SendOptions(batch_bytes=32 << 10, buffer_bytes=256 << 10)) as writer:
+            with connect(
+                url, sending=SendOptions(batch_bytes=32 << 10, buffer_bytes=256 << 10)
+            ) as writer:
                 assert [writer.add(trajectory(number)) for number in range(400)] == list(range(400))
                 writer.flush()
                 assert len(writer.unacknowledged) == 0
@@ -88,7 +90,10 @@ def test_members_of_groups_come_from_several_writers() -> None:
             seen: list[int] = []
             while len(seen) < 30:
                 rollout = replay.rollout()  # waits for groups, and lets the writers go on
-                prompts, samples = rollout.values("prompt").numpy(), rollout.values("sample").numpy()
+                prompts, samples = (
+                    rollout.values("prompt").numpy(),
+                    rollout.values("sample").numpy(),
+                )
                 for item in range(rollout.num_items):
                     own = (rollout.group == item).numpy()
                     assert sorted(samples[own].tolist()) == [0, 1, 2, 3]
@@ -131,7 +136,9 @@ def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPat
             gateway.sessions.open("gone")
             (name,) = (client for client in gateway.sessions._sessions if client != "gone")
             begin = gateway.sessions._sessions[name].called_at
-            wait_until(lambda: gateway.sessions._sessions[name].called_at > begin + 0.5, "idle calls")
+            wait_until(
+                lambda: gateway.sessions._sessions[name].called_at > begin + 0.5, "idle calls"
+            )
             gateway.sessions._sessions["gone"].called_at -= 3600.0
             assert gateway.sessions.expire(1800.0) == 1
             assert list(gateway.sessions._sessions) == [name]
@@ -140,7 +147,9 @@ def test_sessions_expire_unless_their_writers_call(monkeypatch: pytest.MonkeyPat
             monkeypatch.setattr(gateway_messages, "IDLE_S", 600.0)
             gateway.sessions.forget(name)
             writer.add(trajectory(2))
-            with pytest.raises(StoreError, match=r"must have called within 3600 s.*trajectories 2 to 2 "):
+            with pytest.raises(
+                StoreError, match=r"must have called within 3600 s.*trajectories 2 to 2 "
+            ):
                 writer.flush()
             with pytest.raises(StoreError):
                 writer.close()
@@ -164,17 +173,27 @@ def test_a_session_that_adds_does_not_expire(most_waiting: int, wait_s: float) -
 
 
 def test_writers_side_by_side_and_step_by_step() -> None:
-    with served(section()) as (replay, gateway), connect(gateway.url) as one, connect(gateway.url) as two:
+    with (
+        served(section()) as (replay, gateway),
+        connect(gateway.url) as one,
+        connect(gateway.url) as two,
+    ):
         with one.trajectory(weight=1.0) as opened:
             for step in range(3):
-                row = {name: rows[step] for name, rows in trajectory(0, 3).items() if name != "weight"}
+                row = {
+                    name: rows[step] for name, rows in trajectory(0, 3).items() if name != "weight"
+                }
                 opened.append(**row)
             opened.append(observation=trajectory(0, 3)["observation"][3])
         assert opened.trajectory_id == 0
         envs = two.vector_writer(2, "next_step")
         envs.reset(observation=np.zeros((2, 3), np.float32), weight=np.ones(2))
         for step in range(4):
-            rows = {"half": np.zeros((2, 2), np.uint16), "number": np.full(2, step), "checksum": np.zeros(2)}
+            rows = {
+                "half": np.zeros((2, 2), np.uint16),
+                "number": np.full(2, step),
+                "checksum": np.zeros(2),
+            }
             rows["observation"] = np.full((2, 3), step, np.float32)
             rows["checksum"] = rows["checksum"].astype(np.uint8)
             envs.step(**rows, terminated=np.array([step == 2, step == 3]))
@@ -204,7 +223,9 @@ assert jit is None or jit.loaded("gear") is None
 
 def test_an_actor_needs_neither_deepspeed_nor_the_native_module(run_python: Any) -> None:
     with served(section()) as (replay, gateway):
-        done = run_python("-c", BARE, gateway.url, TOKEN, env={"CXX": "/nowhere", "CUDA_HOME": None})
+        done = run_python(
+            "-c", BARE, gateway.url, TOKEN, env={"CXX": "/nowhere", "CUDA_HOME": None}
+        )
         assert done.returncode == 0, done.stderr
         assert [columns["number"].tolist() for columns in stored(replay)] == [[0, 1, 2]] * 2
 
@@ -220,7 +241,9 @@ def test_the_end_of_a_gateway_is_told() -> None:
             writer.add(trajectory(number))
         wait_until(lambda: gateway.sessions.num_added >= 4, "what the rate admits")
         gateway.sessions.end(StoreError("the gateway", "must run", None, "it was told to end"))
-        with pytest.raises(StoreError, match=r"told to end; trajectories \d to 19 .* are not acknowledged"):
+        with pytest.raises(
+            StoreError, match=r"told to end; trajectories \d to 19 .* are not acknowledged"
+        ):
             writer.flush()
         with pytest.raises(StoreError, match="told to end"):
             writer.add(trajectory(7))
@@ -269,7 +292,10 @@ def test_a_gateway_that_cannot_listen_says_why() -> None:
             with connect(first.url) as writer:
                 writer.add(trajectory(0))
             address = rf"must be able to listen at \[::1\]:{first.port}"
-            with pytest.raises(ConfigError, match=address), _gateway(replay, host="::1", port=first.port):
+            with (
+                pytest.raises(ConfigError, match=address),
+                _gateway(replay, host="::1", port=first.port),
+            ):
                 pass
         wrong = _gateway(replay, certificate=grpc.ssl_server_credentials([(b"PEM", b"no")]))
         with pytest.raises(ConfigError, match="must be able to listen"), wrong:
@@ -304,7 +330,9 @@ writer.close()
 def test_processes_that_are_killed(tmp_path: Path) -> None:
     """An actor: whole trajectories, in order. The gateway: a named error in time. SIGTERM: told."""
     config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
-    config.write_text(json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)}))
+    config.write_text(
+        json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)})
+    )
     with Replay(json.loads(config.read_text())["gear"], schemas={"main": SCHEMA}) as replay:
         gateway, url = serve(config, token)
         actor = WarmProcess(["-c", WRITES, url, str(token), "100000"], environment(), PIPE)

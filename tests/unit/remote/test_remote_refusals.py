@@ -56,11 +56,20 @@ def test_a_wrong_token_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_another_schema_is_refused() -> None:
-    columns = [*SCHEMA.columns[:3], Column("number", "int32"), *SCHEMA.columns[5:], Column("more", "bool")]
+    columns = [
+        *SCHEMA.columns[:3],
+        Column("number", "int32"),
+        *SCHEMA.columns[5:],
+        Column("more", "bool"),
+    ]
     with served(section()) as (_, gateway):
         with pytest.raises(SchemaError) as found:
             connect(gateway.url, schema=Schema(columns))
-        for text in ("column more is not", "checksum is missing", "number has dtype int32, the table int64"):
+        for text in (
+            "column more is not",
+            "checksum is missing",
+            "number has dtype int32, the table int64",
+        ):
             assert text in str(found.value)
         late = [*SCHEMA.columns[:5], Column("weight", "float64", rows="1", late=True)]
         with pytest.raises(SchemaError, match="column weight has late True, the table False"):
@@ -94,13 +103,18 @@ def test_the_gateway_refuses_what_a_writer_has_not_checked(monkeypatch: pytest.M
         wrong = trajectory(0)
         wrong["half"][7, 1] = 0x7F80
         writer.add(wrong)
-        with pytest.raises(DataError, match=r"trajectory 0: .*half must be finite, got 'inf at step 7'"):
+        with pytest.raises(
+            DataError, match=r"trajectory 0: .*half must be finite, got 'inf at step 7'"
+        ):
             writer.flush()
         assert len(replay) == 0
 
 
 def test_opaque_values_arrive_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = [Column("raw", "bytes", rows="1", max_bytes=6), Column("note", "json", rows="1", max_bytes=20)]
+    more = [
+        Column("raw", "bytes", rows="1", max_bytes=6),
+        Column("note", "json", rows="1", max_bytes=20),
+    ]
     schema = Schema([*SCHEMA, *more])
     other = Schema([*SCHEMA, Column("raw", "bytes", rows="1", max_bytes=7), more[1]])
     with served(section(), schema) as (replay, gateway):
@@ -129,7 +143,10 @@ def test_opaque_values_arrive_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_columns_come_nested_and_late_ones_with_the_rest() -> None:
     """What a remote writer leaves out of a late column cannot be filled, and is not stored as zeros."""
     more = [Column("score.human", "float32", rows="1", late=True), Column("parts.left", "int64")]
-    with served(section(), Schema([*SCHEMA, *more])) as (replay, gateway), connect(gateway.url) as writer:
+    with (
+        served(section(), Schema([*SCHEMA, *more])) as (replay, gateway),
+        connect(gateway.url) as writer,
+    ):
         flat = {**trajectory(0, 3), "parts.left": np.arange(3), "score.human": 1.5}
         with pytest.raises(
             DataError, match=r"column score.human must be in every .*; a remote writer cannot"
@@ -139,7 +156,9 @@ def test_columns_come_nested_and_late_ones_with_the_rest() -> None:
         writer.add({**trajectory(0, 3), "parts": {"left": np.arange(3)}, "score": {"human": 1.5}})
         writer.flush()
         one, other = stored(replay)
-        assert {n: a.tobytes() for n, a in one.items()} == {n: a.tobytes() for n, a in other.items()}
+        assert {n: a.tobytes() for n, a in one.items()} == {
+            n: a.tobytes() for n, a in other.items()
+        }
         assert one["score.human"] == 1.5
 
 
@@ -215,13 +234,19 @@ def _peak_bytes(pid: int) -> int:
 
 def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
     with served(section(capacity_steps=200_000), max_message_bytes=1 << 20) as (replay, gateway):
-        with pytest.raises(ConfigError, match=r"batch_bytes must be at most 1048576, .*got 1048577"):
+        with pytest.raises(
+            ConfigError, match=r"batch_bytes must be at most 1048576, .*got 1048577"
+        ):
             connect(gateway.url, sending=SendOptions(batch_bytes=(1 << 20) + 1))
         with connect(gateway.url, sending=SendOptions(batch_bytes=1 << 20)) as writer:
             writer.add(trajectory(0))
-            with pytest.raises(DataError, match=r"trajectory must have at most 1 MiB.*--max-message"):
+            with pytest.raises(
+                DataError, match=r"trajectory must have at most 1 MiB.*--max-message"
+            ):
                 writer.add(trajectory(9, 50_000))
-            most = ((1 << 20) - 256 * 7 - 8 - 12) // 26  # a step has 26 bytes, the last observation 12
+            most = (
+                (1 << 20) - 256 * 7 - 8 - 12
+            ) // 26  # a step has 26 bytes, the last observation 12
             writer.add(trajectory(1, most))
             with pytest.raises(DataError, match="trajectory must have at most"):
                 writer.add(trajectory(9, most + 1))
@@ -262,9 +287,12 @@ def _stream(batch: pa.RecordBatch, **options: Any) -> pa.Buffer:
 
 @pytest.mark.parametrize("version", [pa.ipc.MetadataVersion.V4, pa.ipc.MetadataVersion.V5])
 @pytest.mark.parametrize("codec", [None, "zstd", "lz4"])
-def test_a_compressed_batch_is_refused_before_it_takes_memory(codec: str | None, version: Any) -> None:
+def test_a_compressed_batch_is_refused_before_it_takes_memory(
+    codec: str | None, version: Any
+) -> None:
     sent = [
-        {n: np.asarray(v, SCHEMA[n].numpy_dtype) for n, v in trajectory(at, 4000).items()} for at in (0, 1)
+        {n: np.asarray(v, SCHEMA[n].numpy_dtype) for n, v in trajectory(at, 4000).items()}
+        for at in (0, 1)
     ]
     batch = gateway_messages.encode(SCHEMA, [*enumerate(sent)])
     content = _stream(batch, compression=codec, metadata_version=version)
@@ -282,12 +310,16 @@ def test_what_a_call_takes_is_bounded_whatever_it_holds(monkeypatch: pytest.Monk
     """Many empty trajectories, a long header or name, refusals that are never received."""
     tiny = Schema([Column("x", "uint8")])
     many = gateway_messages.encode(tiny, [(n, {"x": np.zeros(1, np.uint8)}) for n in range(5000)])
-    with pytest.raises(DataError, match=r"batch of 5000 trajectories must take at most 1 MiB, got '2.44 MiB"):
+    with pytest.raises(
+        DataError, match=r"batch of 5000 trajectories must take at most 1 MiB, got '2.44 MiB"
+    ):
         list(gateway_messages.decode(tiny, _stream(many), 1 << 20))
     assert gateway_messages.trajectory_bytes({"x": np.zeros(1, np.uint8)}) * 5000 > 1 << 20, (
         "a writer splits it"
     )
-    dictionary = pa.record_batch([pa.array([0]), pa.array(["a"]).dictionary_encode()], names=[".number", "x"])
+    dictionary = pa.record_batch(
+        [pa.array([0]), pa.array(["a"]).dictionary_encode()], names=[".number", "x"]
+    )
     with pytest.raises(DataError, match="must have the columns"):
         list(gateway_messages.decode(tiny, _stream(dictionary)))
     for header, text in (
@@ -337,7 +369,9 @@ def test_a_call_of_another_version_is_refused() -> None:
 def _raw(line: Any, message: bytes, metadata: Any) -> Any:
     with grpc.insecure_channel(line._target, [("grpc.enable_http_proxy", 0)]) as channel:
         call = channel.unary_unary(f"/{gateway_messages.SERVICE}/put")
-        return gateway_messages.unpack(pa.py_buffer(call(message, timeout=20, metadata=metadata)))[0]
+        return gateway_messages.unpack(pa.py_buffer(call(message, timeout=20, metadata=metadata)))[
+            0
+        ]
 
 
 # ---- TLS and tokens -------------------------------------------------------------------------------
@@ -352,7 +386,9 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         url = f"grpc+tls://localhost:{gateway.port}"
         with connect(url, ca=chain) as writer:
             writer.add(trajectory(0))
-        monkeypatch.setenv("SSL_CERT_FILE", str(chain))  # the roots of this machine, if `ca` is not given
+        monkeypatch.setenv(
+            "SSL_CERT_FILE", str(chain)
+        )  # the roots of this machine, if `ca` is not given
         with connect(url) as writer:
             writer.add(trajectory(1))
         assert_same(stored(replay), range(2))
@@ -363,7 +399,9 @@ def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(LostNodeError):
             connect(f"grpc://127.0.0.1:{gateway.port}", timeout_s=0.4)
     expired, key = openssl_certificate(tmp_path / "other", days=-1)
-    wanted = pytest.raises(LostNodeError, match=r"must answer within 0.4 s.*(?i:certificate|handshake|ssl)")
+    wanted = pytest.raises(
+        LostNodeError, match=r"must answer within 0.4 s.*(?i:certificate|handshake|ssl)"
+    )
     with served(section(), certificate=read_certificate(expired, key)) as (_, gateway), wanted:
         connect(f"grpc+tls://localhost:{gateway.port}", ca=expired, timeout_s=0.4)
 

@@ -125,7 +125,9 @@ def test_what_a_lease_keeps_goes_to_a_worker_of_the_node_and_back(data: Path) ->
             again.fail()
             assert worker.lease()[0].kept == {}
     config = ledger_section(data, {"keep_bytes": 1 + most, "max_lag": 0})
-    wanted = pytest.raises(ConfigError, match=r"--max-message must hold prompts\.keep_bytes = 1048577")
+    wanted = pytest.raises(
+        ConfigError, match=r"--max-message must hold prompts\.keep_bytes = 1048577"
+    )
     with Replay(config), TrajectoryWriter.attach(config) as writer, wanted:
         Gateway(writer, TOKEN, max_message_bytes=most)
 
@@ -159,7 +161,9 @@ def test_a_call_that_is_made_twice_is_done_once(data: Path) -> None:
         first, again = (sessions.work("a", take, []) for _ in range(2))
         assert first["leases"] == again["leases"] == [(0, 1, 0, 0, 1, "")]
         assert first["content"].equals(again["content"])
-        group = list(enumerate({"tokens": np.ones(2, np.int32), "prompt": 0, "sample": 1} for _ in range(2)))
+        group = list(
+            enumerate({"tokens": np.ones(2, np.int32), "prompt": 0, "sample": 1} for _ in range(2))
+        )
         lease = [*first["leases"][0][:5], None, sessions.hello["run"]]
         commit = {"number": 5, "do": "commit", "lease": lease, "absent": [["reward"]] * 2}
         for _ in range(2):
@@ -182,7 +186,9 @@ def long(lease: Any) -> list[dict[str, Any]]:
     return [{**one, "tokens": np.full(20, lease.number, np.int32)} for one in responses(lease)]
 
 
-def test_a_commit_that_waits_for_rows_holds_up_no_other(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_that_waits_for_rows_holds_up_no_other(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is one commit, however often its worker asks for it, and ends as one of the node does."""
     monkeypatch.setattr("deepspeed_gear.remote.gateway.ANSWER_S", 0.1)
     monkeypatch.setattr("deepspeed_gear.remote.connection._LEAST_S", 0.5)
@@ -218,7 +224,9 @@ def test_a_commit_that_waits_for_rows_holds_up_no_other(data: Path, monkeypatch:
         assert check_books(replay)["expired_refused"] == 0
 
 
-def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_come_back_with_the_end_of_their_session(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with served(ledger_section(data, {"attempts": 9}), schema=None) as (replay, gateway):
         sessions = sessions_of(gateway)
         with attach(gateway.url) as other, attach(gateway.url) as worker:
@@ -237,7 +245,10 @@ def test_leases_come_back_with_the_end_of_their_session(data: Path, monkeypatch:
         wait_until(lambda: check_books(replay)["leased"] == 0, "the end of the session")
         monkeypatch.undo()
         worker._ledger._lock.release()
-        for lease, text in ((first, "it was committed"), (second, "it was given back, by .* the end of its")):
+        for lease, text in (
+            (first, "it was committed"),
+            (second, "it was given back, by .* the end of its"),
+        ):
             with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: {text}"):
                 lease.commit(responses(lease))
         (again,) = worker.lease()  # in another session
@@ -283,7 +294,9 @@ def test_workers_that_wait_for_leases_hold_up_no_other(num_sessions: int, data: 
 
 def test_what_a_remote_worker_refuses(data: Path) -> None:
     with served(ledger_section(data), schema=None, max_message_bytes=1 << 20) as (replay, gateway):
-        with pytest.raises(ConfigError, match=r"prompts must be given for rollout workers only; .*Remote"):
+        with pytest.raises(
+            ConfigError, match=r"prompts must be given for rollout workers only; .*Remote"
+        ):
             connect(gateway.url)
         with attach(gateway.url) as worker:
             (lease,) = worker.lease()
@@ -293,7 +306,10 @@ def test_what_a_remote_worker_refuses(data: Path) -> None:
                 ([one, {**two, "prompt": np.int64(5)}], "must have the prompt's number in prompt"),
                 ([one, {**two, "weight": np.float32(np.nan)}], "finite"),
                 ([one, {**two, "tokens": np.zeros(99, np.int32)}], "at most max_length"),
-                ([one, {**two, "tokens": np.zeros(1 << 18, np.int32)}], "at most 1 MiB, the gateway's --max"),
+                (
+                    [one, {**two, "tokens": np.zeros(1 << 18, np.int32)}],
+                    "at most 1 MiB, the gateway's --max",
+                ),
                 ([one, {**two, "more": 1}], "column more must be in the schema"),
             ]
             for given, match in wrong:
@@ -305,10 +321,15 @@ def test_what_a_remote_worker_refuses(data: Path) -> None:
                 worker.lease(0)
             assert (len(replay), check_books(replay)["leased"]) == (0, 1)
             lease.commit([one, {**two, "reward": 1.0}])
-            gateway.sessions.end(StoreError("the gateway", "must run", None, "its end was requested"))
+            gateway.sessions.end(
+                StoreError("the gateway", "must run", None, "its end was requested")
+            )
             with pytest.raises(StoreError, match="its end was requested"):
                 worker.lease()
-    with served(section()) as (_, gateway), pytest.raises(ConfigError, match="connect a RemoteRolloutWorker"):
+    with (
+        served(section()) as (_, gateway),
+        pytest.raises(ConfigError, match="connect a RemoteRolloutWorker"),
+    ):
         attach(gateway.url)
     with pytest.raises(LostNodeError, match=r"must answer within 0.2 s"):
         attach("grpc://127.0.0.1:9", timeout_s=0.2)
@@ -323,24 +344,42 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
         mine, lost, other = worker.lease(3)
         known: list[Any] = [*lease_words(mine._lease)]
         leases: list[Any] = [None, 7, "lease", {}, [], known[:4], [*known, 1], [known] * 7]
-        wrong = [(0, (None, "0", 0.5, True, [0], -1, 1 << 70, 1 << 40, 99)), (1, (known[1] + 1, "x", -1))]
+        wrong = [
+            (0, (None, "0", 0.5, True, [0], -1, 1 << 70, 1 << 40, 99)),
+            (1, (known[1] + 1, "x", -1)),
+        ]
         wrong += [(1, (1 << 63,)), (2, (1, -1, None, 1 << 70)), (3, (1, -1, "x")), (4, ("x",))]
         leases += [[*known[:at], word, *known[at + 1 :]] for at, words in wrong for word in words]
         leases += [[*other._lease[:2], *known[2:]]]
-        calls: list[dict[str, Any]] = [{"lease": known}, {"do": "renew"}, {"number": "x"}, {"number": None}]
-        calls += [{"do": do, "lease": one} for one in leases for do in ("renew", "keep", "commit", "fail")]
+        calls: list[dict[str, Any]] = [
+            {"lease": known},
+            {"do": "renew"},
+            {"number": "x"},
+            {"number": None},
+        ]
+        calls += [
+            {"do": do, "lease": one} for one in leases for do in ("renew", "keep", "commit", "fail")
+        ]
         calls += [{"do": do, "lease": known} for do in (None, "bogus", [], "commit")]
         reasons = (None, [1], ["x" * 33], ["a", True, "b"])
         calls += [{"do": "fail", "lease": known, "more": more} for more in reasons]
         calls += [{"do": "lease", "count": count, "wait_s": 0} for count in (None, "x", -1)]
         for number, call in enumerate(calls, 10):
-            header = {**worker._ledger._hello["who"], "number": number, "more": [], "absent": [], **call}
+            header = {
+                **worker._ledger._hello["who"],
+                "number": number,
+                "more": [],
+                "absent": [],
+                **call,
+            }
             kind = worker._ledger._line.call("put", header, 5.0)["error"]["kind"]
             assert kind in ("LeaseExpiredError", "ConfigError", "DataError", "StoreError"), call
         worker._ledger._number = 1000
         table, books = replay.tables["main"], check_books(replay)
         assert (books["leased"], books["returned"], books["dropped"], len(replay)) == (3, 0, {}, 0)
-        assert table.control[Control.RECOVERIES] == 0, "nothing has failed while the store was locked"
+        assert table.control[Control.RECOVERIES] == 0, (
+            "nothing has failed while the store was locked"
+        )
         assert table.ledger is not None
         with table.lock:
             table.ledger.fail(lost._lease, "lost", retry=False)
@@ -353,7 +392,9 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
     remove_garbage(config["shared_memory"]["prefix"], kept=True)
 
 
-def test_the_next_gateway_may_be_of_another_run(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_gateway_may_be_of_another_run(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A column of as many bytes has another dtype there."""
     monkeypatch.setattr("deepspeed_gear.remote.gateway._END_S", 0.1)
     config, port = json.loads(json.dumps(ledger_section(data))), free_port()
@@ -460,7 +501,11 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
         with pytest.raises(LeaseExpiredError):  # it is made again
             leases[0].commit(responses(leases[0]))
         books = check_books(replay)
-        assert (books["waiting"], books["leased"] + books["returned"], books["expired_refused"]) == (1, 5, 1)
+        assert (
+            books["waiting"],
+            books["leased"] + books["returned"],
+            books["expired_refused"],
+        ) == (1, 5, 1)
         assert replay.statistics()["prompts"]["main"]["returned"] == 5
         leases[1].heartbeat()
         leases[1].commit(responses(leases[1]))
@@ -468,7 +513,9 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
             (again,) = local.lease()
             assert (again.number, again.attempt, check_books(replay)["waiting"]) == (2, 2, 2)
             for change in (leases[2].heartbeat, lambda: leases[2].commit(responses(leases[2]))):
-                with pytest.raises(LeaseExpiredError, match="the lease of prompt 2 must be held by"):
+                with pytest.raises(
+                    LeaseExpiredError, match="the lease of prompt 2 must be held by"
+                ):
                     change()
             again.commit(responses(again))
         (third,) = worker.lease()
@@ -508,7 +555,10 @@ def test_media_come_once_with_a_group(data: Path) -> None:
         for lease in leases[:2]:
             shared, own = {0: image(7)}, image(20 + lease.number)
             group = responses(lease)
-            group = [{**one, "image": {**shared, **({0: own} if m else {})}} for m, one in enumerate(group)]
+            group = [
+                {**one, "image": {**shared, **({0: own} if m else {})}}
+                for m, one in enumerate(group)
+            ]
             ids += lease.commit(group)
         found = [one["image"] for one in replay.read(ids)]
         assert found == [{0: image(7)}, {0: image(20)}, {0: image(7)}, {0: image(21)}]

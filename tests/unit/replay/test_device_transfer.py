@@ -92,7 +92,12 @@ def row(number: int, steps: int, **flags: bool) -> dict[str, Any]:
 
 
 def online(way: str, device: Any = "cpu", **options: Any) -> Replay:
-    given = {"fields": FIELDS, "batch_size": 8, "n_step": {"n": 1, "gamma": 1.0}, "transfer": {"way": way}}
+    given = {
+        "fields": FIELDS,
+        "batch_size": 8,
+        "n_step": {"n": 1, "gamma": 1.0},
+        "transfer": {"way": way},
+    }
     if "hindsight" in options:
         del given["n_step"]
     section = config_of(**{**given, **options})
@@ -175,7 +180,9 @@ def test_batches_that_the_user_may_hold_are_not_touched(way: str, prefetch: int)
 
 def test_memory_that_the_device_reads_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where no way is named; else batches are staged, for the reason that is shown."""
-    monkeypatch.setattr("deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True)
+    monkeypatch.setattr(
+        "deepspeed_gear.replay.batch_assembler.is_wanted", lambda config, device: True
+    )
     with online("auto") as replay:
         transfer = replay.statistics()["transfer"]
         replay.sample()
@@ -317,15 +324,21 @@ def fetched(values: Tensor) -> tuple[Tensor, Event]:
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStub]:
     # The stub needs no registration of memory.
     runtime = SimpleNamespace(
-        reads_host_addresses=lambda: True, register=lambda begin, size: 0, unregister=lambda begin: 0
+        reads_host_addresses=lambda: True,
+        register=lambda begin, size: 0,
+        unregister=lambda begin: 0,
     )
     blocks = SimpleNamespace(fetch=fetched, give_back=lambda host: None)
     monkeypatch.setattr(batch_assembler, "is_wanted", lambda config, device: True)
     made = DeviceStub()
     monkeypatch.setattr(device_transfer, "lane_of", lambda device: StubStream(made))
     monkeypatch.setattr(device_transfer, "CudaRuntime", lambda device: runtime)
-    monkeypatch.setattr(device_transfer, "as_device_tensor", lambda column, device: DeviceTensor(column))
-    monkeypatch.setattr(device_transfer.DeviceTransfer, "_kernels", lambda self, config: load_backend("cpu"))
+    monkeypatch.setattr(
+        device_transfer, "as_device_tensor", lambda column, device: DeviceTensor(column)
+    )
+    monkeypatch.setattr(
+        device_transfer.DeviceTransfer, "_kernels", lambda self, config: load_backend("cpu")
+    )
     monkeypatch.setattr(priority_updates, "PinnedBlocks", lambda: blocks)
     with made:
         yield made
@@ -333,7 +346,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[DeviceStub]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", [False, True])
-def test_neither_sampling_nor_a_report_waits_for_the_device(stub: DeviceStub, way: str, steps: bool) -> None:
+def test_neither_sampling_nor_a_report_waits_for_the_device(
+    stub: DeviceStub, way: str, steps: bool
+) -> None:
     options = {"sampler": PRIORITIZED, "transfer": {"way": way}, "device": DEVICE}
     fields = {**FIELDS, "reward": WINDOW}
     with online(way, fields=fields, n_step={"n": 3, "gamma": 0.9}, **options) as replay:

@@ -50,7 +50,9 @@ def test_an_epoch_ends_with_the_old_items(tmp_path: Path, unit: str) -> None:
     with offline(data, **options) as replay:
         take(replay, 1)
         state = replay.save(tmp_path / "save")
-        left = torch.cat([batch["code"] for batch in take(replay, -(-size // 4))]).flatten()[: size - 4]
+        left = torch.cat([batch["code"] for batch in take(replay, -(-size // 4))]).flatten()[
+            : size - 4
+        ]
     grow(data)
     with offline(data, **options) as resumed:
         resumed.load(tmp_path / "save", state)
@@ -105,5 +107,7 @@ def test_other_data_are_refused(tmp_path: Path) -> None:
         new = replay.save(tmp_path / "new")
     with offline(write_dataset(tmp_path / "same", OLD), **FIELDS) as replay:
         replay.load(tmp_path / "old", old)
-        with pytest.raises(CheckpointError, match="or of what they have grown from by gear ingest --append"):
+        with pytest.raises(
+            CheckpointError, match="or of what they have grown from by gear ingest --append"
+        ):
             replay.load(tmp_path / "new", new)

@@ -30,7 +30,13 @@ SCHEMA = Schema(
 )
 FIELDS: dict[str, dict[str, Any]] = {
     "observation": {"normalize": "mean_std"},
-    "window": {"column": "observation", "offset": -1, "length": 4, "normalize": "min_max", "scale": 3.0},
+    "window": {
+        "column": "observation",
+        "offset": -1,
+        "length": 4,
+        "normalize": "min_max",
+        "scale": 3.0,
+    },
     "pixels": {"scale": 1 / 255, "as": "float16"},
     "raw": {"column": "pixels"},
     "wide": {"column": "pixels", "as": "int32"},
@@ -77,7 +83,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def section(data: Path, /, **options: Any) -> dict[str, Any]:
-    given = {"batch_size": 32, "fields": FIELDS, "sampler": {"kind": "uniform", "unit": "step"}, **options}
+    given = {
+        "batch_size": 32,
+        "fields": FIELDS,
+        "sampler": {"kind": "uniform", "unit": "step"},
+        **options,
+    }
     return config_of(data, **given)
 
 
@@ -107,7 +118,10 @@ def test_values_of_the_store_become_the_bits_of_a_batch(data: Path) -> None:
         places = zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True)
         rewards = [dataset.trajectory(i)["reward"][t:] for i, t in places]
         to_go = np.array([np.float32(sum(r[::-1].astype(np.float64))) for r in rewards])
-        assert replay.normalize("return_to_go", to_go).tobytes() == _array(batch["return_to_go"]).tobytes()
+        assert (
+            replay.normalize("return_to_go", to_go).tobytes()
+            == _array(batch["return_to_go"]).tobytes()
+        )
         assert batch["half"].dtype == torch.bfloat16  # what losses are computed from keeps 32 bits
         exact = ("reward", "return", "return_to_go", "return_n", "discount")
         assert {batch[name].dtype for name in exact} == {torch.float32}
@@ -121,7 +135,9 @@ def test_what_an_environment_returns_is_rounded_as_by_a_writer(data: Path) -> No
     """The double of an observation is not stored; what the column holds of it is."""
     normalizer = Normalizer.from_config(section(data))
     double = rows_of(3, 5)["observation"].astype(np.float64) * 1.0000000123
-    double[0] = 1 + 2.0**-11 + 2.0**-30  # of float16 the larger neighbour; by way of float32 the smaller one
+    double[0] = (
+        1 + 2.0**-11 + 2.0**-30
+    )  # of float16 the larger neighbour; by way of float32 the smaller one
     for name in ("observation", "half", "brain"):
         column = SCHEMA[name]
         given = double[:, : column.shape[0]]
@@ -138,15 +154,21 @@ def test_denormalize_reverses(data: Path) -> None:
         values = torch.from_numpy(np.asarray(given[column.name]))
         there, field = normalizer.normalize(name, values), normalizer.fields[name]
         back = normalizer.denormalize(name, there)
-        assert back.is_floating_point() == (column.is_floating or field.dtype.is_floating_point), name
+        assert back.is_floating_point() == (column.is_floating or field.dtype.is_floating_point), (
+            name
+        )
         if column.is_floating:
             assert back.dtype == field.stored
         if field.gain is None:
             assert back.double().equal(values.to(field.stored).double()), name
         else:
             eps = max(torch.finfo(t.dtype).eps for t in (there, back))
-            assert (back.double() - values.double()).abs().max() <= 8 * eps * values.abs().max(), name
-    assert normalizer.denormalize("return_to_go", normalizer.normalize("return_to_go", 250.0)) == 250.0
+            assert (back.double() - values.double()).abs().max() <= 8 * eps * values.abs().max(), (
+                name
+            )
+    assert (
+        normalizer.denormalize("return_to_go", normalizer.normalize("return_to_go", 250.0)) == 250.0
+    )
 
 
 def test_a_constant_element_becomes_zero_and_keeps_its_distances(data: Path) -> None:
@@ -178,7 +200,9 @@ def shift_of(normalizer: Normalizer) -> list[float]:
 def test_a_mixture_uses_the_first_table_with_a_data_set(data: Path) -> None:
     sampler = {"kind": "mixture", "shares": {"online": 0.5, "main": 0.5}, "of": {"unit": "step"}}
     tables = {"online": {"capacity_steps": 200}, "main": {"data": str(data)}}
-    given = section(data, sampler=sampler, tables=tables, fields={"observation": FIELDS["observation"]})
+    given = section(
+        data, sampler=sampler, tables=tables, fields={"observation": FIELDS["observation"]}
+    )
     del given["data"]
     with Replay(given, schemas={"online": SCHEMA}) as replay:
         replay.add(rows_of(50, 6), "online")
@@ -206,14 +230,20 @@ def test_any_leading_dimensions_forms_and_gradients(data: Path) -> None:
     assert normalizer.normalize("brain", np.zeros((5, 2))).dtype == np.float32
     bits = torch.ones(2, dtype=torch.bfloat16)
     as_stored = bits.view(torch.int16).numpy().view(np.uint16)
-    assert (normalizer.normalize("brain", as_stored) == normalizer.normalize("brain", [1.0, 1.0])).all()
+    assert (
+        normalizer.normalize("brain", as_stored) == normalizer.normalize("brain", [1.0, 1.0])
+    ).all()
     for name in ("return_n", "discount", "timestep", "token"):
         assert normalizer.normalize(name, 1) == normalizer.denormalize(name, 1) == 1
-    assert normalizer.normalize("tokens", np.array([7], np.uint32)) == normalizer.normalize("tokens", [7])
+    assert normalizer.normalize("tokens", np.array([7], np.uint32)) == normalizer.normalize(
+        "tokens", [7]
+    )
     again = pickle.loads(pickle.dumps(normalizer))
     assert again.normalize("observation", row).equal(one)
     assert repr(again) == repr(normalizer)
-    assert "pixels: uint8 -> float16 (x - shift) * gain, raw: uint8, wide: uint8 -> int32" in repr(again)
+    assert "pixels: uint8 -> float16 (x - shift) * gain, raw: uint8, wide: uint8 -> int32" in repr(
+        again
+    )
 
 
 def test_nested_values_go_in_as_writers_take_them() -> None:
@@ -225,20 +255,26 @@ def test_nested_values_go_in_as_writers_take_them() -> None:
     seen = normalizer.normalize("observation", {"a": a, "b": (b, c)})
     assert seen.keys() == {"a", "b"}  # as of `batch.tree()["observation"]`
     assert seen["b"].keys() == {"0", "1"}
-    assert seen["a"].tolist() == normalizer.normalize("observation.a", a).tolist() == (2 * a).tolist()
+    assert (
+        seen["a"].tolist() == normalizer.normalize("observation.a", a).tolist() == (2 * a).tolist()
+    )
     assert seen["b"]["0"].equal(3 * b)
     assert seen["b"]["1"].tolist() == (4.0 * c).tolist()
     back = normalizer.denormalize("observation", seen)
     assert back["a"].tolist() == a.tolist()
     assert back["b"]["0"].equal(b)
     assert normalizer.normalize("observation.b", (b, c))["0"].equal(3 * b)
-    parts = "give its parts as a mapping, or name one: observation.a, observation.b.0, observation.b.1"
+    parts = (
+        "give its parts as a mapping, or name one: observation.a, observation.b.0, observation.b.1"
+    )
     for name, values, field, text in (
         ("observation", {"c": a}, "observation.c", "it has obs"),
         ("observation", a, "observation", parts),
         ("action", {"a": a}, "action", "it has obs"),
     ):
-        with pytest.raises(FieldError, match=f"field '{field}' must be a field of the batch; {text}"):
+        with pytest.raises(
+            FieldError, match=f"field '{field}' must be a field of the batch; {text}"
+        ):
             normalizer.normalize(name, values)
     with pytest.raises(ShapeError, match=r"observation.a must have shape \[\.\.\., 2\]"):
         normalizer.normalize("observation", {"a": b})
@@ -268,7 +304,9 @@ def test_a_checkpoint_holds_it_without_data_set_or_engine(data: Path, tmp_path: 
         path.write_text(text)
         with pytest.raises(CheckpointError, match=rf"normalizer\.json must {rule}"):
             Normalizer.load(tmp_path / "save")
-    with pytest.raises(CheckpointError, match=r"must hold normalizer.json; give the folder of a save"):
+    with pytest.raises(
+        CheckpointError, match=r"must hold normalizer.json; give the folder of a save"
+    ):
         Normalizer.load(tmp_path)
 
 
@@ -285,16 +323,33 @@ def test_from_config_is_that_of_the_replay(data: Path, tmp_path: Path) -> None:
         Normalizer.from_config(file)
     online = config_of(fields={"reward": {"scale": 2.0}})
     assert Normalizer.from_config(online, schemas={"main": SCHEMA}).normalize("reward", 3.0) == 6
-    with pytest.raises(ConfigError, match="dataset must be given where the config names one data set, got"):
+    with pytest.raises(
+        ConfigError, match="dataset must be given where the config names one data set, got"
+    ):
         Normalizer.from_config(online, Dataset.open(data), {"main": SCHEMA})
 
 
 def test_refusals_name_the_field(data: Path) -> None:
     normalizer = Normalizer.from_config(section(data))
     wrong: list[tuple[str, Any, type[Exception], str]] = [
-        ("observations", [1.0], FieldError, "field 'observations' must be a field of the batch; it has obs"),
-        ("observation", [1.0, 2.0], ShapeError, r"must have shape \[\.\.\., 3\], got \[2\]; give the col"),
-        ("token", [1.5], DataError, "token must be integers, as the field is int64, got 'torch.float64'"),
+        (
+            "observations",
+            [1.0],
+            FieldError,
+            "field 'observations' must be a field of the batch; it has obs",
+        ),
+        (
+            "observation",
+            [1.0, 2.0],
+            ShapeError,
+            r"must have shape \[\.\.\., 3\], got \[2\]; give the col",
+        ),
+        (
+            "token",
+            [1.5],
+            DataError,
+            "token must be integers, as the field is int64, got 'torch.float64'",
+        ),
         ("raw", np.full((2, 2), 256), DataError, "raw must hold values that uint8 can hold"),
         ("observation", torch.ones(3, dtype=torch.complex64), DataError, "must hold real numbers"),
     ]

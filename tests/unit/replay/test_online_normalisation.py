@@ -38,7 +38,13 @@ SCHEMA = Schema(
 )
 FIELDS: dict[str, dict[str, Any]] = {
     "observation": {"normalize": "mean_std"},
-    "window": {"column": "observation", "offset": -1, "length": 3, "normalize": "min_max", "scale": 2.0},
+    "window": {
+        "column": "observation",
+        "offset": -1,
+        "length": 3,
+        "normalize": "min_max",
+        "scale": 2.0,
+    },
     "half": {"normalize": "mean_std"},
     "brain": {"normalize": "mean_std"},
     "force": {"normalize": "mean_std"},
@@ -52,7 +58,9 @@ CONSTANT = 2  # element of the observations
 
 def rows_of(number: int, steps: int) -> dict[str, Any]:
     random = np.random.default_rng(number)
-    observation = (random.normal(5, 3, (steps + 1, 3)) * [1, 100, 0] + [0, 1e6, 7.25]).astype(np.float32)
+    observation = (random.normal(5, 3, (steps + 1, 3)) * [1, 100, 0] + [0, 1e6, 7.25]).astype(
+        np.float32
+    )
     force = random.normal(-1, 1e-3, (steps, 2, 2))
     force[random.random(force.shape) < 0.2] = np.nan
     force[:, 1, 1] = np.inf
@@ -70,7 +78,12 @@ def rows_of(number: int, steps: int) -> dict[str, Any]:
 
 def section(**options: Any) -> dict[str, Any]:
     table = {"capacity_steps": 300, "remove": "fifo", "max_length": 40, **options.pop("table", {})}
-    given = {"batch_size": 16, "fields": FIELDS, "sampler": {"kind": "uniform", "unit": "step"}, **options}
+    given = {
+        "batch_size": 16,
+        "fields": FIELDS,
+        "sampler": {"kind": "uniform", "unit": "step"},
+        **options,
+    }
     return {**config_of(**given), "tables": {"main": table}}
 
 
@@ -98,21 +111,29 @@ def check(replay: Replay, rows: list[dict[str, Any]]) -> None:
             assert own[Moment.LEAST, element] == x.min()
             assert own[Moment.GREATEST, element] == x.max()
             mean = own[Moment.FIRST, element] + own[Moment.MEAN, element]
-            np.testing.assert_allclose(mean, x.mean(), rtol=1e-12, atol=1e-12 * np.abs(x).max(), err_msg=name)
-            np.testing.assert_allclose(own[Moment.SQUARES, element] / len(x), x.var(), rtol=1e-9, atol=1e-30)
+            np.testing.assert_allclose(
+                mean, x.mean(), rtol=1e-12, atol=1e-12 * np.abs(x).max(), err_msg=name
+            )
+            np.testing.assert_allclose(
+                own[Moment.SQUARES, element] / len(x), x.var(), rtol=1e-9, atol=1e-30
+            )
     assert first == moments.shape[1]
 
 
 def check_batch(replay: Replay, batch: Any) -> None:
     """Check that `normalize` gives the bits of the newest batch for what the store holds."""
     table = replay.tables["main"]
-    slots = torch.as_tensor([int(table.slots_of(np.array([i]))[0]) for i in batch.trajectory_id.tolist()])
+    slots = torch.as_tensor(
+        [int(table.slots_of(np.array([i]))[0]) for i in batch.trajectory_id.tolist()]
+    )
     rows = torch.from_numpy(table.slots[slots, Slot.FIRST_ROW]) + batch.anchor
     for name in COUNTED:
         stored = table.tensor(name)[slots if SCHEMA[name].rows == "1" else rows]
         expected = replay.normalize(name, stored)
         assert torch.equal(torch.nan_to_num(expected), torch.nan_to_num(batch[name])), name
-    assert torch.equal(replay.normalize("window", table.tensor("observation")[rows]), batch["window"][:, 1])
+    assert torch.equal(
+        replay.normalize("window", table.tensor("observation")[rows]), batch["window"][:, 1]
+    )
 
 
 def test_numbers_are_of_all_rows_that_were_ever_added() -> None:
@@ -123,7 +144,9 @@ def test_numbers_are_of_all_rows_that_were_ever_added() -> None:
         batch = replay.sample()
         check(replay, rows)
         check_batch(replay, batch)
-        assert batch["token"].unique().tolist() == pytest.approx([float(rows[0]["token"][0])])  # one row
+        assert batch["token"].unique().tolist() == pytest.approx(
+            [float(rows[0]["token"][0])]
+        )  # one row
         for number in range(1, 60):
             rows.append(rows_of(number, 1 + number % 23))
             replay.add(rows[-1])
@@ -143,10 +166,15 @@ def test_numbers_are_of_all_rows_that_were_ever_added() -> None:
                 envs = None if native else np.array([0])
                 following = episode["observation"][step + 1 : step + 2]
                 terminated = {"terminated": np.zeros(1, bool)}
-                vector.step(observation=following, envs=envs, publish=step % 7 > 3, **given, **terminated)
+                vector.step(
+                    observation=following, envs=envs, publish=step % 7 > 3, **given, **terminated
+                )
             vector.step(
                 observation=episode["observation"][:1],
-                **{**{name: np.asarray(episode[name])[:1] for name in steps}, "truncated": np.ones(1, bool)},
+                **{
+                    **{name: np.asarray(episode[name])[:1] for name in steps},
+                    "truncated": np.ones(1, bool),
+                },
                 terminated=np.zeros(1, bool),
             )
             last = {name: np.concatenate([episode[name], episode[name][:1]]) for name in steps}
@@ -230,16 +258,23 @@ def test_a_resumed_run_has_the_same_batches(tmp_path: Path, prefetch: int) -> No
             replay.add(rows_of(99, 5))
             replay.load(tmp_path, state)
             if not prefetch:  # else the thread that selects ahead may have made one more selection
-                assert torch.equal(replay.normalizer.fields["force"].gain, loaded.fields["force"].gain)
+                assert torch.equal(
+                    replay.normalizer.fields["force"].gain, loaded.fields["force"].gain
+                )
             assert go_on(replay) == expected
         found.append(expected)
-    assert found[0] == found[1] or prefetch  # else the thread that selects ahead meets the last addition
+    assert (
+        found[0] == found[1] or prefetch
+    )  # else the thread that selects ahead meets the last addition
 
 
 def test_every_way_to_a_device_has_the_same_batches() -> None:
     """Also of goals of hindsight, which are normalised as their field."""
     goal = {"column": "observation", "normalize": "mean_std", "hindsight": "achieved"}
-    schema, options = Schema([*SCHEMA, Column("achieved", "float32", (3,), rows="T+1")]), {"hindsight": {}}
+    schema, options = (
+        Schema([*SCHEMA, Column("achieved", "float32", (3,), rows="T+1")]),
+        {"hindsight": {}},
+    )
     found = []
     for transfer in ({}, *({"transfer": {"way": way}} for way in ("direct", "staged"))):
         given = section(fields={**FIELDS, "goal": goal}, **options, **transfer)
@@ -353,7 +388,12 @@ def test_no_death_of_a_writer_tears_them() -> None:
         (
             {
                 "tables": {
-                    "main": {"capacity_steps": 300, "placement": "device", "max_length": 30, "remove": "fifo"}
+                    "main": {
+                        "capacity_steps": 300,
+                        "placement": "device",
+                        "max_length": 30,
+                        "remove": "fifo",
+                    }
                 }
             },
             "gear.fields.observation.normalize must not be given for a table on devices to which rows",

@@ -76,7 +76,9 @@ def check(batch: Batch) -> None:
 
 
 MIXTURE = {
-    "tables": {name: {"capacity_steps": 60, "capacity_trajectories": 12} for name in ("old", "new")},
+    "tables": {
+        name: {"capacity_steps": 60, "capacity_trajectories": 12} for name in ("old", "new")
+    },
     "sampler": {"kind": "mixture", "shares": {"old": 0.25, "new": 0.75}, "of": {"unit": "step"}},
 }
 
@@ -110,12 +112,23 @@ def test_values_are_read_before_rows_are_freed() -> None:
 def test_parts_and_copies_keep_the_values() -> None:
     with filled() as replay:
         batch = replay.sample()
-        parts = [batch[3:9], batch[::5], batch[batch["which"] > 3], batch[[7, -1, 0]], *batch.minibatches(5)]
+        parts = [
+            batch[3:9],
+            batch[::5],
+            batch[batch["which"] > 3],
+            batch[[7, -1, 0]],
+            *batch.minibatches(5),
+        ]
         for part in parts:
             check(part)
             assert len(part.opaque("raw")) == part.num_samples
         check(Batch.cat([parts[0], parts[3]]))
-        for other in (batch.clone(), copy.copy(batch), pickle.loads(pickle.dumps(batch)), batch.to("meta")):
+        for other in (
+            batch.clone(),
+            copy.copy(batch),
+            pickle.loads(pickle.dumps(batch)),
+            batch.to("meta"),
+        ):
             assert other.opaque("raw") == batch.opaque("raw")
         moved = pytree.tree_map(torch.clone, batch)
         with pytest.raises(FieldError, match="'raw' must be in the batch; it has none"):
@@ -186,7 +199,9 @@ def test_writers_and_reads() -> None:
         whole = replay.add(trajectory(0))
         with replay.writer().trajectory(raw="é") as one:
             one.append(observation=[0, 0], terminated=True, which=1)
-            with pytest.raises(DataError, match="raw must have at most max_bytes = 12 bytes, got 13"):
+            with pytest.raises(
+                DataError, match="raw must have at most max_bytes = 12 bytes, got 13"
+            ):
                 one.set(raw=bytes(13))
             one.set(note=[1, "two"])
             one.append(observation=[1, 1])
@@ -231,14 +246,32 @@ def test_saves_hold_them(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"fields": {"raw": {"length": 3}}}, r"fields\.raw\.length must not be given"),
-        ({"fields": {"raw": {"normalize": "mean_std"}}}, r"fields\.raw\.normalize must not be given"),
+        (
+            {"fields": {"raw": {"normalize": "mean_std"}}},
+            r"fields\.raw\.normalize must not be given",
+        ),
         ({"fields": {"raw": {"scale": 2.0}}}, r"fields\.raw\.scale must not be given"),
         ({"fields": {"raw": {"as": "float32"}}}, r"fields\.raw\.as must not be given"),
-        ({"sampler": {"kind": "weighted", "weight": "raw"}}, r"sampler\.weight must name a column with one"),
-        ({"sampler": {"kind": "uniform", "where": {"note": {"min": 1}}}}, r"where\.note must name a column"),
-        ({"pipeline": {"inputs": ["which"], "labels": ["raw"]}}, r"pipeline\.labels\[0\] must name a field"),
-        (main(remove="keep_best", keep_best="raw"), r"main\.keep_best must name .* one number per tr.*'raw'"),
-        (main(version={"column": "note", "max_lag": 1}), r"version\.column must name .* one integer.*'note'"),
+        (
+            {"sampler": {"kind": "weighted", "weight": "raw"}},
+            r"sampler\.weight must name a column with one",
+        ),
+        (
+            {"sampler": {"kind": "uniform", "where": {"note": {"min": 1}}}},
+            r"where\.note must name a column",
+        ),
+        (
+            {"pipeline": {"inputs": ["which"], "labels": ["raw"]}},
+            r"pipeline\.labels\[0\] must name a field",
+        ),
+        (
+            main(remove="keep_best", keep_best="raw"),
+            r"main\.keep_best must name .* one number per tr.*'raw'",
+        ),
+        (
+            main(version={"column": "note", "max_lag": 1}),
+            r"version\.column must name .* one integer.*'note'",
+        ),
     ],
 )
 def test_options_that_need_numbers_refuse_them(options: dict[str, Any], text: str) -> None:
@@ -248,5 +281,7 @@ def test_options_that_need_numbers_refuse_them(options: dict[str, Any], text: st
 
 def test_tables_on_devices_refuse_them() -> None:
     tables = main(max_length=5, remove="fifo", placement="device")
-    with pytest.raises(ConfigError, match="must not have a column of dtype bytes on devices, got 'raw'"):
+    with pytest.raises(
+        ConfigError, match="must not have a column of dtype bytes on devices, got 'raw'"
+    ):
         DeviceReplay(section({"which": {}}, **tables), "cpu", schemas={"main": SCHEMA})

@@ -34,7 +34,9 @@ def test_models_that_are_right(replay: Any) -> None:
 
 def test_models_that_are_wrong(replay: Any) -> None:
     model = tiny("mamba2").train()
-    with pytest.raises(ConfigError, match=r"packs with the model Mamba2ForCausalLM \(mamba2\) must be exact"):
+    with pytest.raises(
+        ConfigError, match=r"packs with the model Mamba2ForCausalLM \(mamba2\) must be exact"
+    ):
         replay.check_packing(model)
     text = r"a pack of Mamba2ForCausalLM \(mamba2\) must give the \d+ tokens from place \d+ on their logits"
     with pytest.raises(ConfigError, match=text):
@@ -50,7 +52,9 @@ def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(
     inputs = MicroBatch.model_inputs
 
     def without(micro: MicroBatch, attention: Any) -> dict[str, Any]:
-        return {name: value for name, value in inputs(micro, attention).items() if name != "use_cache"}
+        return {
+            name: value for name, value in inputs(micro, attention).items() if name != "use_cache"
+        }
 
     monkeypatch.setattr(MicroBatch, "model_inputs", without)
     with pytest.raises(ConfigError, match="on their logits alone"):
@@ -59,7 +63,9 @@ def test_with_its_default_cache_transformers_takes_a_pack_for_one_sequence(
 
 def test_a_balancing_loss_is_refused_where_micro_batches_have_padding(replay: Any) -> None:
     model = tiny("qwen3_moe", "sdpa", output_router_logits=True)
-    with pytest.raises(ConfigError, match=r"Qwen3MoeForCausalLM .* would count the places of padding"):
+    with pytest.raises(
+        ConfigError, match=r"Qwen3MoeForCausalLM .* would count the places of padding"
+    ):
         replay.check_packing(model)
     with filled(section(pack={"tokens": 96, "pad": {"multiple": 1}})) as unpadded:
         assert unpadded.check_packing(model) < 1e-5

@@ -116,7 +116,9 @@ def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
     sizes = 8 * ranks[0]["bytes"], ranks[0]["bytes"], traffic[:32].sum()
     assert cells[1:5] == ["8", *map(show_bytes, sizes)]
     assert cells[5] == f"{show_bytes(traffic[most].sum())} (node {most})"
-    text = f"between all nodes: {show_bytes(traffic.sum())}, at most {show_bytes(traffic.max())} from"
+    text = (
+        f"between all nodes: {show_bytes(traffic.sum())}, at most {show_bytes(traffic.max())} from"
+    )
     assert any(text in line for line in lines)
     assert [rank["rank"] for rank in ranks] == [*range(1024)]
 
@@ -129,7 +131,9 @@ def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
         ({"train_micro_batch_size_per_gpu": 4}, (4, 1)),
     ],
 )
-def test_sizes_of_a_ds_config(data: Path, shown_by: Any, sizes: dict[str, int], wanted: Any) -> None:
+def test_sizes_of_a_ds_config(
+    data: Path, shown_by: Any, sizes: dict[str, int], wanted: Any
+) -> None:
     config = {**sizes, "gear": section(data)}
     shown = json.loads(shown_by(config, "--dp", "2", "--json", "--batches", "1"))
     assert (shown["micro"], shown["accumulation"]) == wanted
@@ -146,7 +150,11 @@ def test_sizes_of_a_ds_config(data: Path, shown_by: Any, sizes: dict[str, int], 
         ({}, [], "gear.batch_size must be given where there is no engine"),
         ({"gradient_accumulation_steps": 2}, [], "train_batch_size must be given"),
         ({"train_batch_size": 8}, ["--nodes", "3"], "nodes must divide the 1 ranks, got 3"),
-        ({"train_batch_size": 8}, ["--sp", "3"], "length must be a multiple of the sequence ranks (3)"),
+        (
+            {"train_batch_size": 8},
+            ["--sp", "3"],
+            "length must be a multiple of the sequence ranks (3)",
+        ),
     ],
 )
 def test_what_is_refused(
@@ -156,7 +164,9 @@ def test_what_is_refused(
 
 
 def test_without_data_there_is_nothing_to_draw() -> None:
-    tables = {"main": {"capacity_steps": 9, "schema": {"columns": {"reward": {"dtype": "float32"}}}}}
+    tables = {
+        "main": {"capacity_steps": 9, "schema": {"columns": {"reward": {"dtype": "float32"}}}}
+    }
     with pytest.raises(ConfigError, match="must hold a data set"):
         preview(parse({"tables": tables}), 2, 1, {}, 1, 1)
 
@@ -179,7 +189,9 @@ def test_numbers_are_those_of_the_trained_packs(
     with rolled_out(pack=config["pack"]) as rollout:
         found = pack_preview(parse(config), rollout.lengths.numpy(), replicas, sequence)
         places, costs = 0, []  # of all ranks; of each rank's micro batches
-        loops = [iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)]  # kept open
+        loops = [
+            iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)
+        ]  # kept open
         steps = [next(loop) for loop in loops]
         imbalance = steps[0].packs.planned.imbalance
         for number, step in enumerate(steps):
@@ -190,14 +202,19 @@ def test_numbers_are_those_of_the_trained_packs(
                 lengths = [micro.lengths.numpy() for micro in micros]
                 costs.append([int((COST[0] * own + COST[1] * own * own).sum()) for own in lengths])
     by_rank = np.array(costs)
-    assert (found["trajectories"], found["tokens"]) == (rollout.num_trajectories, rollout.num_tokens)
+    assert (found["trajectories"], found["tokens"]) == (
+        rollout.num_trajectories,
+        rollout.num_tokens,
+    )
     assert (found["longest"], found["truncated"]) == (int(rollout.lengths.max()), 0)
     assert found["rows"] == places
     assert found["fill"] == pytest.approx(rollout.num_tokens / places)
     slowest = by_rank.max(axis=0).sum() * replicas / by_rank.sum() - 1
     assert found["step_imbalance"] == pytest.approx(slowest)
     assert imbalance == pytest.approx(slowest)
-    assert found["rank_imbalance"] == pytest.approx(by_rank.sum(axis=1).max() * replicas / by_rank.sum() - 1)
+    assert found["rank_imbalance"] == pytest.approx(
+        by_rank.sum(axis=1).max() * replicas / by_rank.sum() - 1
+    )
     assert found["bound"] <= found["micro_batches"]
     assert found["bound"] >= rollout.num_tokens / (128 * replicas)
 
@@ -214,14 +231,21 @@ def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
     text.write_text("60\n60\n8\n")
     np.save(array, np.array([60, 60, 8], np.int32))
     for file in (text, array):
-        assert shown_by(config, "--dp", "2", "--lengths", str(file)).splitlines() == [
-            "3 trajectories, 128 tokens, longest 60",
-            "micro batches of each of 2 replicas: 1 (at least 1)",
-            "fill: 88.9% of 144 places",  # 64 of 60, 80 of 60 + 8
-            "imbalance: 2.74% over micro steps, 2.74% over ranks",  # (5400 + 304) / ((10800 + 304) / 2)
-        ]
+        assert (
+            shown_by(config, "--dp", "2", "--lengths", str(file)).splitlines()
+            == [
+                "3 trajectories, 128 tokens, longest 60",
+                "micro batches of each of 2 replicas: 1 (at least 1)",
+                "fill: 88.9% of 144 places",  # 64 of 60, 80 of 60 + 8
+                "imbalance: 2.74% over micro steps, 2.74% over ranks",  # (5400 + 304) / ((10800 + 304) / 2)
+            ]
+        )
     shown = json.loads(shown_by(config, "--dp", "2", "--lengths", str(text), "--json"))
-    assert (shown["micro_batches"], shown["rows"], shown["fill"]) == (1, 144, pytest.approx(128 / 144))
+    assert (shown["micro_batches"], shown["rows"], shown["fill"]) == (
+        1,
+        144,
+        pytest.approx(128 / 144),
+    )
     assert shown["step_imbalance"] == pytest.approx(5704 / 5552 - 1)
     table = {**TABLE, "group": {"column": "prompt", "size": 2}}
     shared = packed_section(
@@ -236,7 +260,13 @@ def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:loadtxt")
 def test_lengths_and_packs_that_are_refused(tmp_path: Path, shown_by: Any) -> None:
-    for name, content in (("a", "1\nx\n"), ("b", "0\n"), ("c", "1 2\n3 4\n"), ("d", "1.5\n"), ("e", "")):
+    for name, content in (
+        ("a", "1\nx\n"),
+        ("b", "0\n"),
+        ("c", "1 2\n3 4\n"),
+        ("d", "1.5\n"),
+        ("e", ""),
+    ):
         file = tmp_path / f"{name}.txt"
         file.write_text(content)
         with pytest.raises(DataError, match="whole numbers"):
@@ -249,7 +279,11 @@ def test_lengths_and_packs_that_are_refused(tmp_path: Path, shown_by: Any) -> No
     plain = {**packed_section(), "pack": None, "rollout": None, "batch_size": 4}
     for config, lengths, text in (
         (packed(), [5, 129], r"must hold the longest trajectory \(129 steps\)"),
-        (packed(plan_width=4), [5], r"gear\.pack\.plan_width must be a multiple of the replicas \(3\)"),
+        (
+            packed(plan_width=4),
+            [5],
+            r"gear\.pack\.plan_width must be a multiple of the replicas \(3\)",
+        ),
         (plain, [5], r"gear\.pack must be given for a preview of lengths"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -258,7 +292,11 @@ def test_lengths_and_packs_that_are_refused(tmp_path: Path, shown_by: Any) -> No
 
 def test_a_rollout_is_described_without_lengths(shown_by: Any) -> None:
     table = {"max_length": 512, "prompts": {"data": "prompts", "max_lag": 1}, "group": {"size": 4}}
-    grpo = {"recipe": "grpo", "tables": {"rollouts": table}, "rollout": {"groups": 8, "minibatches": 2}}
+    grpo = {
+        "recipe": "grpo",
+        "tables": {"rollouts": table},
+        "rollout": {"groups": 8, "minibatches": 2},
+    }
     text = shown_by({"train_batch_size": 8, "gear": grpo}, "--dp", "2", "--sp", "2")
     assert text.startswith("With the recipe grpo the section is")
     assert text[text.index("rollout batch") :].splitlines() == [
@@ -274,5 +312,7 @@ def test_a_rollout_is_described_without_lengths(shown_by: Any) -> None:
     assert (shown["tables"]["rollouts"]["steps"], shown["rank_tokens"]) == (49152, 4096)
     text = shown_by(packed_section(rollout={"trajectories": 10, "tokens": 250}))
     assert text.startswith("rollout batch: at most 10 trajectories and 250 tokens\n")
-    assert "must be a multiple of the replicas (3)" in shown_by(packed(plan_width=4), "--dp", "3", status=2)
+    assert "must be a multiple of the replicas (3)" in shown_by(
+        packed(plan_width=4), "--dp", "3", status=2
+    )
     assert "where the model is a pipeline" in shown_by(packed(), "--pp", "2", status=2)

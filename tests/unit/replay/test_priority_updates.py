@@ -15,7 +15,14 @@ from store_support import check_whole
 
 from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
-from deepspeed_gear.errors import ConfigError, DataError, GearError, NotReadyError, ShapeError, StoreError
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    GearError,
+    NotReadyError,
+    ShapeError,
+    StoreError,
+)
 from deepspeed_gear.sampling.priority_log import NEVER, PriorityLog
 from deepspeed_gear.sampling.priority_masses import PriorityMasses
 
@@ -30,7 +37,9 @@ def replays() -> Iterator[Callable[..., Replay]]:
 
         def make(unit: str = "step", /, **options: Any) -> Replay:
             sampler = {"kind": "prioritized", "unit": unit, **options.pop("sampler", {})}
-            return stack.enter_context(filled(LENGTHS, **{"fields": FIELDS, "sampler": sampler, **options}))
+            return stack.enter_context(
+                filled(LENGTHS, **{"fields": FIELDS, "sampler": sampler, **options})
+            )
 
         yield make
 
@@ -49,7 +58,9 @@ def of(replay: Replay, batch: Batch) -> torch.Tensor:
     return replay.priorities(batch.trajectory_id, batch.anchor if by_step else None)
 
 
-def after(replay: Replay, batch: Batch, values: Any, mask: torch.Tensor | None = None) -> torch.Tensor:
+def after(
+    replay: Replay, batch: Batch, values: Any, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Report the values of a batch; return the priorities of its items after the next selection."""
     replay.update_priorities(batch, values, mask)
     replay.sample()
@@ -89,7 +100,9 @@ def test_any_dtype(replays: Any, dtype: str) -> None:
 
 def test_float64_is_rounded_but_not_to_zero(replays: Any) -> None:
     replay = replays("trajectory")
-    assert replay.set_priorities([0, 1, 2], torch.tensor([1e-60, 0.0, 0.1], dtype=torch.float64)) == 3
+    assert (
+        replay.set_priorities([0, 1, 2], torch.tensor([1e-60, 0.0, 0.1], dtype=torch.float64)) == 3
+    )
     assert replay.set_priorities([3, 4], [1e-60, 0.1]) == 2
     assert replay.set_priorities([5, 6], np.array([1e-60, 0.1])) == 2
     replay.sample()
@@ -129,8 +142,12 @@ def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> N
     whole.sample()
     parts.sample()
     assert torch.equal(everything(whole), everything(parts))
-    assert parts.statistics()["priorities_applied"] == whole.statistics()["priorities_applied"] == 32
-    with pytest.raises(ShapeError, match=r"priorities must have shape \[3\], or \[3, T\], got \[8\]"):
+    assert (
+        parts.statistics()["priorities_applied"] == whole.statistics()["priorities_applied"] == 32
+    )
+    with pytest.raises(
+        ShapeError, match=r"priorities must have shape \[3\], or \[3, T\], got \[8\]"
+    ):
         parts.update_priorities(parts.sample()[:3], torch.ones(8))
     parts.update_priorities(parts.sample()[:0], torch.ones(0))
 
@@ -159,7 +176,9 @@ def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) ->
     for bad, column in ((torch.nan, 0), (torch.inf, 2), (-1.0, 3)):
         values[:, column] = torch.where(mask[:, column], values[:, column], bad)
     found = after(replay, batch, values, mask if given else None)
-    wanted = torch.tensor([reduced(v[m].double().numpy()) for v, m in zip(values, mask, strict=True)])
+    wanted = torch.tensor(
+        [reduced(v[m].double().numpy()) for v, m in zip(values, mask, strict=True)]
+    )
     torch.testing.assert_close(found, last_of(batch, wanted, True), rtol=1e-6, atol=0)
 
 
@@ -193,7 +212,12 @@ def test_reports_that_are_refused_change_nothing(replays: Any) -> None:
         (ones(7, 2), None, ShapeError, r"got \[7, 2\]"),
         (torch.tensor(1.0), None, ShapeError, r"got \[\]"),
         (ones(8, 2), ones(8, 3).bool(), ShapeError, r"mask must have .* \[8, 2\], got \[8, 3\]"),
-        (ones(8, 3), torch.zeros(8, 3).bool(), ShapeError, "mask of sample 0 must have a step that counts"),
+        (
+            ones(8, 3),
+            torch.zeros(8, 3).bool(),
+            ShapeError,
+            "mask of sample 0 must have a step that counts",
+        ),
     ]
     for values, mask, error, text in wrong:
         with pytest.raises(error, match=text):
@@ -227,8 +251,12 @@ def test_different_masks_of_one_shape_must_be_chosen(replays: Any) -> None:
     torch.testing.assert_close(found, torch.full((16,), 3.0))
 
 
-@pytest.mark.parametrize("sampler", [{"kind": "uniform"}, {"kind": "epoch"}, {"kind": "recent", "newest": 5}])
-def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(sampler: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "sampler", [{"kind": "uniform"}, {"kind": "epoch"}, {"kind": "recent", "newest": 5}]
+)
+def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(
+    sampler: dict[str, Any],
+) -> None:
     with filled([3], batch_size=4, sampler=sampler) as replay:
         batch = replay.sample().clone()
         calls: list[Callable[[], Any]] = [
@@ -248,10 +276,15 @@ def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(sampler: d
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_an_evaluation_batch_is_refused(data: Path, unit: str) -> None:
     """Its items would be drawn in training from then on."""
-    sampler, split = {"kind": "prioritized", "unit": unit}, {"path": str(data), "split": {"eval": 0.4}}
+    sampler, split = (
+        {"kind": "prioritized", "unit": unit},
+        {"path": str(data), "split": {"eval": 0.4}},
+    )
     with made(data, sampler=sampler, data=split) as replay:
         held_out = [batch.clone() for batch in replay.iterator("eval")]
-        with pytest.raises(DataError, match="batch must be from the training stream; nothing was changed"):
+        with pytest.raises(
+            DataError, match="batch must be from the training stream; nothing was changed"
+        ):
             replay.update_priorities(held_out[0], torch.ones(16))
         ids = {number for batch in held_out for number in batch.trajectory_id.tolist()}
         trained = [replay.sample().clone() for _ in range(20)]
@@ -276,9 +309,14 @@ def test_by_id(replays: Any, unit: str) -> None:
         assert replay.set_priorities(outside[0], [5.0, 5.0], outside[1]) == 0
         assert replay.priorities(*outside).tolist() == [0, 0]
     else:
-        calls = (lambda: replay.priorities([0], [0]), lambda: replay.set_priorities([0], [2.0], [0]))
+        calls = (
+            lambda: replay.priorities([0], [0]),
+            lambda: replay.set_priorities([0], [2.0], [0]),
+        )
         for call in calls:
-            with pytest.raises(ShapeError, match="steps must not be given, as an item is a trajectory"):
+            with pytest.raises(
+                ShapeError, match="steps must not be given, as an item is a trajectory"
+            ):
                 call()
     assert replay.set_priorities([], [], *([],) * len(given)) == 0
     assert replay.priorities([], *([],) * len(given)).tolist() == []
@@ -394,7 +432,9 @@ def test_neither_a_report_nor_the_batch_that_is_prepared_waits(data: Path, devic
 
 
 @pytest.mark.parametrize(("call", "delay_s"), [("close", 0.2), ("sample", 1.2)])
-def test_what_needs_a_report_waits_for_it(data: Path, device: Device, call: str, delay_s: float) -> None:
+def test_what_needs_a_report_waits_for_it(
+    data: Path, device: Device, call: str, delay_s: float
+) -> None:
     """Closing, and the selection, also where a device takes longer than the timeout."""
     finished = threading.Event()
 
@@ -434,7 +474,9 @@ def test_more_than_the_log_holds_is_refused_at_once(data: Path, device: Device) 
         device.finish()
 
 
-def test_a_checkpoint_waits_for_what_was_reported(tmp_path: Path, data: Path, device: Device) -> None:
+def test_a_checkpoint_waits_for_what_was_reported(
+    tmp_path: Path, data: Path, device: Device
+) -> None:
     with made(data, device) as replay, made(data) as other:
         reported(replay)
         device.later(0.2, device.finish)
@@ -455,13 +497,18 @@ def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> No
         nothing[5] = False
         replay.update_priorities(batch, there(values), mask=nothing)
         device.finish()
-        texts = "given where fields of the same length have different", "of sample 5 must have a step that"
+        texts = (
+            "given where fields of the same length have different",
+            "of sample 5 must have a step that",
+        )
         for text in texts:
             with pytest.raises(ShapeError, match=f"mask (must be )?{text}"):
                 late_updates_of(replay).drain()
 
 
-def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(data: Path, device: Device) -> None:
+def test_reports_that_come_after_a_batch_was_given_up_mend_the_next(
+    data: Path, device: Device
+) -> None:
     with made(data, device, prefetch=1) as replay:
         batch = reported(replay)
         log_of(replay).give_up()
@@ -502,7 +549,10 @@ def test_a_batch_that_was_not_ready_counts_what_is_reported_before_it_is_made(
     unit: str, prefetch: int, tries: tuple[int, int], tmp_path: Path
 ) -> None:
     """As without the calls that were not ready: what is reported first counts for the first batch."""
-    trajectory = {"observation": np.arange(4, dtype=np.float32), "action": np.arange(3, dtype=np.int32)}
+    trajectory = {
+        "observation": np.arange(4, dtype=np.float32),
+        "action": np.arange(3, dtype=np.int32),
+    }
     of_items: dict[str, Any] = {"steps": [0, 1, 2]} if unit == "step" else {}
     with _online(unit, prefetch, tmp_path) as replay:
         ids = [replay.add(trajectory) for _ in range(2)]

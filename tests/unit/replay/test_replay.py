@@ -42,13 +42,17 @@ def test_a_config_is_a_mapping_or_a_file(data: Path, tmp_path: Path) -> None:
 def test_data_larger_than_memory_are_read_page_by_page(
     data: Path, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_stores, "tightest", lambda read: MemoryLimit("memory.max", left, "of a test"))
+    monkeypatch.setattr(
+        node_stores, "tightest", lambda read: MemoryLimit("memory.max", left, "of a test")
+    )
     with Replay(config_of(data, batch_size=2)) as replay:
         dataset = replay.tables["main"].spec.dataset
         assert dataset is not None
         dataset.statistics_for({"test": 0.5})  # one pass, in order
         maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
-        flags = {before.rpartition(".npy")[0][-6:]: after.split() for before, after in pairwise(maps)}
+        flags = {
+            before.rpartition(".npy")[0][-6:]: after.split() for before, after in pairwise(maps)
+        }
         assert ("rr" in flags["reward"]) == (left == 1)
 
 
@@ -58,7 +62,10 @@ def test_data_larger_than_memory_are_read_page_by_page(
         ("absent.json", "must be a readable file, got .*absent.json"),
         ("broken.json", "broken.json must be JSON; Expecting"),
         (config_of(Path("absent"), batch_size=2), "absent"),
-        ({"train_batch_size": 8}, 'the config must have a section "gear", got .*; add "gear": {"data": '),
+        (
+            {"train_batch_size": 8},
+            'the config must have a section "gear", got .*; add "gear": {"data": ',
+        ),
         (
             {"train_batch_size": "auto", "gear": config_of()},
             "an integer >= 1 where there is no engine, got 'auto'",
@@ -96,7 +103,11 @@ def test_read_gives_whole_trajectories(data: Path) -> None:
         with pytest.raises(StoreError, match="table main: id must be stored, got 40"):
             replay.read([1, 40])
         assert replay.read([]) == []
-        for change in (lambda: replay.add(trajectory(0, 3)), lambda: replay.remove([0]), replay.clear):
+        for change in (
+            lambda: replay.add(trajectory(0, 3)),
+            lambda: replay.remove([0]),
+            replay.clear,
+        ):
             with pytest.raises(StoreError, match="it holds a read-only data set"):
                 change()
         assert len(replay) == len(LENGTHS)
@@ -206,7 +217,9 @@ def test_ending_a_process_while_batches_are_prepared(data: Path, ending: str) ->
     program = f"import sys; from deepspeed_gear import Replay; replay = Replay({section!r}); "
     program += f"replay.sample(); {ending}"
     done = run_warm("-c", program, env=environment())
-    assert done.returncode == {"sys.exit(3)": 3, "raise ValueError('mine')": 1}.get(ending, 0), done.stderr
+    assert done.returncode == {"sys.exit(3)": 3, "raise ValueError('mine')": 1}.get(ending, 0), (
+        done.stderr
+    )
     assert ("ValueError: mine" in done.stderr) == ("mine" in ending)
     assert "Fatal" not in done.stderr
 
@@ -219,7 +232,9 @@ LARGE = {"main": {"capacity_bytes": 2 << 20, "max_length": 100}}
 
 def replay_of(kind: str = "prioritized", **options: object) -> Replay:
     sampler = {"kind": kind, "unit": "step"}
-    replay = filled([7] * 3, sampler=sampler, fields={"code": {}}, batch_size=4, prefetch=2, **options)
+    replay = filled(
+        [7] * 3, sampler=sampler, fields={"code": {}}, batch_size=4, prefetch=2, **options
+    )
     replay.sample()
     return replay
 
@@ -227,7 +242,9 @@ def replay_of(kind: str = "prioritized", **options: object) -> Replay:
 def maps() -> list[str]:
     """The memory of stores that this process maps, with or without a name."""
     gc.collect()  # what former tests have left
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line]
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/" in line
+    ]
 
 
 def read_all() -> None:
@@ -235,14 +252,22 @@ def read_all() -> None:
     replay = replay_of()
     table = replay.tables["main"]
     codes = table.tensor("code")
-    views = [codes, table.columns["observation"], table.slots, table.gather_source("action"), codes[3:5]]
+    views = [
+        codes,
+        table.columns["observation"],
+        table.slots,
+        table.gather_source("action"),
+        codes[3:5],
+    ]
     before = [np.asarray(view).copy() for view in views]
     replay.close()
     assert shared_files(prefix()) == []
     for view, kept in zip(views, before, strict=True):
         assert np.array_equal(np.asarray(view), kept)
     assert codes[:7].tolist() == list(range(7))
-    assert codes[8:15].tolist() == list(range(STEP, STEP + 7)), "behind the row of the last observation"
+    assert codes[8:15].tolist() == list(range(STEP, STEP + 7)), (
+        "behind the row of the last observation"
+    )
     codes.zero_()
 
 

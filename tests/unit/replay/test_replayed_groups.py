@@ -17,13 +17,27 @@ def replayed_section(data: Path, **sampler: Any) -> dict[str, Any]:
     section = ledger_section(data, {"max_lag": 1}, groups=4)
     main = section["tables"]["main"]
     again = {
-        name: value for name, value in main.items() if name not in ("prompts", "max_times_sampled", "writers")
+        name: value
+        for name, value in main.items()
+        if name not in ("prompts", "max_times_sampled", "writers")
     }
     section["tables"]["again"] = {**again, "max_times_sampled": 3}
-    kind = {"kind": "prioritized", "unit": "group", "initial": 1.0, "alpha": 1.0, "decay": 4.0, **sampler}
+    kind = {
+        "kind": "prioritized",
+        "unit": "group",
+        "initial": 1.0,
+        "alpha": 1.0,
+        "decay": 4.0,
+        **sampler,
+    }
     shares = {"main": 0.5, "again": 0.5}
     of = {"kind": "fifo", "unit": "group"}
-    section["sampler"] = {"kind": "mixture", "shares": shares, "of": of, "by_table": {"again": kind}}
+    section["sampler"] = {
+        "kind": "mixture",
+        "shares": shares,
+        "of": of,
+        "by_table": {"again": kind},
+    }
     return section
 
 
@@ -100,10 +114,15 @@ def test_copies_have_the_rows_and_the_given_priorities(tmp_path: Path) -> None:
         assert len(replay.store("again").slots_of(np.array(ids))) == 4
         assert replay.store("again").num_trajectories == 0
         replay.copy_items(rollout, "again", [False, True], [5.0, 7.0])
-        copies = [one for one in range(100) if (replay.store("again").slots_of(np.array([one])) >= 0).all()]
+        copies = [
+            one
+            for one in range(100)
+            if (replay.store("again").slots_of(np.array([one])) >= 0).all()
+        ]
         for one, copy in zip(whole[SIZE:], replay.read(copies, "again"), strict=True):
             assert all(
-                torch.equal(one[name], copy[name]) for name in ("tokens", "prompt", "sample", "weight")
+                torch.equal(one[name], copy[name])
+                for name in ("tokens", "prompt", "sample", "weight")
             )
         train(rollout)
         generate(worker, 4)

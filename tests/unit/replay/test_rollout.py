@@ -28,7 +28,14 @@ from deepspeed_gear import DatasetWriter, Replay, Schema
 from deepspeed_gear.batching.loss_weights import group_advantages, loss_weights
 from deepspeed_gear.batching.micro_batch import MicroBatch
 from deepspeed_gear.config.options import LossConfig
-from deepspeed_gear.errors import ConfigError, DataError, FieldError, PeerError, ShapeError, StoreError
+from deepspeed_gear.errors import (
+    ConfigError,
+    DataError,
+    FieldError,
+    PeerError,
+    ShapeError,
+    StoreError,
+)
 
 
 @pytest.fixture
@@ -84,7 +91,9 @@ def check_fields(micro: MicroBatch, first: int) -> None:
         if owner[place] < 0:
             assert which == micro.num_trajectories
             assert not micro.loss_mask[0, place]
-            assert micro["tokens"][0, place] == micro.targets[0, place] == micro["logp"][0, place] == 0
+            assert (
+                micro["tokens"][0, place] == micro.targets[0, place] == micro["logp"][0, place] == 0
+            )
             continue
         assert owner[place] == which
         held, t = STORED[int(micro.trajectory_id[which])], int(position[place])
@@ -99,7 +108,10 @@ def check_fields(micro: MicroBatch, first: int) -> None:
 
 
 def test_without_tokens_steps_stand_at_their_places() -> None:
-    columns = {"state": {"dtype": "float32", "shape": [2], "rows": "T+1"}, "action": {"dtype": "int64"}}
+    columns = {
+        "state": {"dtype": "float32", "shape": [2], "rows": "T+1"},
+        "action": {"dtype": "int64"},
+    }
     fields = {"state": {}, "next": {"column": "state", "offset": 1}, "action": {}, "timestep": {}}
     with Replay(section(columns, fields=fields, rollout={"trajectories": 5})) as replay:
         for length in (3, 60, 1, 7, 20):
@@ -162,7 +174,9 @@ def test_fewer_trajectories_than_ranks_leave_packs_of_padding() -> None:
             for micro in micros(seen_by(rollout, place)):
                 counts.append(micro.num_trajectories)
                 total += float(micro.sum(torch.ones_like(micro["logp"]))) / 5
-                assert micro.num_trajectories or (micro["tokens"].shape == (1, 16) and micro.max_seqlen == 16)
+                assert micro.num_trajectories or (
+                    micro["tokens"].shape == (1, 16) and micro.max_seqlen == 16
+                )
                 assert micro.reported.shape == (micro.num_trajectories, 8)
         assert sum(counts) == 3
         assert 0 in counts
@@ -198,7 +212,9 @@ def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: b
             for step in range(2):
                 own = [STORED[ids[item]] for item in items[step]]
                 values = [one["logp"][1:][one["loss_mask"][1:]] for one in own]
-                assert sums[step] == pytest.approx(mean_of(values, normalize, count_masked), rel=1e-6)
+                assert sums[step] == pytest.approx(
+                    mean_of(values, normalize, count_masked), rel=1e-6
+                )
                 assert shares[step] == pytest.approx(1)
 
 
@@ -269,7 +285,9 @@ def test_every_micro_batch_of_a_forward_must_be_filled(rollout: Any) -> None:
             for _ in range(times[min(number, 2)]):
                 micro.fill(x=micro["logp"])
 
-    with pytest.raises(StoreError, match=r"'x' must be filled in each of the \d+ micro batches, got \d"):
+    with pytest.raises(
+        StoreError, match=r"'x' must be filled in each of the \d+ micro batches, got \d"
+    ):
         forward([2, 0, 1])  # as many fills as micro batches
     forward([2, 2, 2])  # the last one counts
 
@@ -336,7 +354,9 @@ def test_members_that_do_not_count_are_no_part_of_the_baseline(data: Any, kind: 
 def test_masked_responses_are_no_part_of_the_baseline() -> None:
     """An overlong response, whose loss is masked, leaves the advantages of its group as they are."""
     for option, counts, wanted in ((False, None, 0.0), (True, None, 33.0), (False, True, 33.0)):
-        config = section(rollout={"trajectories": 3}, loss={"normalize": "token", "count_masked": option})
+        config = section(
+            rollout={"trajectories": 3}, loss={"normalize": "token", "count_masked": option}
+        )
         with Replay(config) as replay:
             for response, reward in zip(responses(3), (1.0, 1.0, 100.0), strict=True):
                 mask = np.full(len(response["tokens"]), reward == 1)
@@ -415,7 +435,9 @@ def test_a_loop_that_ends_early_ends_the_rollout_batch(after: str, tmp_path: Pat
             break
         assert replay._loader.next_key == 1
         assert replay.state_dict().get("rollout") is None
-        with pytest.raises(StoreError, match="rollout batch 0 must not be used after its loop has ended"):
+        with pytest.raises(
+            StoreError, match="rollout batch 0 must not be used after its loop has ended"
+        ):
             rollout.advantages()
         replay.save(tmp_path)
         second = replay.rollout().trajectory_id.tolist()
@@ -448,7 +470,9 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
     sampler: dict[str, Any] = {"kind": "prioritized", "alpha": 1.0}
     if tables == 2:
         sampler = {"kind": "mixture", "shares": {"one": 0.5, "two": 0.5}, "of": sampler}
-    config = section(tables=dict.fromkeys(names, TABLE), sampler=sampler, rollout={"trajectories": 12})
+    config = section(
+        tables=dict.fromkeys(names, TABLE), sampler=sampler, rollout={"trajectories": 12}
+    )
     with Replay(config) as replay:
         for response in responses(20):
             for name in names:
@@ -464,14 +488,18 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
                 replay.update_priorities(micro, own)
                 ids, sources = micro.trajectory_id.tolist(), micro.host_source.tolist()
                 for source, number, one in zip(sources, ids, own.tolist(), strict=True):
-                    wanted[names[source], number] = max(one, wanted.get((names[source], number), 0.0))
+                    wanted[names[source], number] = max(
+                        one, wanted.get((names[source], number), 0.0)
+                    )
                 with pytest.raises(ShapeError, match="one for each trajectory"):
                     replay.update_priorities(micro, own[:, None])
         assert len({name for name, _ in wanted}) == tables
         replay.rollout()
         for name in names:
             ids = [number for one, number in wanted if one == name]
-            assert replay.priorities(ids, table=name).tolist() == [wanted[name, number] for number in ids]
+            assert replay.priorities(ids, table=name).tolist() == [
+                wanted[name, number] for number in ids
+            ]
 
 
 @pytest.mark.parametrize(
@@ -492,7 +520,10 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
             "data.split must not be given",
         ),
         ({"batch_size": 4}, "gear.batch_size must not be given with gear.pack"),
-        ({"fields": {"logp": {"length": 3}}}, "gear.fields.logp.length must not be given with gear.pack"),
+        (
+            {"fields": {"logp": {"length": 3}}},
+            "gear.fields.logp.length must not be given with gear.pack",
+        ),
         ({"loss": {"normalize": "group"}}, 'where gear.sampler.unit is not "group"'),
         ({"pack": {"tokens": 64, "cost": [0, 0]}}, "gear.pack.cost must be two whole numbers"),
         ({"pack": {"tokens": 64, "pad": {"multiple": 65}}}, "must be at least gear.pack.pad"),
@@ -506,12 +537,18 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize(
     ("column", "changed", "text"),
     [
-        ("loss_mask", None, "the column of the role loss_mask of table a, loss_mask (bool), got 'none'"),
+        (
+            "loss_mask",
+            None,
+            "the column of the role loss_mask of table a, loss_mask (bool), got 'none'",
+        ),
         ("loss_mask", {"dtype": "uint8", "role": "loss_mask"}, "got 'loss_mask (uint8)'"),
         ("tokens", {"dtype": "int32"}, "the role token of table a, tokens (int32), got 'none'"),
     ],
 )
-def test_tables_of_a_mixture_have_equal_tokens_and_masks(column: str, changed: Any, text: str) -> None:
+def test_tables_of_a_mixture_have_equal_tokens_and_masks(
+    column: str, changed: Any, text: str
+) -> None:
     columns = {name: one for name, one in {**COLUMNS, column: changed}.items() if one is not None}
     tables = {"a": TABLE, "b": {**TABLE, "schema": {"columns": columns}}}
     mixture = {"kind": "mixture", "shares": {"a": 0.5, "b": 0.5}, "of": {"kind": "uniform"}}
@@ -526,21 +563,35 @@ def test_wrong_calls_are_refused(rollout: Any) -> None:
     micro, short = next(iter(step)), r"forward: tokens must hold the longest .* in multiples of 16"
     wrong: list[tuple[Any, Any, str]] = [
         (lambda: next(rollout.forward("logp")), FieldError, "must not be named like a field"),
-        (lambda: first.fill(y=first["logp"]), FieldError, "must be one of those that forward names"),
+        (
+            lambda: first.fill(y=first["logp"]),
+            FieldError,
+            "must be one of those that forward names",
+        ),
         (lambda: rollout.whiten("x"), FieldError, "filled or set before"),
         (lambda: rollout.advantages(reward="logp"), ConfigError, "one value per trajectory"),
         (lambda: next(rollout.forward("x", tokens=20)), ConfigError, short),
         (lambda: next(rollout.forward("x", tokens=longest)), ConfigError, short),
         (lambda: next(rollout.forward("x", tokens=0)), ConfigError, "tokens must be an integer"),
-        (lambda: micro.fill(x=0), FieldError, r"must be filled in micro batches of Rollout\.forward"),
-        (lambda: next(iter(step)), StoreError, "train step 0 of rollout batch 0 must be iterated once"),
+        (
+            lambda: micro.fill(x=0),
+            FieldError,
+            r"must be filled in micro batches of Rollout\.forward",
+        ),
+        (
+            lambda: next(iter(step)),
+            StoreError,
+            "train step 0 of rollout batch 0 must be iterated once",
+        ),
     ]
     for call, error, text in wrong:
         with pytest.raises(error, match=text):
             call()
 
 
-MASKED = [{**response, "loss_mask": np.arange(len(response["tokens"])) < 1} for response in STORED[:8]]
+MASKED = [
+    {**response, "loss_mask": np.arange(len(response["tokens"])) < 1} for response in STORED[:8]
+]
 
 
 @pytest.mark.parametrize("source", ["rollout", "step", "data set"])
@@ -563,10 +614,15 @@ def test_steps_without_loss_tokens_are_logged_once(
         steps = replay.rollout() if source == "rollout" else (replay.step() for _ in range(2))
         for step in steps:
             assert sum(float(micro.sum(torch.ones_like(micro.targets))) for micro in step) == 0.0
-    (text,) = [one.getMessage() for one in caplog.records if "counts in the loss" in one.getMessage()]
+    (text,) = [
+        one.getMessage() for one in caplog.records if "counts in the loss" in one.getMessage()
+    ]
     tokens = sum(len(response["tokens"]) for response in MASKED[:4])
     if source == "step":
-        assert f"train step 0 of rollout batch 0: none of the {tokens} steps of its 4 trajectories" in text
+        assert (
+            f"train step 0 of rollout batch 0: none of the {tokens} steps of its 4 trajectories"
+            in text
+        )
     assert "the loss mask is column loss_mask, and the first token" in text
     assert "1 of 1 train steps" in text
 

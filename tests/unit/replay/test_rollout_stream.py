@@ -35,8 +35,12 @@ def test_batches_of_tokens_divide_the_stream(tokens: int, most: int) -> None:
             batches.append(rollout.trajectory_id.tolist())
             trained = [i for micro in micros(rollout) for i in micro.trajectory_id.tolist()]
             assert sorted(trained) == sorted(batches[-1])
-    with filled(section(rollout={"trajectories": most}, sampler={"kind": "epoch"}), count=97) as whole:
-        stream = [i for _ in range(-(-97 // most) + 1) for i in whole.rollout().trajectory_id.tolist()]
+    with filled(
+        section(rollout={"trajectories": most}, sampler={"kind": "epoch"}), count=97
+    ) as whole:
+        stream = [
+            i for _ in range(-(-97 // most) + 1) for i in whole.rollout().trajectory_id.tolist()
+        ]
     taken = [i for batch in batches for i in batch]
     assert taken == stream[: len(taken)]
     steps = [len(response["tokens"]) for response in responses(97)]
@@ -66,7 +70,9 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
         assert all(len(ids) == len(set(ids)) for ids in taken.values())
     table = {"a": {**TABLE, "group": {"column": "prompt", "size": 4}}}
     size = {"groups": 3, "tokens": 120}
-    with filled(section(tables=table, sampler={"kind": "fifo", "unit": "group"}, rollout=size)) as replay:
+    with filled(
+        section(tables=table, sampler={"kind": "fifo", "unit": "group"}, rollout=size)
+    ) as replay:
         for number in range(8):
             rollout = replay.rollout()
             lengths = np.bincount(rollout.group.numpy(), rollout.lengths.numpy())  # of each item
@@ -78,7 +84,9 @@ def test_batches_of_tokens_have_whole_items_of_all_tables() -> None:
 
 @pytest.mark.parametrize("middle", [False, True])
 def test_batches_of_tokens_continue(middle: bool, tmp_path: Path) -> None:
-    config = section(rollout={"trajectories": 12, "tokens": 200, "minibatches": 2}, sampler={"kind": "fifo"})
+    config = section(
+        rollout={"trajectories": 12, "tokens": 200, "minibatches": 2}, sampler={"kind": "fifo"}
+    )
 
     def packs(rollout: Rollout) -> list[list[int]]:
         return [micro.trajectory_id.tolist() for micro in micros(rollout)]
@@ -133,7 +141,9 @@ def trained(rollout: Rollout) -> list[list[tuple[Any, ...]]]:
 
 @pytest.mark.parametrize("steps_done", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["fifo", "uniform", "epoch"])
-def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tmp_path: Path) -> None:
+def test_a_rollout_is_resumed_between_minibatches(
+    kind: str, steps_done: int, tmp_path: Path
+) -> None:
     size = {"trajectories": 12, "minibatches": 2, "epochs": 2}
     config = section(sampler={"kind": kind}, rollout=size)
     with filled(config) as replay:
@@ -160,7 +170,10 @@ def test_a_rollout_is_resumed_between_minibatches(kind: str, steps_done: int, tm
         assert (trained(resumed), other.rollout().trajectory_id.tolist()) == wanted
         other.save(tmp_path / "between")
         assert not list((tmp_path / "between").glob("rollout.*"))
-    longer, text = section(sampler={"kind": kind}, rollout={**size, "epochs": 3}), "size of this config"
+    longer, text = (
+        section(sampler={"kind": kind}, rollout={**size, "epochs": 3}),
+        "size of this config",
+    )
     with Replay(longer) as other, pytest.raises(CheckpointError, match=text):
         other.load(tmp_path)
 
@@ -176,7 +189,9 @@ def test_a_rollout_is_not_resumed_with_other_lengths(tmp_path: Path) -> None:
         replay.save(tmp_path)
     with Replay({**config, "pack": {**pack, "tokens": 32}}) as other:
         other.load(tmp_path)
-        with pytest.raises(CheckpointError, match=f"must have the {number} steps with which it was saved"):
+        with pytest.raises(
+            CheckpointError, match=f"must have the {number} steps with which it was saved"
+        ):
             other.rollout()
     with Replay({**config, "pack": {**pack, "plan_width": 3}}) as other:
         other.load(tmp_path)
@@ -200,14 +215,19 @@ def test_a_save_in_the_last_step_resumes_after_the_rollout_batch(tmp_path: Path)
 # ---- over nodes ------------------------------------------------------------------------------------
 
 
-TYPES = {"half": {"dtype": "bfloat16", "rows": "1"}, "pair": {"dtype": "float64", "shape": [2], "rows": "1"}}
+TYPES = {
+    "half": {"dtype": "bfloat16", "rows": "1"},
+    "pair": {"dtype": "float64", "shape": [2], "rows": "1"},
+}
 LATE = {"score": {"dtype": "float32", "rows": "1", "late": True}}
 
 
 def spread_over(num_nodes: int, index: int, **more: Any) -> Any:
     """Return how the nodes of a table exchange its rows."""
     replica_nodes = np.eye(num_nodes, dtype=bool)
-    plan = SimpleNamespace(final_row=0, num_nodes=num_nodes, index=index, replica_nodes=replica_nodes)
+    plan = SimpleNamespace(
+        final_row=0, num_nodes=num_nodes, index=index, replica_nodes=replica_nodes
+    )
     return SimpleNamespace(plan=plan, **more)
 
 
@@ -261,7 +281,9 @@ def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
     """And records are reported by the shard that holds them."""
     whole = replay.rollout().reader.columns
     nodes = Nodes(whole)
-    assert nodes.columns(0).records.resolutions[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
+    assert (
+        nodes.columns(0).records.resolutions[:, Resolution.SLOT].tolist() == nodes._origins.tolist()
+    )
     for name in ("reward", "prompt", "half", "pair"):
         found = nodes.together(lambda columns: columns.values(name))  # noqa: B023
         np.testing.assert_array_equal(found, whole.values(name))
@@ -285,7 +307,10 @@ def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, sh
         return ""
 
     found = nodes.together(read)
-    assert f"late column score must be filled before it is read, got 'absent in 1 of {len(ids)}" in found
+    assert (
+        f"late column score must be filled before it is read, got 'absent in 1 of {len(ids)}"
+        in found
+    )
 
 
 def test_ranks_compare_what_they_read_and_which_step_they_train(
@@ -296,7 +321,9 @@ def test_ranks_compare_what_they_read_and_which_step_they_train(
     context = replace(columns.context, is_spread=True)
     rollout = Rollout(0, PackReader(RolloutColumns(columns.tables, context)), lambda: None)
     compared: list[Any] = []
-    monkeypatch.setattr(context.control_plane, "compare", lambda what, value: compared.append((what, value)))
+    monkeypatch.setattr(
+        context.control_plane, "compare", lambda what, value: compared.append((what, value))
+    )
     rollout.values("reward")
     next(iter(rollout.step(1)))
     next(rollout.forward("old_logp", tokens=256))
@@ -339,7 +366,9 @@ def test_an_exchange_that_fails_is_made_again() -> None:
     def placed() -> list[int]:
         return part.rows[:, Resolution.FIRST_ROW].tolist()
 
-    packs: Any = SimpleNamespace(index=np.array([0, 1]), replica=np.array([1, 0]))  # each needs the other's
+    packs: Any = SimpleNamespace(
+        index=np.array([0, 1]), replica=np.array([1, 0])
+    )  # each needs the other's
     with pytest.raises(PeerError):
         reader.fetch(packs)
     assert placed() == [0, 0]

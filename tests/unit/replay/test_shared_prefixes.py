@@ -83,9 +83,18 @@ def loss_places(micro: MicroBatch) -> dict[tuple[int, int], tuple[float, ...]]:
     at = micro.loss_mask[0].nonzero()[:, 0]
     ids = micro.trajectory_id[micro.sequence[0, at]].tolist()
     keys = zip(ids, micro.position_ids[0, at].tolist(), strict=True)
-    columns = [micro["tokens"], micro.targets, micro["logp"], micro["value"], micro["x"], micro.weight]
+    columns = [
+        micro["tokens"],
+        micro.targets,
+        micro["logp"],
+        micro["value"],
+        micro["x"],
+        micro.weight,
+    ]
     assert all(column is not None for column in columns)
-    return dict(zip(keys, torch.stack([c[0, at].double() for c in columns], 1).tolist(), strict=True))
+    return dict(
+        zip(keys, torch.stack([c[0, at].double() for c in columns], 1).tolist(), strict=True)
+    )
 
 
 def check_trajectories(micro: MicroBatch, stored: list[dict[str, Any]], most: int) -> None:
@@ -97,7 +106,8 @@ def check_trajectories(micro: MicroBatch, stored: list[dict[str, Any]], most: in
         assert micro.position_ids[0, steps].tolist() == list(range(int(steps.sum())))
     assert torch.equal(mask, mask.tril())
     assert (
-        mask.sum(1)[: micro.num_tokens].tolist() == (micro.position_ids[0, : micro.num_tokens] + 1).tolist()
+        mask.sum(1)[: micro.num_tokens].tolist()
+        == (micro.position_ids[0, : micro.num_tokens] + 1).tolist()
     )
 
 
@@ -109,8 +119,14 @@ def test_loss_places_columns_and_weights_are_those_without(tokens: int, seed: in
     for prefix in ("own", "share"):
         with rolled_out(gear(prefix, tokens, pack=cut), stored) as rollout:
             for micro in rollout.forward("x", tokens=2 * tokens):
-                micro.fill(x=(micro["tokens"] * 1000 + micro.position_ids + micro.targets / 64).float())
-            found: dict[str, Any] = {"column": rollout.column("x").tolist(), "places": {}, "ids": []}
+                micro.fill(
+                    x=(micro["tokens"] * 1000 + micro.position_ids + micro.targets / 64).float()
+                )
+            found: dict[str, Any] = {
+                "column": rollout.column("x").tolist(),
+                "places": {},
+                "ids": [],
+            }
             for world in (1, 3):
                 places = 0
                 for place in ranks_of(world):
@@ -181,9 +197,14 @@ def test_the_plan_of_least_cost_is_chosen() -> None:
             step = seen_by(rollout, ranks_of(world)[0]).step(0)
             assert (step.shared_tokens, len(step)) == (saved, 1 + (world == 1))
     with rolled_out({**config, "pack": {**config["pack"], "plan_width": 8}}, stored) as rollout:
-        assert [seen_by(rollout, ranks_of(n)[0]).step(0).shared_tokens for n in (1, 2, 4, 8)] == [0] * 4
+        assert [seen_by(rollout, ranks_of(n)[0]).step(0).shared_tokens for n in (1, 2, 4, 8)] == [
+            0
+        ] * 4
     stored = groups_of([[number // SIZE] * 10 for number in range(3 * SIZE)], 15)
-    for pad, seen in (("multiple", (9 * 9, 3)), ("budget", (6 * 9, 2))):  # 3 of 73 places, or 6 of 41
+    for pad, seen in (
+        ("multiple", (9 * 9, 3)),
+        ("budget", (6 * 9, 2)),
+    ):  # 3 of 73 places, or 6 of 41
         pack = {"pad": {"to": pad, "multiple": 16}}
         with rolled_out(gear("share", rollout={"groups": 3}, pack=pack), stored) as rollout:
             step = rollout.step(0)
@@ -223,16 +244,29 @@ def test_a_step_continues_after_a_load(tmp_path: Path) -> None:
     ("options", "text"),
     [
         ({"pack": {"max_trajectories": 4}}, "gear.pack.max_trajectories must not be given with"),
-        ({"sampler": {"kind": "fifo"}, "rollout": {"trajectories": 4}}, "gear.sampler.unit must be"),
-        ({"fields": {"logp": {"offset": -1}}}, "gear.fields.logp must be of the same or a later step"),
+        (
+            {"sampler": {"kind": "fifo"}, "rollout": {"trajectories": 4}},
+            "gear.sampler.unit must be",
+        ),
+        (
+            {"fields": {"logp": {"offset": -1}}},
+            "gear.fields.logp must be of the same or a later step",
+        ),
         ({"fields": {"timestep": {}}}, "gear.fields.timestep must be of the same or a later step"),
-        ({"tables": {"main": {"loss_mask": None}}}, "gear.pack.prefix must have a loss_mask column"),
+        (
+            {"tables": {"main": {"loss_mask": None}}},
+            "gear.pack.prefix must have a loss_mask column",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
-    config = gear("share", **{name: value for name, value in options.items() if name in ("pack", "fields")})
+    config = gear(
+        "share", **{name: value for name, value in options.items() if name in ("pack", "fields")}
+    )
     if "tables" in options:
-        columns = {name: column for name, column in SCHEMA["columns"].items() if name != "loss_mask"}
+        columns = {
+            name: column for name, column in SCHEMA["columns"].items() if name != "loss_mask"
+        }
         config["tables"] = {"main": {**TABLE, "schema": {"columns": columns}}}
     elif "sampler" in options:
         table = {name: value for name, value in TABLE.items() if name != "group"}
@@ -242,7 +276,8 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "attention"), [("gpt2", "sdpa"), ("llama", "eager"), ("qwen3", "sdpa"), ("gemma", "eager")]
+    ("family", "attention"),
+    [("gpt2", "sdpa"), ("llama", "eager"), ("qwen3", "sdpa"), ("gemma", "eager")],
 )
 def test_gradients_are_those_of_one_trajectory_at_a_time(family: str, attention: str) -> None:
     """In float32, as part of the largest gradient. Flex attention has none on a CPU."""
@@ -276,7 +311,10 @@ def test_models_are_checked_with_shared_prefixes(monkeypatch: pytest.MonkeyPatch
                 tiny("mistral", "sdpa"),
                 r"\(mistral\) must be exact: a mask of .* \(sliding_attention\); leave",
             ),
-            (tiny("llama", "flash_attention_2"), "sdpa or eager with .*, got 'flash_attention_2'; load the"),
+            (
+                tiny("llama", "flash_attention_2"),
+                "sdpa or eager with .*, got 'flash_attention_2'; load the",
+            ),
         ):
             with pytest.raises(ConfigError, match=text):
                 replay.check_packing(model)
@@ -286,7 +324,11 @@ def test_models_are_checked_with_shared_prefixes(monkeypatch: pytest.MonkeyPatch
             return {**own(model, micro), "attention_mask": None}
 
         monkeypatch.setattr(micro_batch, "mask_inputs", ignored)
-        with pytest.raises(ConfigError, match=r"a pack of LlamaForCausalLM .* on their logits alone"):
+        with pytest.raises(
+            ConfigError, match=r"a pack of LlamaForCausalLM .* on their logits alone"
+        ):
             replay.check_packing(tiny("llama", "sdpa"))
-        with pytest.raises(ConfigError, match=r'gear\.pack\.prefix must be "own" with sequence ranks'):
+        with pytest.raises(
+            ConfigError, match=r'gear\.pack\.prefix must be "own" with sequence ranks'
+        ):
             check_ranks(replay.config, 1, 2, 1)

@@ -26,7 +26,10 @@ from deepspeed_gear.store.records import SharedPrompt
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 SIZE, MOST, GROUPS = 4, 60, 6
-LATE = {"ref": {"dtype": "float32", "late": True}, "score": {"dtype": "float32", "rows": "1", "late": True}}
+LATE = {
+    "ref": {"dtype": "float32", "late": True},
+    "score": {"dtype": "float32", "rows": "1", "late": True},
+}
 SCHEMA = {
     "columns": {
         **COLUMNS,
@@ -35,7 +38,13 @@ SCHEMA = {
         "image": {"dtype": "int64", "role": "media"},
     }
 }
-FIELDS: dict[str, Any] = {"tokens": {}, "logp": {}, "reward": {}, "value": {"offset": 0}, "image": {}}
+FIELDS: dict[str, Any] = {
+    "tokens": {},
+    "logp": {},
+    "reward": {},
+    "value": {"offset": 0},
+    "image": {},
+}
 EVERY = ("tokens", "logp", "value", "reward", "image")
 
 
@@ -64,12 +73,22 @@ def groups(seed: int = 0) -> list[list[dict[str, Any]]]:
 
 
 def gear(prompts: Path | None, **options: Any) -> dict[str, Any]:
-    table = {"capacity_steps": 4000, "max_length": MOST, "schema": SCHEMA, "media": MEDIA, "writers": 2}
+    table = {
+        "capacity_steps": 4000,
+        "max_length": MOST,
+        "schema": SCHEMA,
+        "media": MEDIA,
+        "writers": 2,
+    }
     table |= {"group": {"column": "prompt", "size": SIZE}, "max_times_sampled": 1}
     if prompts is not None:
         table["prompts"] = {"data": str(prompts), "max_lag": 3}
     pack = {"tokens": 128, "pad": {"multiple": 16}, **options.pop("pack", {})}
-    given = {"fields": FIELDS, "rollout": {"groups": 3}, "sampler": {"kind": "fifo", "unit": "group"}}
+    given = {
+        "fields": FIELDS,
+        "rollout": {"groups": 3},
+        "sampler": {"kind": "fifo", "unit": "group"},
+    }
     return section(**copy.deepcopy({"tables": {"main": table}, "pack": pack, **given, **options}))
 
 
@@ -98,7 +117,9 @@ def both(tmp_path: Path, **options: Any) -> Iterator[list[Replay]]:
 
 def fill(replay: Replay) -> None:
     for micro in replay.forward("ref", "score", tokens=256):
-        micro.fill(ref=(micro["tokens"] * 100 + micro.position_ids).float(), score=micro.lengths.float())
+        micro.fill(
+            ref=(micro["tokens"] * 100 + micro.position_ids).float(), score=micro.lengths.float()
+        )
 
 
 def same(one: Any, other: Any) -> None:
@@ -111,13 +132,26 @@ def same(one: Any, other: Any) -> None:
 
 def everything(micro: Any) -> list[torch.Tensor]:
     numbers = [micro.loss_mask, micro.weight, micro.targets, micro.position_ids, micro.sequence]
-    return [*(micro[name] for name in EVERY), *numbers, micro.trajectory_id, *micro.media.columns.values()]
+    return [
+        *(micro[name] for name in EVERY),
+        *numbers,
+        micro.trajectory_id,
+        *micro.media.columns.values(),
+    ]
 
 
-@pytest.mark.parametrize(("prefix", "tokens"), [("own", 128), ("share", 128), ("own", 16), ("share", 32)])
-def test_packs_and_columns_are_those_of_whole_trajectories(tmp_path: Path, prefix: str, tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("prefix", "tokens"), [("own", 128), ("share", 128), ("own", 16), ("share", 32)]
+)
+def test_packs_and_columns_are_those_of_whole_trajectories(
+    tmp_path: Path, prefix: str, tokens: int
+) -> None:
     """On any ranks; a budget of 16 or 32 cuts trajectories, those of 16 within their prompts."""
-    pack = {"prefix": prefix, "tokens": tokens, "too_long": "refuse" if tokens > MOST else "truncate"}
+    pack = {
+        "prefix": prefix,
+        "tokens": tokens,
+        "too_long": "refuse" if tokens > MOST else "truncate",
+    }
     with both(tmp_path, pack=pack) as replays:
         table = replays[0].tables["main"]
         assert table.shared_prompts is not None
@@ -130,7 +164,9 @@ def test_packs_and_columns_are_those_of_whole_trajectories(tmp_path: Path, prefi
             rollouts = [replay.rollout() for replay in replays]
             for rollout in rollouts:
                 for micro in rollout.forward("x", tokens=2 * tokens):
-                    micro.fill(x=(micro["tokens"] * 1000 + micro.targets).float() + micro.position_ids)
+                    micro.fill(
+                        x=(micro["tokens"] * 1000 + micro.targets).float() + micro.position_ids
+                    )
                 rollout.advantages("gae", value="value", reward="reward")
             for name in rollouts[0].columns:
                 assert torch.equal(*(rollout.column(name) for rollout in rollouts)), name
@@ -170,7 +206,9 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
     exported = [str(tmp_path / f"{name}.parquet") for name in ("living", "saved")]
 
     def config(**options: Any) -> dict[str, Any]:
-        made = gear(data, **{"fields": fields, "rollout": {"groups": 3, "minibatches": 3}, **options})
+        made = gear(
+            data, **{"fields": fields, "rollout": {"groups": 3, "minibatches": 3}, **options}
+        )
         del made["tables"]["main"]["media"]
         made["tables"]["main"]["schema"] = {"columns": plain}
         return made
@@ -179,7 +217,9 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
         with replay.rollout_worker() as worker:
             for lease in worker.lease(GROUPS)[::-1]:  # so that a load gives other slots
                 members = groups()[lease.number]
-                lease.commit([{name: one[name] for name in one if name != "image"} for one in members])
+                lease.commit(
+                    [{name: one[name] for name in one if name != "image"} for one in members]
+                )
         fill(replay)
         expected, packs, pid = replay.read(range(GROUPS * SIZE)), [], str(os.getpid())
         store = next(one for one in living_stores(os.getpid()) if one.run.id == replay.run)
@@ -192,11 +232,17 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
             if step.number == 0:
                 replay.save(tmp_path / "save")
     assert (
-        run_command(export, str(tmp_path / "save"), str(tmp_path / "saved.parquet"), "--format=parquet") == 0
+        run_command(
+            export, str(tmp_path / "save"), str(tmp_path / "saved.parquet"), "--format=parquet"
+        )
+        == 0
     )
     without = config()
     del without["tables"]["main"]["prompts"]
-    with Replay(without) as other, pytest.raises(CheckpointError, match="into a table with prompts"):
+    with (
+        Replay(without) as other,
+        pytest.raises(CheckpointError, match="into a table with prompts"),
+    ):
         other.load(tmp_path / "save")
     larger = config()
     larger["tables"]["main"] |= {"capacity_steps": 5000, "capacity_trajectories": 300}
@@ -207,7 +253,9 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
         same(other.read(range(3 * SIZE)), expected[: 3 * SIZE])  # the next batch: the last leases
     for file in exported:
         # A batch in training is not exported: that of the first leases, which were committed last.
-        for trajectory, tokens in zip(expected, parquet.read_table(file)["tokens"].to_pylist(), strict=False):
+        for trajectory, tokens in zip(
+            expected, parquet.read_table(file)["tokens"].to_pylist(), strict=False
+        ):
             assert trajectory["tokens"].tolist() == tokens
 
 
@@ -225,7 +273,9 @@ def test_trajectories_that_are_dropped_count_with_their_prompts(tmp_path: Path) 
             lease.commit(members[lease.number])
         list(replay.rollout().step(0))
         stale = replay.statistics()["stale"]["main"]
-        assert stale["steps"] == sum(len(one["tokens"]) for number in (2, 3) for one in members[number])
+        assert stale["steps"] == sum(
+            len(one["tokens"]) for number in (2, 3) for one in members[number]
+        )
 
 
 def test_what_was_trained_is_read_only_with_its_prompt(tmp_path: Path) -> None:

@@ -23,7 +23,9 @@ def visited(replay: Replay, stream: str) -> list[tuple[int, int]]:
     found = []
     for batch in replay.iterator(stream):
         assert batch.is_weight.tolist() == batch.valid.float().tolist()
-        found += map(tuple, torch.stack([batch.trajectory_id, batch.anchor], 1)[batch.valid].tolist())
+        found += map(
+            tuple, torch.stack([batch.trajectory_id, batch.anchor], 1)[batch.valid].tolist()
+        )
     return found
 
 
@@ -67,7 +69,9 @@ def test_evaluation_does_not_disturb_training(data: Path, prefetch: int) -> None
         visited(replay, "test")
         visited(replay, "eval")
         check()
-        with pytest.raises(ConfigError, match="stream must be one of train, eval, test, got 'evil'"):
+        with pytest.raises(
+            ConfigError, match="stream must be one of train, eval, test, got 'evil'"
+        ):
             replay.iterator("evil")
 
 
@@ -125,7 +129,10 @@ def test_states_of_other_runs_are_refused(data: Path, tmp_path: Path) -> None:
         with offline(data, **change) as replay, pytest.raises(CheckpointError, match=text):
             replay.load_state_dict(state)
     other = write_dataset(tmp_path / "other", LENGTHS[:-1])
-    with offline(other) as replay, pytest.raises(CheckpointError, match="use the data set that the"):
+    with (
+        offline(other) as replay,
+        pytest.raises(CheckpointError, match="use the data set that the"),
+    ):
         replay.load_state_dict(state)
 
 
@@ -164,7 +171,9 @@ def test_prepared_batches_outlive_a_pause() -> None:
 
 
 def test_adding_while_batches_are_prepared() -> None:
-    with online(prefetch=4, tables={"main": {"capacity_steps": 400, "capacity_trajectories": 20}}) as replay:
+    with online(
+        prefetch=4, tables={"main": {"capacity_steps": 400, "capacity_trajectories": 20}}
+    ) as replay:
         for number in range(200):
             if len(replay) == 15:
                 replay.remove([number - 15])
@@ -201,7 +210,9 @@ STEPS = {"kind": "prioritized", "unit": "step"}
 ROOM = {"capacity_steps": 1000, "capacity_trajectories": 50}
 
 
-def mixture(of: dict[str, Any], shares: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def mixture(
+    of: dict[str, Any], shares: dict[str, Any] | None = None, **options: Any
+) -> dict[str, Any]:
     sampler = {"kind": "mixture", "shares": shares or {"a": 0.25, "b": 0.75}, "of": of}
     return {"tables": {"a": ROOM, "b": ROOM}, "sampler": sampler, "batch_size": 16, **options}
 
@@ -243,7 +254,11 @@ def test_epochs_visit_each_item_of_each_table_once() -> None:
         seen: Counter[tuple[int, int, int]] = Counter()
         for _ in range(100):
             batch = replay.sample()
-            seen.update(map(tuple, torch.stack([batch.source, batch.epoch, batch.trajectory_id], 1).tolist()))
+            seen.update(
+                map(
+                    tuple, torch.stack([batch.source, batch.epoch, batch.trajectory_id], 1).tolist()
+                )
+            )
         assert replay.take_metrics()["epoch"] in (9.0, 10.0)  # of the first table
     assert set(seen.values()) == {1}
     for place in ((0, 0), (1, 28)):
@@ -256,9 +271,13 @@ def test_priorities_go_to_the_tables_they_are_of(in_parts: bool) -> None:
         batch = replay.sample()
         values = 1 + batch.source + batch.trajectory_id.float()
         bad = torch.where(torch.arange(16) == 15, -1, values + 9)
-        with pytest.raises(DataError, match="must be finite and at least 0"):  # of one table: changes none
+        with pytest.raises(
+            DataError, match="must be finite and at least 0"
+        ):  # of one table: changes none
             replay.update_priorities(batch, bad)
-        parts = [batch[batch.source == 1], Batch.cat([batch[2:4], batch[:2]])] if in_parts else [batch]
+        parts = (
+            [batch[batch.source == 1], Batch.cat([batch[2:4], batch[:2]])] if in_parts else [batch]
+        )
         for part in parts:
             replay.update_priorities(part, values[part.sample_index])
         replay.sample()
@@ -277,7 +296,9 @@ def test_an_empty_table_matters_when_it_has_a_share() -> None:
         replay.add(trajectory(0, 3), "b")
         for _ in range(2):
             assert replay.sample().source.unique().tolist() == [1]
-        with pytest.raises(StoreError, match="table a must hold at least one item that the sampler admits"):
+        with pytest.raises(
+            StoreError, match="table a must hold at least one item that the sampler admits"
+        ):
             replay.sample()
         replay.add(trajectory(0, 3), "a")
         assert replay.sample().source.tolist() == [0] * 8 + [1] * 8
@@ -302,7 +323,9 @@ def test_a_checkpoint_continues_all_tables(tmp_path: Path, prefetch: int) -> Non
 
 def test_tables_must_agree_in_what_is_read() -> None:
     other = Schema([replace(SCHEMA["observation"], dtype="float64"), *list(SCHEMA)[1:]])
-    with pytest.raises(ConfigError, match=r"fields\.observation must have the same column in tables a and b"):
+    with pytest.raises(
+        ConfigError, match=r"fields\.observation must have the same column in tables a and b"
+    ):
         Replay(mixture({}), schemas={"a": SCHEMA, "b": other})
     with Replay(mixture({}, fields={"reward": {}}), schemas={"a": SCHEMA, "b": other}) as replay:
         assert [field.name for field in replay.fields] == ["reward"]

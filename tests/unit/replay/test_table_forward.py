@@ -51,7 +51,9 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
     assert not made.can_sample()  # the field "value" is absent
     for micro in made.forward("ref", "value", "score", tokens=256):
         weight += float(micro.weight.sum())
-        assert micro.group.tolist() == micro.trajectory_id.tolist()  # also where packs are in another order
+        assert (
+            micro.group.tolist() == micro.trajectory_id.tolist()
+        )  # also where packs are in another order
         assert "ref" not in micro
         assert "value" not in micro
         masks = [np.append(STORED[i]["loss_mask"][1:], False) for i in micro.trajectory_id.tolist()]
@@ -72,7 +74,9 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
 
 
 @pytest.mark.parametrize("sequence", [1, 2])
-def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(made: Replay, sequence: int) -> None:
+def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(
+    made: Replay, sequence: int
+) -> None:
     loader, slices, passes = made._loader, list[Any](), []
     assert loader is not None
     context = loader.context
@@ -90,7 +94,9 @@ def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(made: Replay, 
         settings = replace(context.settings, place=where, ranks=others)
         loader.context = replace(context, settings=settings)
         micros = made.forward("ref", "score", tokens=128)
-        passes.append(itertools.chain([next(micros)], micros))  # all of them begin before any is filled
+        passes.append(
+            itertools.chain([next(micros)], micros)
+        )  # all of them begin before any is filled
     seen: list[int] = []
     for step in zip(*passes, strict=True):
         for index, micro in enumerate(step):
@@ -137,7 +143,10 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
     made.add(STORED[0])  # into rows of theirs
     micros.close()
     left = [
-        number for micro in made.forward("ref") for number in micro.trajectory_id.tolist() if fills(micro)
+        number
+        for micro in made.forward("ref")
+        for number in micro.trajectory_id.tolist()
+        if fills(micro)
     ]
     assert not {gone, *others, *later}.intersection(left)
 
@@ -151,7 +160,9 @@ def test_what_is_evicted_before_its_pack_has_no_loss(made: Replay) -> None:
     assert fills(first)
     for micro in micros:
         owner = micro.trajectory_id.repeat_interleave(micro.lengths)
-        assert not micro.loss_mask[0, : micro.num_tokens][torch.isin(owner, torch.tensor(gone))].any()
+        assert not micro.loss_mask[0, : micro.num_tokens][
+            torch.isin(owner, torch.tensor(gone))
+        ].any()
         weight += float(micro.weight.sum())
         fills(micro)
     assert weight == pytest.approx(1)
@@ -167,7 +178,10 @@ def test_replicas_fill_what_their_node_holds() -> None:
 
     def places(nodes: tuple[int, ...], sequence: int = 1) -> list[RankCoordinates]:
         known = tuple(ranks_of(len(nodes) // sequence, sequence))
-        return [fill_place(table, known[rank], Topology(rank, known, nodes)) for rank in range(len(nodes))]
+        return [
+            fill_place(table, known[rank], Topology(rank, known, nodes))
+            for rank in range(len(nodes))
+        ]
 
     found = [(place.data_rank, place.data_world) for place in places((0, 0, 1, 0))]
     assert found == [(0, 3), (1, 3), (0, 1), (2, 3)]
@@ -182,7 +196,10 @@ def test_replicas_fill_what_their_node_holds() -> None:
 @pytest.mark.parametrize("to", ["multiple", "step", "budget"])
 def test_nodes_have_as_many_packs(to: Any, made: Replay) -> None:
     """One without trajectories, with one, and with some of a length."""
-    pack, ops = PackConfig(tokens=128, pad=PackPadConfig(to=to, multiple=16)), made.tables["responses"].ops
+    pack, ops = (
+        PackConfig(tokens=128, pad=PackPadConfig(to=to, multiple=16)),
+        made.tables["responses"].ops,
+    )
     plans = [PlannedPacks(np.full(n, 60), pack, 2, ops) for n in (0, 1, 7)]
     before = [plan.rows.tolist() for plan in plans]
     longest = [plan.rows.max(axis=1).tolist() for plan in plans]
@@ -192,7 +209,9 @@ def test_nodes_have_as_many_packs(to: Any, made: Replay) -> None:
         assert [len(plan.plan.packs(rank)) for rank in range(2)] == [2, 2]
         empty = {"multiple": 16, "budget": 128}
         wanted = (
-            [[n, n] for n in longest[2]] if to == "step" else [*rows, *[[empty[to]] * 2] * (2 - len(rows))]
+            [[n, n] for n in longest[2]]
+            if to == "step"
+            else [*rows, *[[empty[to]] * 2] * (2 - len(rows))]
         )
         assert plan.rows.tolist() == wanted
 
@@ -205,7 +224,9 @@ def test_rows_take_the_values_of_other_places(made: Replay, offset: int) -> None
         records = absent(table, "ref")[::2].copy()
     lengths = records[:, Resolution.NUM_STEPS]
     values, has_place = np.arange(1, lengths.sum() + 1, dtype=np.float32), []
-    for steps, part in zip(lengths.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True):
+    for steps, part in zip(
+        lengths.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True
+    ):
         expected = np.zeros(steps, np.float32)
         for step in range(steps):
             if 0 <= step - offset < steps:

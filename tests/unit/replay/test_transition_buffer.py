@@ -45,7 +45,13 @@ class Recorder(gymnasium.Env[Any, Any]):
 
 def key(before: Any, after: Any, action: Any, reward: Any, terminated: Any, truncated: Any) -> Key:
     ends = bool(terminated), bool(truncated)
-    return (*np.ravel(before).tolist(), *np.ravel(after).tolist(), int(action), float(reward), *ends)
+    return (
+        *np.ravel(before).tolist(),
+        *np.ravel(after).tolist(),
+        int(action),
+        float(reward),
+        *ends,
+    )
 
 
 def buffer(size: int = 20_000, **options: Any) -> TransitionBuffer:
@@ -66,7 +72,9 @@ def sampled(buffer: TransitionBuffer, batches: int) -> set[Key]:
     return found
 
 
-def count(held: TransitionBuffer, steps: int, reward: float = 0.0, ends: bool = False, gap: int = 1) -> None:
+def count(
+    held: TransitionBuffer, steps: int, reward: float = 0.0, ends: bool = False, gap: int = 1
+) -> None:
     """Add the transitions of one environment whose observations are the numbers of the steps."""
     for step in range(0, gap * steps, gap):
         row = np.full(3, step, np.float32)
@@ -88,7 +96,9 @@ def act_in_one(buffer: TransitionBuffer, env: Recorder, steps: int, resets: int 
 @pytest.mark.parametrize("mode", ["next_step", "same_step", "disabled"])
 def test_sampled_transitions_are_those_of_the_environments(mode: str) -> None:
     how = gymnasium.vector.AutoresetMode[mode.upper()]
-    envs = gymnasium.vector.SyncVectorEnv([lambda i=i: Recorder(i) for i in range(3)], autoreset_mode=how)
+    envs = gymnasium.vector.SyncVectorEnv(
+        [lambda i=i: Recorder(i) for i in range(3)], autoreset_mode=how
+    )
     with buffer(n_envs=envs) as held:
         observation, _ = envs.reset()
         for _ in range(150):
@@ -119,20 +129,28 @@ def test_a_reset_by_the_program_begins_a_trajectory_and_loses_nothing() -> None:
     ("mode", "steps", "wanted"),
     [
         # The step that resets is left out, but not the one after a reset by the program.
-        ("next_step", [(0, 1, 0, 1), (1, 0, 0, 0), (2, 2, 1, 0), (7, 3, 0, 0)], [(0, 1), (2, 2), (7, 3)]),
+        (
+            "next_step",
+            [(0, 1, 0, 1), (1, 0, 0, 0), (2, 2, 1, 0), (7, 3, 0, 0)],
+            [(0, 1), (2, 2), (7, 3)],
+        ),
         # After a termination the next observation may be of the next episode: CleanRL's programs replace it
         # by the last one only where an episode was truncated.
         ("same_step", [(0, 1, 1, 0), (1, 2, 0, 0)], [(0, 1), (1, 2)]),
     ],
 )
-def test_what_the_modes_leave_out(mode: Any, steps: list[tuple[int, ...]], wanted: list[Any]) -> None:
+def test_what_the_modes_leave_out(
+    mode: Any, steps: list[tuple[int, ...]], wanted: list[Any]
+) -> None:
     with buffer(autoreset=mode) as held:
         for state, reward, *ends in steps:
             row = np.full(3, state, np.float32)
             held.add(row, row + 1, 0, reward, *map(bool, ends))
         assert len(held) == len(wanted)
         assert len(held.replay) == len(wanted)
-        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(s, s + 1, r) for s, r in wanted}
+        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {
+            (s, s + 1, r) for s, r in wanted
+        }
 
 
 @pytest.mark.parametrize("num_envs", [1, 6])
@@ -147,7 +165,14 @@ def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
             left -= 1
             ends = left == 0
             number += num_envs
-            held.add(at, at + 1, [0] * num_envs, np.arange(number - num_envs, number), ends, ~ends & False)
+            held.add(
+                at,
+                at + 1,
+                [0] * num_envs,
+                np.arange(number - num_envs, number),
+                ends,
+                ~ends & False,
+            )
             at, left = np.where(ends[:, None], at + 5, at + 1), np.where(ends, 40, left)
             assert min(number, size) <= len(held) <= most
         oldest = min(one[7] for one in sampled(held, 4))
@@ -213,17 +238,23 @@ def test_every_plain_space() -> None:
             before, after, action = (np.stack([space.sample(), space.sample()]) for _ in range(3))
             held.add(before, after, action, [1, 2], [True, False], [False, True])
             data = held.sample()
-            narrow = [rows.astype("f4" if rows.dtype.kind == "f" else "i1") for rows in (before, after)]
+            narrow = [
+                rows.astype("f4" if rows.dtype.kind == "f" else "i1") for rows in (before, after)
+            ]
             held.add(narrow[0], after, action, [3.0, 4.0], *[np.zeros(2, bool)] * 2)
             held.add(narrow[1], before, action, [5.0, 6.0], *[np.zeros(2, bool)] * 2)
             assert len(held) == 6
-            assert len(held.replay) == (6 if space.dtype == np.float64 else 4)  # float32 is another value
+            assert len(held.replay) == (
+                6 if space.dtype == np.float64 else 4
+            )  # float32 is another value
         which = data.rewards[:, 0].long() - 1
         assert set(which.tolist()) == {0, 1}
         found = data.observations, data.next_observations, data.actions
         for tensor, given in zip(found, (before, after, action), strict=True):
             rows = torch.from_numpy(given)[which]
-            rows = rows.float() if rows.dtype == torch.float64 else rows  # as fields of float64 columns are
+            rows = (
+                rows.float() if rows.dtype == torch.float64 else rows
+            )  # as fields of float64 columns are
             assert torch.equal(tensor, rows if rows.dim() > 1 else rows[:, None])
 
 
@@ -260,7 +291,11 @@ def test_a_refused_transition_changes_nothing() -> None:
                 held.add(*given)
         held.add(row + 1, row + 2, 0, 2.0, False, False)
         held.add(row + 2, row + 3, 0, 3.0, False, False)
-        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {(0, 1, 1), (1, 2, 2), (2, 3, 3)}
+        assert {(one[0], one[3], one[7]) for one in sampled(held, 1)} == {
+            (0, 1, 1),
+            (1, 2, 2),
+            (2, 3, 3),
+        }
 
 
 def test_infos_in_the_place_of_truncations_and_another_batch_size_are_refused() -> None:
@@ -299,9 +334,11 @@ def test_an_environment_that_overwrites_its_observation_is_named(kind: str) -> N
     """It returns one array again and again, so that `obs` is `next_obs` when the transition is added."""
     num_envs = 2 if kind == "vector" else 1
     whole = np.zeros((4, 3), np.float32)
-    state: Any = {"list": [0.0] * 3, "tensor": torch.zeros(3), "vector": np.zeros((2, 3), np.float32)}.get(
-        kind, whole[0]
-    )
+    state: Any = {
+        "list": [0.0] * 3,
+        "tensor": torch.zeros(3),
+        "vector": np.zeros((2, 3), np.float32),
+    }.get(kind, whole[0])
 
     def add(held: TransitionBuffer, ends: bool = False) -> None:
         for index in range(len(state)):
@@ -315,7 +352,9 @@ def test_an_environment_that_overwrites_its_observation_is_named(kind: str) -> N
         add(held, ends=True)  # a program that resets may have one gap
         add(held)
         for _ in range(2):  # nothing is added
-            with pytest.raises(DataError, match=r"obs of environment 0 .* next_obs.*; .*\.copy\(\)"):
+            with pytest.raises(
+                DataError, match=r"obs of environment 0 .* next_obs.*; .*\.copy\(\)"
+            ):
                 add(held)
         assert len(held) == 3 * num_envs
 
@@ -332,7 +371,9 @@ def test_equal_observations_in_one_array_are_stored() -> None:
         assert len(held) == 13
 
 
-def test_copies_of_an_overwritten_observation_are_named_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_copies_of_an_overwritten_observation_are_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with buffer(autoreset="disabled") as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
         for step in range(300):
             state = np.full(3, step, np.float32)
@@ -348,7 +389,12 @@ class Walk:
     """Two environments that count steps from a first state in [0, `spread`); an episode has 5 steps."""
 
     def __init__(self, mode: str, spread: float = 1.0, moves: bool = True) -> None:
-        self.mode, self.spread, self.moves, self.random = mode, spread, moves, np.random.default_rng(0)
+        self.mode, self.spread, self.moves, self.random = (
+            mode,
+            spread,
+            moves,
+            np.random.default_rng(0),
+        )
         self.states, self.steps = self.first(), np.array([0, 2])
 
     def first(self) -> np.ndarray:
@@ -389,9 +435,16 @@ FORGOTTEN = "last observations of all 8 truncated episodes"
     ],
 )
 def test_resets_that_do_not_suit_the_mode_are_logged_once(
-    walk: Walk, given: Any, passes_final: bool, warning: str | None, caplog: pytest.LogCaptureFixture
+    walk: Walk,
+    given: Any,
+    passes_final: bool,
+    warning: str | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with buffer(n_envs=2, autoreset=given) as held, caplog.at_level(logging.WARNING, "deepspeed_gear"):
+    with (
+        buffer(n_envs=2, autoreset=given) as held,
+        caplog.at_level(logging.WARNING, "deepspeed_gear"),
+    ):
         obs, no = walk.observe(), np.zeros(2, bool)
         for _ in range(150):
             following, final, rewards, ended = walk.step()

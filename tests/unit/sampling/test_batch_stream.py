@@ -113,7 +113,9 @@ def raised(*_: Any) -> None:
 # ---- passes --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [1, 7, len(ITEMS) - 1, len(ITEMS), len(ITEMS) + 1, 3 * len(ITEMS)])
+@pytest.mark.parametrize(
+    "batch", [1, 7, len(ITEMS) - 1, len(ITEMS), len(ITEMS) + 1, 3 * len(ITEMS)]
+)
 def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
     stream = scenes(stream_spec("pass", "step", batch), lengths=LENGTHS).streams[0]
     ordered = sorted(ITEMS)
@@ -148,7 +150,9 @@ def test_a_pass_may_be_left(scenes: Any) -> None:
 
 def test_batches_are_asked_for_in_order(scenes: Any) -> None:
     stream = scenes(stream_spec(depth=4), lengths=LENGTHS).streams[0]
-    with pytest.raises(StoreError, match=r"global batch 1 must be the next one .* 'the stream is at 0'"):
+    with pytest.raises(
+        StoreError, match=r"global batch 1 must be the next one .* 'the stream is at 0'"
+    ):
         stream.get(1)
     draws(stream, 0, 6)
     assert items(stream.get(2)) == items(stream.get(2))  # in the ring: 2, 3, 4, 5
@@ -186,7 +190,11 @@ def test_a_wait_for_a_late_peer_ends(scenes: Any, how: str) -> None:
         end: Callable[[], Any] = lambda: kill(child)  # noqa: E731
     else:
         table, (other,) = scene.attach(1)
-        end = stream.state.stop.set if how == "this stream stops" else lambda: late.append(rows(other, 0))
+        end = (
+            stream.state.stop.set
+            if how == "this stream stops"
+            else lambda: late.append(rows(other, 0))
+        )
     wanted = rows(stream, 0)
     draws(stream, 1, 3)
     timer = threading.Timer(0.1, end)

@@ -48,7 +48,11 @@ def effective(batch: Batch) -> float:
     ids=str,
 )
 def test_against_a_loop(sampler: dict[str, Any]) -> None:
-    by_step, drawn, batches = sampler["unit"] == "step" if "unit" in sampler else False, Counter(), []
+    by_step, drawn, batches = (
+        sampler["unit"] == "step" if "unit" in sampler else False,
+        Counter(),
+        [],
+    )
     with replay_of(sampler=sampler) as replay:
         for _ in range(7):
             batch = replay.sample().clone()
@@ -59,7 +63,9 @@ def test_against_a_loop(sampler: dict[str, Any]) -> None:
         found, newest = replay.statistics(), replay.take_metrics()
         last = batches[-streams_of(replay)["train"].spec.depth :]
         assert len(last) == 4
-    assert found["effective_samples"] == pytest.approx(np.mean([effective(b) for b in last]), rel=1e-6)
+    assert found["effective_samples"] == pytest.approx(
+        np.mean([effective(b) for b in last]), rel=1e-6
+    )
     doubles = [1 - len(set(items_of(b, by_step))) / 16 for b in last]
     assert found["duplicates"] == pytest.approx(np.mean(doubles))
     assert newest["effective_samples"] == pytest.approx(effective(batch), rel=1e-6)
@@ -68,7 +74,10 @@ def test_against_a_loop(sampler: dict[str, Any]) -> None:
     assert all(isinstance(value, float) for value in newest.values())
     table = found["drawn"]["main"]
     ages = 5 - torch.cat([b.trajectory_id for b in last])
-    assert table["age"]["trajectories"] == {"mean": float(ages.double().mean()), "max": float(ages.max())}
+    assert table["age"]["trajectories"] == {
+        "mean": float(ages.double().mean()),
+        "max": float(ages.max()),
+    }
     assert table["age"]["batches"] == {"mean": 4.5, "max": 6.0}
     if sampler.get("kind") == "recent":
         items = [(number, 0) for number in range(2, 6)]
@@ -128,7 +137,9 @@ def test_a_new_trajectory_begins_with_no_draws() -> None:
 def test_mixtures() -> None:
     tables = {name: {"capacity_steps": 100, "capacity_trajectories": 8} for name in "ab"}
     shares = {"kind": "mixture", "shares": {"a": 0.25, "b": 0.75}, "of": STEPS}
-    section = config_of(tables=tables, sampler=shares, fields={"code": {}}, batch_size=16, count_draws=True)
+    section = config_of(
+        tables=tables, sampler=shares, fields={"code": {}}, batch_size=16, count_draws=True
+    )
     batches = []
     with Replay(section, schemas=dict.fromkeys("ab", SCHEMA)) as replay:
         for number, steps in enumerate(LENGTHS):
@@ -137,9 +148,12 @@ def test_mixtures() -> None:
             batches.append(replay.sample().clone())
             replay.update_priorities(batches[-1], 0.1 + torch.rand(16))
         found = replay.statistics()
-    assert found["effective_samples"] == pytest.approx(np.mean([effective(b) for b in batches]), rel=1e-6)
+    assert found["effective_samples"] == pytest.approx(
+        np.mean([effective(b) for b in batches]), rel=1e-6
+    )
     items = [
-        set(zip(b.source.tolist(), b.trajectory_id.tolist(), b.anchor.tolist(), strict=True)) for b in batches
+        set(zip(b.source.tolist(), b.trajectory_id.tolist(), b.anchor.tolist(), strict=True))
+        for b in batches
     ]
     assert found["duplicates"] == pytest.approx(np.mean([1 - len(some) / 16 for some in items]))
     assert found["drawn"]["a"]["draws"]["mean"] == pytest.approx(16 / (1 + 5 + 14))

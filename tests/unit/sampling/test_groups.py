@@ -23,7 +23,15 @@ from group_support import (
 )
 from scipy.stats import chisquare
 
-from deepspeed_gear import ConfigError, DataError, DatasetWriter, NotReadyError, Replay, Schema, StoreError
+from deepspeed_gear import (
+    ConfigError,
+    DataError,
+    DatasetWriter,
+    NotReadyError,
+    Replay,
+    Schema,
+    StoreError,
+)
 from deepspeed_gear.sampling.exclusions import summary_of
 from deepspeed_gear.schema import DTYPES
 from deepspeed_gear.store import groups
@@ -52,7 +60,9 @@ def test_every_sampler_draws_whole_groups(name: str) -> None:
         wanted: dict[int, list[tuple[int, int]]] = {}
         words = np.random.default_rng(0)
         for prompt in range(8):
-            samples = [int(m) for m in words.permutation([0, 1, 2, *words.integers(0, 2, prompt % 3)])]
+            samples = [
+                int(m) for m in words.permutation([0, 1, 2, *words.integers(0, 2, prompt % 3)])
+            ]
             for sample in samples:
                 number = add(replay, prompt, sample, steps=int(words.integers(1, 9)))
                 wanted.setdefault(prompt, []).append((sample, number))
@@ -116,7 +126,9 @@ def test_a_number_that_is_used_again_is_named_once(caplog: pytest.LogCaptureFixt
             replay.rollout()
         lines = [one.getMessage() for one in caplog.records if "were dropped" in one.getMessage()]
         assert len(lines) == 1
-        assert lines[0].startswith("gear: table main: 3 trajectories came when their group was complete")
+        assert lines[0].startswith(
+            "gear: table main: 3 trajectories came when their group was complete"
+        )
         assert "column prompt is the number of a group" in lines[0]
     with Replay(section({**GROUP, "after_s": 9.0, "min_size": 1}, batch={"groups": 1})) as replay:
         caplog.clear()
@@ -131,7 +143,9 @@ def test_a_full_group_refuses_more_trajectories() -> None:
         for sample in range(3):
             add(replay, 1, sample)
         rows = replay.statistics()["steps"]
-        with pytest.raises(DataError, match=r"group 1 of column prompt must have at most .* = 3 traj"):
+        with pytest.raises(
+            DataError, match=r"group 1 of column prompt must have at most .* = 3 traj"
+        ):
             add(replay, 1, 0)
         assert replay.statistics()["steps"] == rows
         add(replay, 2, 0)
@@ -149,7 +163,9 @@ def test_a_full_group_refuses_more_trajectories() -> None:
         ("sum", {"min": 1.5}, [2, 3]),
     ],
 )
-def test_groups_that_fail_a_condition_leave(statistic: str, bounds: Any, passing: list[int]) -> None:
+def test_groups_that_fail_a_condition_leave(
+    statistic: str, bounds: Any, passing: list[int]
+) -> None:
     rewards = [[0.1, 0.1, 0.1], [0.0, 0.0, 1.0], [0.0, 1.0, 1.0], [1.0, 0.5, 1.0]]
     group = {**GROUP, "where": {"reward": {statistic: bounds}}}
     with Replay(section(group, batch={"groups": len(passing)})) as replay:
@@ -164,21 +180,29 @@ def test_groups_that_fail_a_condition_leave(statistic: str, bounds: Any, passing
 
 
 FLOATING = ["float16", "bfloat16", "float32", "float64"]
-BOUNDS: list[tuple[dict[str, Any], list[list[float]], list[list[float]]]] = [  # passing and failing groups
+BOUNDS: list[
+    tuple[dict[str, Any], list[list[float]], list[list[float]]]
+] = [  # passing and failing groups
     (
         {"mean": {"min": 0.2, "max": 0.8}},
         [[0.8] * 5, [0.2] * 5, [1, 0, 0, 0, 0], [1, 1, 1, 1, 0]],
         [[0.1] * 5, [0.9] * 5, [0] * 5, [1] * 5],
     ),
     ({"mean": {"min": 0.1, "max": 0.1}}, [[0.1] * 5], [[0.1, 0.1, 0.1, 0.1, 0.2]]),
-    ({"min": {"min": 0.1}, "max": {"max": 0.8}}, [[0.1, 0.2, 0.3, 0.4, 0.8]], [[0.0] * 5, [0.9] * 5]),
+    (
+        {"min": {"min": 0.1}, "max": {"max": 0.8}},
+        [[0.1, 0.2, 0.3, 0.4, 0.8]],
+        [[0.0] * 5, [0.9] * 5],
+    ),
     ({"sum": {"min": 0.8, "max": 4}}, [[0.8, 0, 0, 0, 0], [0.8] * 5], [[0.7, 0, 0, 0, 0], [1] * 5]),
     ({"std": {"min": 1e-50}}, [[1, 0, 0, 0, 0]], [[0.1] * 5, [0.3] * 5]),  # float16 has no 1e-50
 ]
 
 
 @pytest.mark.parametrize("dtype", FLOATING)
-@pytest.mark.parametrize(("where", "passing", "failing"), BOUNDS, ids=[",".join(one[0]) for one in BOUNDS])
+@pytest.mark.parametrize(
+    ("where", "passing", "failing"), BOUNDS, ids=[",".join(one[0]) for one in BOUNDS]
+)
 def test_bounds_are_closed_as_the_column_stores_them(
     where: dict[str, Any], passing: list[list[float]], failing: list[list[float]], dtype: str
 ) -> None:
@@ -191,7 +215,9 @@ def test_bounds_are_closed_as_the_column_stores_them(
         row = {"tokens": np.zeros(3, np.int32), "sample": 0, "weight": 1.0}
         for number, scores in enumerate([*passing, *failing]):
             for score in scores:
-                replay.add({**row, "prompt": number, "score": torch.tensor(score, dtype=DTYPES[dtype])})
+                replay.add(
+                    {**row, "prompt": number, "score": torch.tensor(score, dtype=DTYPES[dtype])}
+                )
         assert len(take(train(replay), 0)) == len(passing)
         assert replay.statistics()["groups"]["main"]["rejected"] == len(failing)
         assert sorted(stored(replay)) == list(range(5 * len(passing)))
@@ -205,7 +231,9 @@ def test_bounds_are_closed_as_the_column_stores_them(
 def test_conditions_of_the_sampler_hold_as_the_column_stores_values(
     where: dict[str, Any], passing: set[int], dtype: str
 ) -> None:
-    config = section(sampler={"unit": "trajectory", "where": {"score": where}}, batch={"trajectories": 8})
+    config = section(
+        sampler={"unit": "trajectory", "where": {"score": where}}, batch={"trajectories": 8}
+    )
     config["sampler"]["kind"] = "uniform"
     table = config["tables"]["main"]
     del table["group"]
@@ -317,7 +345,9 @@ def test_numbers_of_groups_that_have_left_are_named(caplog: pytest.LogCaptureFix
             if replay.can_sample():
                 trained(replay)
         (line,) = [one.getMessage() for one in caplog.records if "has left" in one.getMessage()]
-        assert line.startswith("gear: table main: 3 trajectories since the latest batch had the number of a")
+        assert line.startswith(
+            "gear: table main: 3 trajectories since the latest batch had the number of a"
+        )
 
 
 def test_a_sampler_waits_for_stragglers() -> None:
@@ -337,15 +367,25 @@ def test_a_sampler_waits_for_stragglers() -> None:
 @pytest.mark.parametrize(
     ("table", "sampler", "text"),
     [
-        ({"capacity_trajectories": 11}, {}, r"capacity_trajectories must be at least .* batch \(12\), got 9"),
-        ({"capacity_trajectories": 5, "max_times_sampled": 2}, {"kind": "uniform"}, r"\(6\), got 3"),
+        (
+            {"capacity_trajectories": 11},
+            {},
+            r"capacity_trajectories must be at least .* batch \(12\), got 9",
+        ),
+        (
+            {"capacity_trajectories": 5, "max_times_sampled": 2},
+            {"kind": "uniform"},
+            r"\(6\), got 3",
+        ),
         ({"capacity_trajectories": 11, "max_times_sampled": 2}, {"kind": "uniform"}, None),
         ({"capacity_trajectories": 3}, {"kind": "uniform"}, None),
         ({"group": {**GROUP, "after_s": 1.0, "min_size": 2}, "capacity_trajectories": 8}, {}, None),
     ],
     ids=str,
 )
-def test_a_table_that_never_holds_a_batch_is_refused(table: Any, sampler: Any, text: str | None) -> None:
+def test_a_table_that_never_holds_a_batch_is_refused(
+    table: Any, sampler: Any, text: str | None
+) -> None:
     config = section(batch={"groups": 4}, sampler=sampler, **table)
     if text is None:
         Replay(config).close()
@@ -361,7 +401,9 @@ def test_trajectories_and_steps_of_a_batch_must_fit_as_well() -> None:
         Replay({**config, "sampler": {"kind": "fifo"}})
     steps = {name: config[name] for name in ("tables", "fields")}
     steps["tables"]["main"]["capacity_steps"] = 30
-    with pytest.raises(ConfigError, match=r"steps must be at least the steps of a batch \(31\), got 30"):
+    with pytest.raises(
+        ConfigError, match=r"steps must be at least the steps of a batch \(31\), got 30"
+    ):
         Replay({**steps, "sampler": {"kind": "fifo", "unit": "step"}, "batch_size": 31})
 
 
@@ -379,7 +421,9 @@ def test_complete_groups_that_are_evicted_unsampled_are_named(
             assert not replay.can_sample()
             assert replay.missing_groups() == 2
         assert replay.statistics()["groups"]["main"]["evicted_unsampled"] == 10
-        (line,) = [one.getMessage() for one in caplog.records if "before any batch" in one.getMessage()]
+        (line,) = [
+            one.getMessage() for one in caplog.records if "before any batch" in one.getMessage()
+        ]
         assert "complete groups were evicted" in line
     with Replay(section(sampler={"kind": "uniform"}, **sizes)) as replay:
         add_groups(replay, [0], steps=15)
@@ -387,7 +431,9 @@ def test_complete_groups_that_are_evicted_unsampled_are_named(
         state = replay.save(tmp_path)
         replay.load(tmp_path, state)
         add_groups(replay, range(1, 4), steps=15)
-        assert replay.statistics()["groups"]["main"]["evicted_unsampled"] == 1  # the first one was drawn
+        assert (
+            replay.statistics()["groups"]["main"]["evicted_unsampled"] == 1
+        )  # the first one was drawn
 
 
 @pytest.mark.parametrize("kind", ["plain", "queue"])
@@ -510,7 +556,9 @@ def write_groups(path: Path, count: int, size: int = 3) -> Path:
         for number in range(count):
             for sample in range(size):
                 tokens = np.full(2 + number, number, np.int32)
-                writer.add({"tokens": tokens, "prompt": number, "sample": sample, "weight": float(sample)})
+                writer.add(
+                    {"tokens": tokens, "prompt": number, "sample": sample, "weight": float(sample)}
+                )
     return path
 
 
@@ -536,7 +584,11 @@ def test_fresh_and_replayed_groups(tmp_path: Path) -> None:
     path = write_groups(tmp_path / "set", 6, size=2)
     config = section(GROUP, batch={"groups": 8})
     config["tables"]["old"] = {"data": str(path), "group": {"column": "prompt", "size": 2}}
-    config["sampler"] = {"kind": "mixture", "shares": {"main": 0.75, "old": 0.25}, "of": {"unit": "group"}}
+    config["sampler"] = {
+        "kind": "mixture",
+        "shares": {"main": 0.75, "old": 0.25},
+        "of": {"unit": "group"},
+    }
     with Replay(config) as replay:
         assert replay.missing_groups("main") == 6
         groups = add_groups(replay, range(7), table="main")
@@ -560,7 +612,9 @@ def test_rollouts_of_groups() -> None:
         assert rollout.num_items == 4
         assert rollout.num_trajectories == 16
         found = rollout.advantages("dr_grpo", reward="reward").reshape(4, 4)
-        assert torch.equal(found, torch.tensor([[-1.0, 0.0, 0.0, 1.0]]).expand(4, 4).to(found.dtype))
+        assert torch.equal(
+            found, torch.tensor([[-1.0, 0.0, 0.0, 1.0]]).expand(4, 4).to(found.dtype)
+        )
         seen = [n for step in rollout for micro in step for n in micro.trajectory_id.tolist()]
         assert sorted(seen) == sorted(stored(replay))
 
@@ -571,7 +625,9 @@ def test_members_of_several_trajectories_have_no_mean_in_a_pack() -> None:
         for sample in (0, 1, 1, 2):
             add(replay, 0, sample)
         micro = next(iter(replay.step()))
-        with pytest.raises(ConfigError, match=r'loss\.by must be "trajectory" for micro.per_sequence'):
+        with pytest.raises(
+            ConfigError, match=r'loss\.by must be "trajectory" for micro.per_sequence'
+        ):
             micro.per_sequence(micro["tokens"].float())
 
 
@@ -592,7 +648,9 @@ def test_late_columns_that_are_absent_are_not_read_as_zeros() -> None:
             replay.fill(number, reward=1.0)
         rollout = replay.rollout()
         for read in (rollout.advantages, lambda: rollout.values("reward")):
-            with pytest.raises(DataError, match=r"column reward must be filled .*absent in 3 of 6 tr"):
+            with pytest.raises(
+                DataError, match=r"column reward must be filled .*absent in 3 of 6 tr"
+            ):
                 read()
         for number in groups[1]:
             replay.fill(number, reward=2.0)

@@ -44,7 +44,9 @@ def test_large_weights_do_not_overflow() -> None:
 def test_splits_part_the_masses() -> None:
     ids, steps, split = np.arange(1000), np.ones(1000, np.int64), {"eval": 0.2, "test": 0.1}
     parts = [
-        MassRule("step", False, AnchorRule(), (), split, index).masses(ids, steps, COLUMNS.__getitem__)
+        MassRule("step", False, AnchorRule(), (), split, index).masses(
+            ids, steps, COLUMNS.__getitem__
+        )
         for index in range(3)
     ]
     assert (np.stack(parts).sum(axis=0) == 1).all()
@@ -78,7 +80,9 @@ def test_conditions(condition: Condition, values: np.ndarray, passes: list[int])
 def test_keys_of_streams() -> None:
     assert key_of("main", "train") == KEY_OF_MAIN_TRAIN  # resumed runs depend on it
     names = [
-        (table, stream) for table in ("main", "online", "mainx") for stream in ("train", "eval", "xtrain")
+        (table, stream)
+        for table in ("main", "online", "mainx")
+        for stream in ("train", "eval", "xtrain")
     ]
     assert len({key_of(*pair) for pair in names}) == len(names)
     assert key_of("a", "bc") != key_of("ab", "c")

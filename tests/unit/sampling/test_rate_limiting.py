@@ -30,7 +30,9 @@ from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table_spec import Shard
 from deepspeed_gear.writer.inserter import Inserter
 
-SCHEMA = Schema([Column("observation", "float32", (2,), "observation", "T+1"), Column("which", "int64")])
+SCHEMA = Schema(
+    [Column("observation", "float32", (2,), "observation", "T+1"), Column("which", "int64")]
+)
 
 
 def trajectory(number: int, steps: int = 3) -> dict[str, Any]:
@@ -101,7 +103,9 @@ def test_priorities_outlive_a_batch_that_is_not_admitted() -> None:
 def test_a_queue_gives_each_once_in_order() -> None:
     """What it gave can be read until more is added."""
     with replay(2, "fifo", 6, rate_limiter={"queue": 6}, capacity_trajectories=7) as found:
-        with pytest.raises(NotReadyError, match="sample, or raise"):  # this process samples: it must not wait
+        with pytest.raises(
+            NotReadyError, match="sample, or raise"
+        ):  # this process samples: it must not wait
             found.add(trajectory(6))
         batch = found.sample()
         assert numbers(batch) == [0, 1]
@@ -126,7 +130,9 @@ def test_the_longest_gets_through_with_the_least_buffer() -> None:
     rate = {"min_size": 10, "samples_per_insert": 1.0}
     with pytest.raises(ConfigError, match="must be at least 19"):
         replay(2, unit="step", max_length=20, rate_limiter={**rate, "error_buffer": 18.9})
-    with replay(2, unit="step", max_length=20, rate_limiter={**rate, "error_buffer": 19.0}) as found:
+    with replay(
+        2, unit="step", max_length=20, rate_limiter={**rate, "error_buffer": 19.0}
+    ) as found:
         found.add(trajectory(0, 9))
         found.add(trajectory(1, 20))
         assert found.can_sample()
@@ -134,7 +140,9 @@ def test_the_longest_gets_through_with_the_least_buffer() -> None:
 
 def test_a_wait_ends_with_an_error_or_goes_on_when_items_come() -> None:
     with replay(count=1, rate_limiter={"min_size": 2, "timeout_s": 0.2}, writers=1) as found:
-        with pytest.raises(NotReadyError, match=r"must be filled within 0\.2.*check that the actors run"):
+        with pytest.raises(
+            NotReadyError, match=r"must be filled within 0\.2.*check that the actors run"
+        ):
             found.sample()
         wait = streams_of(found)["train"].state.limiter_wait
         wait.timeout_s, before = 10.0, wait.total_s
@@ -180,7 +188,9 @@ def of_writers(**options: Any) -> dict[str, Any]:
     """Return the section of a table that takes writers."""
     columns = {"which": {"dtype": "int64"}, "late": {"dtype": "int64", "late": True}}
     table = {"capacity_steps": 90, "writers": 2, "remove": "fifo", "schema": {"columns": columns}}
-    return config_of(tables={"main": table}, **{"fields": {"which": {}}, "batch_size": 4, **options})
+    return config_of(
+        tables={"main": table}, **{"fields": {"which": {}}, "batch_size": 4, **options}
+    )
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -196,7 +206,9 @@ def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
 
     child = in_child(write)
     with Replay(section) as found:
-        with pytest.raises(NotReadyError, match=r"must hold what the sampler admits first.*0 trajectories"):
+        with pytest.raises(
+            NotReadyError, match=r"must hold what the sampler admits first.*0 trajectories"
+        ):
             found.sample()  # no writer
         os.write(tell, b".")
         wait_until(lambda: (found.tables["main"].peers[:, Peer.PID] == child).any(), "attaching")
@@ -226,7 +238,9 @@ def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) 
         with pytest.raises(NotReadyError, match=text):
             found.sample()
         living = [of_living(store) for store in living_stores(os.getpid())]
-        seen = [(one["trajectories"], one["reason"]) for store in living for one in store["excluded"]]
+        seen = [
+            (one["trajectories"], one["reason"]) for store in living for one in store["excluded"]
+        ]
         assert (10, "without the late column late") in seen
         del living
         found.fill(ids[3], late=np.arange(3))
@@ -257,7 +271,9 @@ def test_each_reason_is_counted() -> None:
 @pytest.mark.parametrize("kind", ["rate_limiter", "times"])
 def test_a_restart_keeps_the_counters(kind: str, tmp_path: Any) -> None:
     rate = {"min_size": 2, "samples_per_insert": 2.0, "error_buffer": 3.0}
-    options: dict[str, Any] = {"rate_limiter": rate} if kind == "rate_limiter" else {"max_times_sampled": 2}
+    options: dict[str, Any] = (
+        {"rate_limiter": rate} if kind == "rate_limiter" else {"max_times_sampled": 2}
+    )
 
     def rest(found: Replay) -> list[int]:
         drawn = []
@@ -281,10 +297,22 @@ def test_a_restart_keeps_the_counters(kind: str, tmp_path: Any) -> None:
     [
         ("uniform", {"rate_limiter": {"queue": 4}}, 'needs sampler.kind = "fifo"'),
         ("fifo", {"rate_limiter": {"queue": 1}}, "must be at least a global batch"),
-        ("fifo", {"rate_limiter": {"queue": 9, "min_size": 3}}, "min_size must not be given together with"),
+        (
+            "fifo",
+            {"rate_limiter": {"queue": 9, "min_size": 3}},
+            "min_size must not be given together with",
+        ),
         ("uniform", {"rate_limiter": {"error_buffer": 3.0}}, "must not be given without"),
-        ("uniform", {"rate_limiter": {"samples_per_insert": 0.0}}, "insert must be a finite number > 0"),
-        ("uniform", {"rate_limiter": {"samples_per_insert": 4.0, "error_buffer": 2.9}}, "must be at least 3"),
+        (
+            "uniform",
+            {"rate_limiter": {"samples_per_insert": 0.0}},
+            "insert must be a finite number > 0",
+        ),
+        (
+            "uniform",
+            {"rate_limiter": {"samples_per_insert": 4.0, "error_buffer": 2.9}},
+            "must be at least 3",
+        ),
         ("uniform", {"rate_limiter": {"min_size": 41}}, "must be at most what the table holds"),
         ("uniform", {"remove": "keep_best"}, 'must be given with remove = "keep_best"'),
         ("uniform", {"keep_best": "which"}, 'must be given with remove = "keep_best"'),

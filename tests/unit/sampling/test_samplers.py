@@ -73,7 +73,9 @@ def test_fits_is_exact(reaches: list[tuple[int, int, int]], num_steps: int) -> N
     exact = [
         anchor
         for anchor in range(num_steps)
-        if all(0 <= anchor + offset <= num_steps + extra - length for offset, length, extra in reaches)
+        if all(
+            0 <= anchor + offset <= num_steps + extra - length for offset, length, extra in reaches
+        )
     ]
     assert places(AnchorRule.fits(reaches), num_steps) == exact
 
@@ -122,7 +124,9 @@ def test_probabilities_of_weighted_items(unit: str, stored: bool, tmp_path: Path
         with DatasetWriter(tmp_path / "d", SCHEMA_OF_WEIGHTS) as writer:
             for number in range(4):
                 writer.add(weighted(number))
-    with Replay(config_of(tmp_path / "d" if stored else None, **options), schemas=schemas) as replay:
+    with Replay(
+        config_of(tmp_path / "d" if stored else None, **options), schemas=schemas
+    ) as replay:
         for number in range(0 if stored else 4):
             replay.add(weighted(number))
         batch = replay.sample()
@@ -143,7 +147,10 @@ def test_probabilities_of_weighted_items(unit: str, stored: bool, tmp_path: Path
 
 def test_a_total_of_large_weights_is_an_error() -> None:
     """Also where it is 2^64, so that the sums of the tree are 0."""
-    options = {"batch_size": 5, "sampler": {"kind": "weighted", "unit": "trajectory", "weight": "w"}}
+    options = {
+        "batch_size": 5,
+        "sampler": {"kind": "weighted", "unit": "trajectory", "weight": "w"},
+    }
     tables = {"main": {"capacity_steps": 2000, "capacity_trajectories": 2000}}
     with Replay(config_of(tables=tables, **options), schemas={"main": SCHEMA_OF_WEIGHTS}) as replay:
         for _ in range(256):
@@ -156,7 +163,9 @@ def test_a_total_of_large_weights_is_an_error() -> None:
 
 
 @given(
-    items=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 255) | st.none()), min_size=1, max_size=12),
+    items=st.lists(
+        st.tuples(st.integers(0, 9), st.integers(0, 255) | st.none()), min_size=1, max_size=12
+    ),
     newest=st.none() | st.integers(1, 30),
     distance=st.none() | st.integers(0, 300) | st.floats(0, 300),
     dtype=st.sampled_from(["uint8", "int16", "int64", "float32"]),
@@ -184,7 +193,9 @@ def test_windows(items: Any, newest: Any, distance: Any, dtype: str, seed: int) 
 
 
 FEW = r"must hold as many items as a global batch \(7\), each with a mass, got 6; lower the batch size"
-NO_EPOCH = r"stream train: an epoch must hold a global batch \(7 items\) where its tail is dropped, got 6"
+NO_EPOCH = (
+    r"stream train: an epoch must hold a global batch \(7 items\) where its tail is dropped, got 6"
+)
 NOTHING = r"stream train: table main must hold at least one item that the sampler admits, got '0 trajectories"
 
 
@@ -236,7 +247,9 @@ def test_ages_while_trajectories_come_and_go(scenes: Any, kind: str, unit: str) 
 
 def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
     """It takes up what waits, so as to free rows; the next selection must still know of the removal."""
-    scene = scenes(stream_spec(batch=50, window=AgeWindow(1)), lengths=[4, 4], num_rows=10, num_slots=4)
+    scene = scenes(
+        stream_spec(batch=50, window=AgeWindow(1)), lengths=[4, 4], num_rows=10, num_slots=4
+    )
     assert {number for number, _ in taken(scene.streams[0], 0)} == {1}
     table_access.remove(scene.table, [1])
     with pytest.raises(StoreFullError):
@@ -274,7 +287,10 @@ def test_a_dropped_tail(scenes: Any, batch: int) -> None:
         ({"kind": "recent"}, "gear.sampler.newest or gear.sampler.within must be given"),
         ({"kind": "weighted"}, "gear.sampler.weight"),
         ({"kind": "weighted", "weight": "absent"}, "gear.sampler.weight must .*absent"),
-        ({"kind": "recent", "within": {"column": "absent", "distance": 1}}, "gear.sampler.within.column"),
+        (
+            {"kind": "recent", "within": {"column": "absent", "distance": 1}},
+            "gear.sampler.within.column",
+        ),
         ({"kind": "prioritized", "initial": 0}, "gear.sampler.initial"),
         ({"kind": "prioritized", "alpha": 1.1}, "gear.sampler.alpha"),
         ({"kind": "top_k", "stratified": True}, "gear.sampler.stratified"),
@@ -293,7 +309,10 @@ def test_refusals(sampler: dict[str, Any], text: str) -> None:
 def test_a_saved_table_goes_on_alike(unit: str, kind: str, tmp_path: Path) -> None:
     """Also where slots and rows are used again, so that they are not in one order."""
     tail = {"tail": "drop"} if kind == "epoch" else {}
-    options = {"batch_size": 7 if unit == "step" else 4, "sampler": {"kind": kind, "unit": unit, **tail}}
+    options = {
+        "batch_size": 7 if unit == "step" else 4,
+        "sampler": {"kind": kind, "unit": unit, **tail},
+    }
     tables = {"main": {"capacity_steps": 60, "capacity_trajectories": 4}}
     with filled([5] * 4, **options, tables=tables) as replay:
         replay.sample()
@@ -354,9 +373,13 @@ NATIVE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NATIVE)
-def test_sample_gives_the_bits_of_the_native_draw(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_gives_the_bits_of_the_native_draw(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"sampler": NATIVE[name], "seed": 3}
-    sampler = SAMPLERS[type(parse({"tables": {"main": {"capacity_steps": 9}}, **options}).item_sampler)]
+    sampler = SAMPLERS[
+        type(parse({"tables": {"main": {"capacity_steps": 9}}, **options}).item_sampler)
+    ]
     own_spec, asked, sample = sampler.spec, [], sampler.sample
 
     def without_native(self: Any, scope: SamplerScope) -> SamplerSpec:

@@ -109,7 +109,9 @@ def test_nan_goes_before_every_number(make: Make, monkeypatch: pytest.MonkeyPatc
     for value in (5, -7, 3, 9):
         add(scene, 4, task=np.array(value))
     values = np.array([5.0, -np.inf, np.nan, np.nan])
-    monkeypatch.setattr(scene.table, "values", lambda _, slots: values[scene.table.slots[slots, Slot.ID]])
+    monkeypatch.setattr(
+        scene.table, "values", lambda _, slots: values[scene.table.slots[slots, Slot.ID]]
+    )
     with scene.table.lock:
         by = inserter(scene).evictor
         victim = by.policy.victim(by.table, by.readers)
@@ -134,15 +136,20 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
 
 def test_open_trajectories_stay(make: Make) -> None:
     scene = make("uniform", lengths=[4] * 4)
-    scene.table.views["retention"][scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN] = 1
+    scene.table.views["retention"][
+        scene.table.slots_of(np.array([0, 1, 3])), SlotRetention.OPEN
+    ] = 1
     add(scene, 4)
     assert ids(scene) == [0, 1, 3, 4]
 
 
 @pytest.mark.parametrize(
-    ("removal", "options", "steps"), [("none", {}, 16), ("fifo", {}, 20), ("fifo", {"max_steps": 10}, 11)]
+    ("removal", "options", "steps"),
+    [("none", {}, 16), ("fifo", {}, 20), ("fifo", {"max_steps": 10}, 11)],
 )
-def test_what_cannot_fit_is_refused(make: Make, removal: str, options: dict[str, int], steps: int) -> None:
+def test_what_cannot_fit_is_refused(
+    make: Make, removal: str, options: dict[str, int], steps: int
+) -> None:
     scene = make(removal, lengths=[4], **options)
     with pytest.raises(StoreFullError, match=f"must have {steps + 1} free rows in a run, got"):
         add(scene, steps)
@@ -164,7 +171,9 @@ def full_and_drawn(make: Make) -> StoreScene:
 def test_what_was_drawn_stays_until_it_is_consumed(make: Make) -> None:
     scene = full_and_drawn(make)
     before = scene.table.columns["code"].copy()
-    with pytest.raises(NotReadyError, match=r"must have rows that no selection reads within 0\.05 s"):
+    with pytest.raises(
+        NotReadyError, match=r"must have rows that no selection reads within 0\.05 s"
+    ):
         add(scene, 9)
     assert ids(scene) == [1]  # one had to go, and no more than one
     assert (scene.table.slots[:, Slot.STATE] == SlotState.EVICTED).sum() == 1
@@ -220,7 +229,13 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(
         assert found[0] == found[1]
     assert (len(moved) > 0) == (spare_rows > 0)
     views = [scene.table.views for scene in scenes]
-    for name in ("slots", "links", "log", "retention", *(n for n in views[0] if n.startswith("column/"))):
+    for name in (
+        "slots",
+        "links",
+        "log",
+        "retention",
+        *(n for n in views[0] if n.startswith("column/")),
+    ):
         assert (views[0][name] == views[1][name]).all(), name
     # SHORT_ROVER: where a native search begins that plain steps do not have.
     words = ~np.isin(np.arange(Control.NUM_WORDS), [Control.RECOVERIES, Control.SHORT_ROVER])
@@ -256,7 +271,11 @@ def test_a_policy_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "my_policy.py").write_text(POLICY)
     monkeypatch.syspath_prepend(str(tmp_path))
     columns = {"code": {"dtype": "int64"}}
-    table = {"capacity_steps": 12, "remove": "my_policy:EvictShortest", "schema": {"columns": columns}}
+    table = {
+        "capacity_steps": 12,
+        "remove": "my_policy:EvictShortest",
+        "schema": {"columns": columns},
+    }
     with Replay({"batch_size": 1, "tables": {"main": table}}) as replay:
         for steps in (4, 5, 2, 3):
             replay.add({"code": np.full(steps, steps)})

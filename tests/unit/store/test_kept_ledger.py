@@ -14,7 +14,14 @@ from gear_support import prefix, run_command, shared_files
 from ledger_support import SIZE, check_books, ledger_section, responses, write_prompts
 from media_support import image, with_media
 
-from deepspeed_gear import ConfigError, FillWorker, LeaseExpiredError, Replay, RolloutWorker, StoreError
+from deepspeed_gear import (
+    ConfigError,
+    FillWorker,
+    LeaseExpiredError,
+    Replay,
+    RolloutWorker,
+    StoreError,
+)
 from deepspeed_gear.cli import clean, inspect
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import node_stores
@@ -101,7 +108,9 @@ def test_commits_of_leases_from_before(data: Path, tmp_path: Path) -> None:
         first = worker.lease(3)
         commit(first[1:2])
         filler = FillWorker.attach(config, "reward")
-        replay.tables["main"].control[Control.SELECTING] = 1  # as where all ranks of a node are killed
+        replay.tables["main"].control[Control.SELECTING] = (
+            1  # as where all ranks of a node are killed
+        )
     filler.lease(1)[0].fill(1.0)
     assert worker.lease(timeout_s=0.01) == []  # waits for the next job
     commit(first[2:])  # while none lives
@@ -147,7 +156,9 @@ def test_groups_that_would_be_too_old_are_generated_again(data: Path) -> None:
         assert train(replay) == [3, 4, 5]
 
 
-def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(data: Path, tmp_path: Path) -> None:
+def test_rows_of_groups_that_were_drawn_are_freed_as_writers_need_them(
+    data: Path, tmp_path: Path
+) -> None:
     config = kept(data, max_lag=0, capacity_trajectories=6 * SIZE, remove="none")
     with Replay(config) as replay:
         worker = replay.rollout_worker()
@@ -224,11 +235,16 @@ def test_stores_of_other_configs_are_refused(data: Path, tmp_path: Path) -> None
     ):
         Replay(plain)
     runs = [RunIdentity(one, "", "") for one in ("b", "a")]
-    exchange = SimpleNamespace(agree=lambda what, action: "", collect=lambda what, action: runs, rank=0)
-    config: Any = SimpleNamespace(shared_memory=SimpleNamespace(prefix="g", run=None), timeout_s=1.0)
+    exchange = SimpleNamespace(
+        agree=lambda what, action: "", collect=lambda what, action: runs, rank=0
+    )
+    config: Any = SimpleNamespace(
+        shared_memory=SimpleNamespace(prefix="g", run=None), timeout_s=1.0
+    )
     plan: Any = SimpleNamespace(config=config, exchange=exchange, topology=None, ops=None)
     with pytest.raises(
-        StoreError, match=r"kept stores of g must be of one run on all .*\['a', 'b'\].* --kept --prefix g`"
+        StoreError,
+        match=r"kept stores of g must be of one run on all .*\['a', 'b'\].* --kept --prefix g`",
     ):
         node_stores.open_stores(plan)
 

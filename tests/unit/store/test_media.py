@@ -51,7 +51,9 @@ def test_equal_images_are_stored_once_and_read_back_as_they_were() -> None:
     with Replay(media_section()) as replay:
         first, second = image(3), image(4)
         ids = [replay.add(one) for one in group(0, {1: first, 4: second})]
-        ids += [replay.add(one) for one in group(1, {2: image(3)})]  # an equal one, of another process say
+        ids += [
+            replay.add(one) for one in group(1, {2: image(3)})
+        ]  # an equal one, of another process say
         assert len(held(replay)) == 2
         found = replay.read(ids)
         assert all(one["image"] == {1: first, 4: second} for one in found[:SIZE])
@@ -68,7 +70,9 @@ def test_equal_images_are_stored_once_and_read_back_as_they_were() -> None:
 
 def test_what_is_named_stays_and_the_oldest_of_the_rest_goes() -> None:
     with Replay(media_section({"capacity_bytes": 8 << 10})) as replay:  # 16 pages
-        a, b = ([replay.add(one) for one in group(n, {0: image(n, 40)})] for n in (0, 1))  # 1 page each
+        a, b = (
+            [replay.add(one) for one in group(n, {0: image(n, 40)})] for n in (0, 1)
+        )  # 1 page each
         replay.remove(a)
         for n in range(2, 17):
             replay.remove([replay.add(one) for one in group(n, {0: image(n, 40)})])
@@ -77,7 +81,9 @@ def test_what_is_named_stays_and_the_oldest_of_the_rest_goes() -> None:
         assert held(replay) >= {names[1], *names[5:]}
         assert replay.read(b)[0]["image"] == {0: image(1, 40)}
         many = {n: image(100 + n, 90) for n in range(8)}  # 3 pages each: more than there are
-        with pytest.raises(StoreFullError, match=r"free pages of 512 bytes.*; raise media.capacity_bytes"):
+        with pytest.raises(
+            StoreFullError, match=r"free pages of 512 bytes.*; raise media.capacity_bytes"
+        ):
             replay.add(group(50, many)[0])
         states = replay.tables["main"].slots[:, Slot.STATE]
         assert np.count_nonzero(states == SlotState.RESERVED) == 0
@@ -124,7 +130,9 @@ def test_what_is_added_is_not_evicted_before_its_commit(monkeypatch: pytest.Monk
         replay.clear()
         added = MediaPages.add
 
-        def add(self: MediaPages, *given: Any) -> None:  # other processes need all pages before and after
+        def add(
+            self: MediaPages, *given: Any
+        ) -> None:  # other processes need all pages before and after
             added(self, *given)
             with replay.tables["main"].lock:
                 self._evict(len(self.words), np.zeros(0, np.int64))
@@ -135,13 +143,17 @@ def test_what_is_added_is_not_evicted_before_its_commit(monkeypatch: pytest.Monk
 
 
 def test_what_is_in_training_stays_and_what_cannot_fit_evicts_nothing() -> None:
-    with Replay(media_section({"capacity_bytes": 4 << 10}, rollout={"groups": 2})) as replay:  # 8 pages
+    with Replay(
+        media_section({"capacity_bytes": 4 << 10}, rollout={"groups": 2})
+    ) as replay:  # 8 pages
         for n in range(8):
             for one in group(n, {0: image(n, 40)}):
                 replay.add(one)
         rollout = replay.rollout()  # the two oldest
         before = replay.tables["main"].num_trajectories
-        with pytest.raises(StoreFullError, match="must have 7 free pages of 512 bytes, got '6 of 8'"):
+        with pytest.raises(
+            StoreFullError, match="must have 7 free pages of 512 bytes, got '6 of 8'"
+        ):
             replay.add(group(8, {step: image(50 + step, 30) for step in range(7)})[0])
         assert replay.tables["main"].num_trajectories == before
         number = replay.add(group(9, {0: image(9, 40)})[0])
@@ -166,10 +178,17 @@ def test_media_compare_by_what_they_hold() -> None:
 def test_packs_have_the_items_that_their_places_name(prefix: str) -> None:
     config = media_section(pack={"tokens": 64, "pad": {"multiple": 16}, "prefix": prefix})
     with Replay(config) as replay:
-        for n in range(4):  # in the prompt one image twice and another one, and one in the responses
-            for m, one in enumerate(group(n, {0: image(n), 2: image(n), 4: image(20), 6: image(30 + n)})):
+        for n in range(
+            4
+        ):  # in the prompt one image twice and another one, and one in the responses
+            for m, one in enumerate(
+                group(n, {0: image(n), 2: image(n), 4: image(20), 6: image(30 + n)})
+            ):
                 if n == 3 and m == 3:  # equal tokens, and another image: nothing is shared
-                    one |= {"image": {**one["image"], 2: image(40)}, "tokens": group(3, {})[0]["tokens"]}
+                    one |= {
+                        "image": {**one["image"], 2: image(40)},
+                        "tokens": group(3, {})[0]["tokens"],
+                    }
                 replay.add(one)
         counted, every = 0, set[int]()
         for micro in micros(replay.rollout()):
@@ -227,7 +246,9 @@ def test_any_additions_and_removals_leave_exactly_whole_items(data: st.DataObjec
             except StoreFullError:
                 assert sum(map(len, chain(pages.words, np.flatnonzero(whole(pages))))) > 12
             if known and data.draw(st.booleans()):
-                replay.remove(data.draw(st.lists(st.sampled_from(sorted(known)), max_size=9, unique=True)))
+                replay.remove(
+                    data.draw(st.lists(st.sampled_from(sorted(known)), max_size=9, unique=True))
+                )
             table = replay.tables["main"]
             with table.lock:
                 committed = table.slots[:, Slot.STATE] == SlotState.COMMITTED
@@ -253,7 +274,9 @@ def check_pages(replay: Replay) -> None:
 
 
 @pytest.mark.parametrize("where", ["_reserve", "_free", "find"])
-def test_a_death_at_any_line_leaves_whole_items(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_at_any_line_leaves_whole_items(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = media_section({"capacity_bytes": 8 << 10}, writers=2)
     with Replay(config) as replay:
         for n in range(20):
@@ -318,11 +341,17 @@ BAD = [
     ({"image": {0: 5}}, "image: step 0 must be a Media"),
     ({"image": image(0)}, r"column image must be \{step: Media\}, or numbers of what is stored"),
     ({"image": {True: image(0)}}, r"must have steps in \[0, 8\) as keys"),
-    ({"image": {0: Media(patch=[[1, 2, 3]])}}, "patch must be one of the media columns patches, grid"),
+    (
+        {"image": {0: Media(patch=[[1, 2, 3]])}},
+        "patch must be one of the media columns patches, grid",
+    ),
     ({"image": {0: Media(patches=[[1, 2]])}}, r"patches must have shape \['T', 3\]"),
     ({"image": {0: Media(patches=[[1, 2, np.nan]])}}, "patches must be finite"),
     ({"image": {0: Media(patches=np.zeros((0, 3)))}}, "must have at least one row"),
-    ({"image": np.arange(8)}, "must be held by the store, .* give the Media in place of its number"),
+    (
+        {"image": np.arange(8)},
+        "must be held by the store, .* give the Media in place of its number",
+    ),
 ]
 
 
@@ -340,12 +369,16 @@ def test_configs_and_data_sets_that_cannot_have_media_are_refused(tmp_path: Path
     config = media_section()
     del config["tables"]["main"]["media"]
     with pytest.raises(
-        ConfigError, match=re.escape("gear.tables.main.media must be given with a column of the role media")
+        ConfigError,
+        match=re.escape("gear.tables.main.media must be given with a column of the role media"),
     ):
         Replay(config)
     config = media_section()
     columns = config["tables"]["main"]["schema"]["columns"]
-    config["tables"]["main"]["schema"]["columns"] = {"ref": {"dtype": "float32", "late": True}, **columns}
+    config["tables"]["main"]["schema"]["columns"] = {
+        "ref": {"dtype": "float32", "late": True},
+        **columns,
+    }
     with Replay(config) as replay:  # steps are counted in a column that is there
         assert replay.read([replay.add(group(0, {1: image(1)})[0])])[0]["image"] == {1: image(1)}
     config = media_section()

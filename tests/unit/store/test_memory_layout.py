@@ -27,7 +27,8 @@ LAYOUT = Layout.of([Region("a", "int64", (7,)), Region("b", "uint16", (3, 5))], 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["bool", "uint16", "int64", "float64"]), st.sampled_from(SIZES)), max_size=8
+        st.tuples(st.sampled_from(["bool", "uint16", "int64", "float64"]), st.sampled_from(SIZES)),
+        max_size=8,
     )
 )
 def test_regions_are_aligned_and_apart(shapes: list[tuple[str, int]]) -> None:
@@ -98,18 +99,26 @@ def cut(size: int) -> Callable[[bytearray], None]:
         (set_word("magic", b"GEARSTOP"), "F must be a gear store, got b'GEARSTOP'"),
         (set_word("magic", b""), "F must be a gear store"),
         (set_word("format", 1), "F must have store format 3, got 1"),
-        (set_word("total_bytes", LAYOUT.total_bytes + 1), r"F must have \d+ bytes, got \d+; it is truncated"),
+        (
+            set_word("total_bytes", LAYOUT.total_bytes + 1),
+            r"F must have \d+ bytes, got \d+; it is truncated",
+        ),
         (set_word("description_bytes", 5), "F must have an undamaged layout"),
         (set_word("description_bytes", 1 << 40), "F must have an undamaged layout"),
         (set_word("description_bytes", -1), "F must have an undamaged layout"),
         (set_word("layout_digest", b"0" * 64), "F must have an undamaged layout"),
         (set_byte(HEADER_BYTES + 3, 1), "F must have an undamaged layout"),
         (set_byte(HEADER_BYTES, 0xFF), "F must have an undamaged layout"),
-        *((cut(size), "F must be a gear store of at least 4096 bytes") for size in (0, 1, HEADER_BYTES - 1)),
+        *(
+            (cut(size), "F must be a gear store of at least 4096 bytes")
+            for size in (0, 1, HEADER_BYTES - 1)
+        ),
         (cut(LAYOUT.total_bytes - 1), f"F must have the {LAYOUT.total_bytes} bytes of its layout"),
     ],
 )
-def test_damaged_headers_and_short_files_are_refused(change: Callable[[bytearray], None], text: str) -> None:
+def test_damaged_headers_and_short_files_are_refused(
+    change: Callable[[bytearray], None], text: str
+) -> None:
     buffer = header()
     change(buffer)
     with pytest.raises(StoreError, match=text):

@@ -24,7 +24,12 @@ def tightest_of(files: dict[str, str]) -> MemoryLimit:
 
 
 def meminfo(mib: int) -> str:
-    lines = ("MemTotal: 99999999 kB", "MemFree: 1000 kB", f"MemAvailable:   {mib * 1024} kB", "HugePages: 0")
+    lines = (
+        "MemTotal: 99999999 kB",
+        "MemFree: 1000 kB",
+        f"MemAvailable:   {mib * 1024} kB",
+        "HugePages: 0",
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -52,7 +57,8 @@ def test_version_1_counts_the_childrens_page_cache() -> None:
     folder = "/sys/fs/cgroup/memory"
     files = {
         "/proc/self/cgroup": "9:name=systemd:/\n4:memory:/a/b\n3:cpu,cpuacct:/\n0::/\n",
-        "/proc/self/mountinfo": V1_MOUNTS + V2_MOUNT.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
+        "/proc/self/mountinfo": V1_MOUNTS
+        + V2_MOUNT.replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified"),
         f"{folder}/a/b/memory.limit_in_bytes": f"{900 * MIB}\n",
         f"{folder}/a/b/memory.usage_in_bytes": f"{200 * MIB}\n",
         f"{folder}/a/b/memory.stat": f"active_file 1\ntotal_active_file 9\ntotal_inactive_file {30 * MIB}\n",
@@ -70,7 +76,11 @@ def test_version_1_counts_the_childrens_page_cache() -> None:
     [
         ("0::/a/b\n", V2_MOUNT, ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a", "/sys/fs/cgroup"]),
         ("0::/\n", V2_MOUNT, ["/sys/fs/cgroup"]),
-        ("0::/../../other\n", V2_MOUNT, ["/sys/fs/cgroup"]),  # above the root of its cgroup namespace
+        (
+            "0::/../../other\n",
+            V2_MOUNT,
+            ["/sys/fs/cgroup"],
+        ),  # above the root of its cgroup namespace
         ("0::/docker/x/in\n", DOCKER_MOUNT, ["/sys/fs/cgroup/in", "/sys/fs/cgroup"]),
         ("0::/elsewhere\n", DOCKER_MOUNT, ["/sys/fs/cgroup"]),
         (
@@ -108,7 +118,9 @@ def test_a_store_above_the_limit_is_refused_before_anything_is_allocated(
 ) -> None:
     real = memory_limits.read_file
     monkeypatch.setattr(
-        memory_limits, "read_file", lambda path: meminfo(10) if path == "/proc/meminfo" else real(path)
+        memory_limits,
+        "read_file",
+        lambda path: meminfo(10) if path == "/proc/meminfo" else real(path),
     )
     SharedMemory.create(4096).close()
     text = "MemAvailable must leave 11 MiB for a store, got '10 MiB .*lower the table's"

@@ -32,7 +32,14 @@ def bound_objects(replay: Replay) -> list[Any]:
     )
     board = PolicyBoard.create(torch.nn.Linear(2, 2), prefix())
     writer = replay.writer()
-    return [replay, on_device, board, writer, writer.vector_writer(2, "next_step"), writer.trajectory(task=0)]
+    return [
+        replay,
+        on_device,
+        board,
+        writer,
+        writer.vector_writer(2, "next_step"),
+        writer.trajectory(task=0),
+    ]
 
 
 def test_neither_pickled_nor_copied(replay: Replay) -> None:
@@ -59,7 +66,9 @@ def test_a_forked_child_cannot_use_them_and_leaves_them_alone(replay: Replay) ->
 
     def use() -> None:
         for action in uses:
-            with pytest.raises(StoreError, match=r"must be used in the process that made it, got.*forked"):
+            with pytest.raises(
+                StoreError, match=r"must be used in the process that made it, got.*forked"
+            ):
                 action()
         for each in made:
             each.close()  # as a child does that leaves a block of its parent
@@ -104,12 +113,20 @@ def test_nothing_is_written_after_the_end(replay: Replay) -> None:
     writer, vector = replay.writer(), replay.vector_writer(1, autoreset="next_step")
     vector.reset(observation=[[0.0] * 3], task=[0])
     replay.close()
-    step = {"action": [[0.0] * 2], "reward": [0.0], "code": [0], "terminated": [True], "truncated": [False]}
+    step = {
+        "action": [[0.0] * 2],
+        "reward": [0.0],
+        "code": [0],
+        "terminated": [True],
+        "truncated": [False],
+    }
     for action in (
         lambda: writer.add(trajectory(1, 3)),
         lambda: writer.fill(0),
         lambda: vector.step(observation=[[0.0] * 3], **step),
     ):
-        with pytest.raises(StoreError, match="table main must be open; the writer was closed, by itself or"):
+        with pytest.raises(
+            StoreError, match="table main must be open; the writer was closed, by itself or"
+        ):
             action()
     writer.close()

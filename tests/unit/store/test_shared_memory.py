@@ -129,7 +129,10 @@ def refused_owner(path: Path) -> None:
     [
         (lambda path: path.chmod(0o644), r"must have mode 0600, got '0o644'"),
         (refused_link, r"must be an existing store, got 'Too many levels of symbolic links'"),
-        (lambda path: (path.unlink(), path.mkdir()), r"must be an existing store, got 'Is a directory'"),
+        (
+            lambda path: (path.unlink(), path.mkdir()),
+            r"must be an existing store, got 'Is a directory'",
+        ),
         (Path.unlink, r"must be an existing store, got 'No such file or directory'"),
         (lambda path: (path.unlink(), os.mkfifo(path, 0o600)), r"must be a regular file"),
         (lambda path: os.truncate(path, 0), r"must be a gear store, got 'an empty file'"),
@@ -167,14 +170,20 @@ def test_a_place_is_taken_once(name: str) -> None:
 @pytest.mark.parametrize("excess", [1, 1 << 40, 1 << 62, 1 << 80])
 def test_full_memory_is_an_error_that_takes_nothing(excess: int) -> None:
     status = os.statvfs(SHM)
-    size = status.f_blocks * status.f_frsize + excess  # more than all, whatever others give back meanwhile
+    size = (
+        status.f_blocks * status.f_frsize + excess
+    )  # more than all, whatever others give back meanwhile
     files = open_files()
     rule = r"must have [\d.]+ \w+ free, got '[\d.]+ \w+ \(No space.*; docker run --shm-size; Kubernetes: "
     with pytest.raises(StoreFullError, match=rule):
         SharedMemory.create(size)
-    wait_until(lambda: open_files() <= files, "no file that stays open")  # other threads may have some
+    wait_until(
+        lambda: open_files() <= files, "no file that stays open"
+    )  # other threads may have some
     after = os.statvfs(SHM)
-    assert abs(after.f_bavail - status.f_bavail) * status.f_frsize < 1 << 30  # others use it as well
+    assert (
+        abs(after.f_bavail - status.f_bavail) * status.f_frsize < 1 << 30
+    )  # others use it as well
 
 
 @pytest.mark.parametrize("huge_pages", [True, False])
@@ -239,7 +248,9 @@ def test_the_name_goes_however_the_process_ends(name: str, number: int) -> None:
     assert (Path("/proc") / str(reaper) / "environ").read_bytes() in (b"", environment)
     held = ["/dev/null"] * 3 + [str(SHM / name)]  # and nothing that it would keep alive
     opened = Path(f"/proc/{reaper}/fd")
-    wait_until(lambda: sorted(os.readlink(file) for file in opened.iterdir()) == held, "opening the file")
+    wait_until(
+        lambda: sorted(os.readlink(file) for file in opened.iterdir()) == held, "opening the file"
+    )
     for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(reaper, sent)
     os.kill(child, number)
@@ -341,7 +352,9 @@ def test_attaching_to_what_is_being_removed(name: str) -> None:
     memory = SharedMemory.create(SIZE)
     memory.link(name)
     with open(SHM / name, "rb+") as file:
-        fcntl.fcntl(memory.fd, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, WHOLE, 0))
+        fcntl.fcntl(
+            memory.fd, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, 0, WHOLE, 0)
+        )
         fcntl.fcntl(file, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, WHOLE, 0))
         with pytest.raises(StoreGoneError, match="must belong to a living run; its run has ended"):
             SharedMemory.attach_one_of(name, range(1, 3))

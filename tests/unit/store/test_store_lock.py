@@ -107,7 +107,12 @@ def test_a_failed_recovery_is_tried_again(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     ("error", "recoveries"),
-    [(KeyboardInterrupt(), 1), (ValueError("a bug"), 1), (StoreError("x", "y"), 0), (DataError("x", "y"), 0)],
+    [
+        (KeyboardInterrupt(), 1),
+        (ValueError("a bug"), 1),
+        (StoreError("x", "y"), 0),
+        (DataError("x", "y"), 0),
+    ],
 )
 def test_what_leaves_work_unfinished(scene: Scene, error: BaseException, recoveries: int) -> None:
     with pytest.raises(type(error)), scene.lock:
@@ -156,7 +161,9 @@ def test_a_stopped_holder_is_waited_for_and_then_named(scene: Scene) -> None:
         assert scene.words[0] == 1
     scene.words[1] = 1
     os.waitpid(child, os.WUNTRACED)
-    text = rf"held by process {child}, which is stopped'; continue it \(kill -CONT {child}\) or end it"
+    text = (
+        rf"held by process {child}, which is stopped'; continue it \(kill -CONT {child}\) or end it"
+    )
     with pytest.raises(StoreError, match=text), scene.make(scene.memory, 0.2):
         pass
     os.kill(child, signal.SIGCONT)
@@ -197,7 +204,10 @@ def test_an_interrupt_while_waiting_leaves_the_lock_free(scene: Scene) -> None:
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
-        with pytest.raises(KeyboardInterrupt), scene.make(scene.memory, 2.0):  # raised when the wait ends
+        with (
+            pytest.raises(KeyboardInterrupt),
+            scene.make(scene.memory, 2.0),
+        ):  # raised when the wait ends
             raise AssertionError("the wait was not interrupted")
     finally:
         signal.signal(signal.SIGALRM, before)

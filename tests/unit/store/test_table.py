@@ -30,7 +30,14 @@ def scene(scenes: Any) -> Iterator[StoreScene]:
 
 @pytest.mark.parametrize(
     ("lengths", "fits"),
-    [([19], True), ([20], False), ([9, 9], True), ([9, 10], False), ([3] * 5, True), ([2] * 6, False)],
+    [
+        ([19], True),
+        ([20], False),
+        ([9, 9], True),
+        ([9, 10], False),
+        ([3] * 5, True),
+        ([2] * 6, False),
+    ],
 )
 def test_capacity(scene: StoreScene, lengths: list[int], fits: bool) -> None:
     """Five slots and 20 rows; a trajectory of T steps takes T + 1 rows."""
@@ -40,7 +47,11 @@ def test_capacity(scene: StoreScene, lengths: list[int], fits: bool) -> None:
         scene.add(lengths[-1])
         assert scene.table.num_steps == sum(lengths)
         return
-    text = "must have a free slot of 5" if len(lengths) == 6 else r"must have \d+ free rows in a run, got"
+    text = (
+        "must have a free slot of 5"
+        if len(lengths) == 6
+        else r"must have \d+ free rows in a run, got"
+    )
     before = scene.table.slots.copy()
     with pytest.raises(StoreFullError, match=text):
         scene.add(lengths[-1])
@@ -48,7 +59,9 @@ def test_capacity(scene: StoreScene, lengths: list[int], fits: bool) -> None:
     assert scene.table.num_steps == sum(lengths[:-1])
 
 
-@pytest.mark.parametrize(("method", "error"), [("write", MemoryError), ("commit", KeyboardInterrupt)])
+@pytest.mark.parametrize(
+    ("method", "error"), [("write", MemoryError), ("commit", KeyboardInterrupt)]
+)
 def test_an_addition_that_fails_gives_its_rows_back(
     method: str, error: type[BaseException], scene: StoreScene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,14 +85,25 @@ def test_an_addition_that_fails_gives_its_rows_back(
             {"observation": np.zeros((4, 3), np.float32)},
             r"column observation must have 5 rows \(T\+1\), got 4; column action .* the observation after",
         ),
-        ({"reward": torch.zeros(4, dtype=torch.complex64)}, "column reward must be convertible to float32"),
-        ({"reward": torch.zeros(4).to_sparse()}, "column reward must be a dense tensor, got 'torch.sp"),
-        ({"reward": torch.zeros(4, device="meta")}, "column reward must be a tensor of numbers, got 'a meta"),
+        (
+            {"reward": torch.zeros(4, dtype=torch.complex64)},
+            "column reward must be convertible to float32",
+        ),
+        (
+            {"reward": torch.zeros(4).to_sparse()},
+            "column reward must be a dense tensor, got 'torch.sp",
+        ),
+        (
+            {"reward": torch.zeros(4, device="meta")},
+            "column reward must be a tensor of numbers, got 'a meta",
+        ),
         ({"reward": np.array(["a"] * 4)}, "column reward must be convertible to float32"),
         ({"reward": [[1], [1, 2], 3, 4]}, "column reward must be an array"),
     ],
 )
-def test_wrong_trajectories_are_refused(scene: StoreScene, change: dict[str, Any], text: str) -> None:
+def test_wrong_trajectories_are_refused(
+    scene: StoreScene, change: dict[str, Any], text: str
+) -> None:
     """Names, shapes and lengths: tests/unit/data/test_dataset.py; values: tests/property/test_ways_in.py."""
     before = scene.table.slots.copy()
     with pytest.raises(DataError, match=text):
@@ -116,7 +140,9 @@ def test_tensors_of_every_dtype_round_trip(dtype: str) -> None:
 def test_what_is_no_bfloat16_is_refused(make: Any, value: complex) -> None:
     text = "(hold values that bfloat16 can hold, got|be convertible to bfloat16, got 'complex128')"
     with pytest.raises(DataError, match=f"column x must {text}"):
-        check_trajectory("t", Schema([Column("x", "bfloat16", allow_nan=True)]), {"x": make([1.0, value])})
+        check_trajectory(
+            "t", Schema([Column("x", "bfloat16", allow_nan=True)]), {"x": make([1.0, value])}
+        )
 
 
 # ---- attaching -----------------------------------------------------------------------------------
@@ -126,12 +152,20 @@ def test_what_is_no_bfloat16_is_refused(make: Any, value: complex) -> None:
     ("num_bytes", "text"),
     [
         (None, "must belong to run 0+, got '9+'"),
-        (lambda scene: scene.layout.total_bytes + 4096, r"must have \d+ bytes, got \d+; it is truncated"),
-        (lambda scene: scene.layout.total_bytes - 1, r"must have \d+ bytes, got \d+; it is truncated"),
+        (
+            lambda scene: scene.layout.total_bytes + 4096,
+            r"must have \d+ bytes, got \d+; it is truncated",
+        ),
+        (
+            lambda scene: scene.layout.total_bytes - 1,
+            r"must have \d+ bytes, got \d+; it is truncated",
+        ),
         (lambda scene: 100, "must be a gear store of at least 4096 bytes"),
     ],
 )
-def test_attach_refuses(scenes: Any, num_bytes: Callable[[StoreScene], int] | None, text: str) -> None:
+def test_attach_refuses(
+    scenes: Any, num_bytes: Callable[[StoreScene], int] | None, text: str
+) -> None:
     """Damaged headers: test_memory_layout."""
     scene = scenes(lengths=[3])
     if num_bytes is None:

@@ -45,11 +45,15 @@ def spec_of(
     lo, hi = first - dataset.first_id, end - dataset.first_id
     rows = dataset.row_of(hi) - dataset.row_of(lo)
     shard = Shard(0, 2, first, end)
-    return TableSpec("main", dataset.schema, end - first, rows, dataset, in_memory, True, 1, shard, *arrivals)
+    return TableSpec(
+        "main", dataset.schema, end - first, rows, dataset, in_memory, True, 1, shard, *arrivals
+    )
 
 
 def whole_spec(dataset: Dataset, in_memory: bool) -> TableSpec:
-    return TableSpec("main", dataset.schema, len(dataset), dataset.num_rows, dataset, in_memory, True, 1)
+    return TableSpec(
+        "main", dataset.schema, len(dataset), dataset.num_rows, dataset, in_memory, True, 1
+    )
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -116,7 +120,9 @@ def test_arrivals_are_gathered_from_the_first_arrival_on(
 def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> None:
     schema = Schema([Column("reward", "float32", (), "reward"), Column("return_to_go", "bfloat16")])
     with DatasetWriter(tmp_path / "set", schema) as writer:
-        writer.add({"reward": np.ones(3, np.float32), "return_to_go": np.full(3, 0x4040, np.uint16)})
+        writer.add(
+            {"reward": np.ones(3, np.float32), "return_to_go": np.full(3, 0x4040, np.uint16)}
+        )
     dataset = Dataset.open(tmp_path / "set")
     for in_memory in (True, False):
         with table_of(spec_of(dataset, 0, 1, in_memory, (2, 1))) as table:
@@ -125,7 +131,9 @@ def test_the_derived_column_and_a_column_of_its_name_are_two(tmp_path: Path) -> 
             found = table.gather_source("return_to_go")
             assert found.dtype == torch.bfloat16
             assert found.tolist() == ([3, 3, 3, 2, 2] if in_memory else [2, 2])
-            assert table.gather_source(RETURN_TO_GO).tolist() == ([3, 2, 1, 0, 0] if in_memory else [0, 0])
+            assert table.gather_source(RETURN_TO_GO).tolist() == (
+                [3, 2, 1, 0, 0] if in_memory else [0, 0]
+            )
 
 
 def test_a_table_without_returns_has_no_derived_column(dataset: Dataset) -> None:

@@ -15,7 +15,9 @@ GROUPS = 4
 
 def run_of(folder: Path, **prompts: Any) -> Replay:
     data = folder / "prompts"
-    return Replay(ledger_section(data if data.exists() else write_prompts(data, 40), prompts, GROUPS))
+    return Replay(
+        ledger_section(data if data.exists() else write_prompts(data, 40), prompts, GROUPS)
+    )
 
 
 def commit(*leases: Lease) -> None:
@@ -104,18 +106,25 @@ def test_the_lag_is_bounded_after_a_resume(tmp_path: Path) -> None:
         assert worker.lease(timeout_s=0) == []
 
 
-def test_a_stuck_rollout_holds_nothing_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_rollout_holds_nothing_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NVIDIA-NeMo/RL#3238: one rollout that never ends stalled the run, and again after each resume."""
     now = 0.0
     monkeypatch.setattr(prompt_ledger, "time", SimpleNamespace(monotonic_ns=lambda: int(now * 1e9)))
-    with run_of(tmp_path, max_lag=0, lease_s=10.0, attempts=2) as replay, replay.rollout_worker() as worker:
+    with (
+        run_of(tmp_path, max_lag=0, lease_s=10.0, attempts=2) as replay,
+        replay.rollout_worker() as worker,
+    ):
         _, *others = worker.lease(GROUPS)
         commit(*others)
         replay.save(tmp_path / "saved")
         replay.load(tmp_path / "saved")
         for _ in range(2):
             assert not replay.can_sample()
-            assert [lease.number for lease in worker.lease(9, timeout_s=0)] == [0]  # and is stuck again
+            assert [lease.number for lease in worker.lease(9, timeout_s=0)] == [
+                0
+            ]  # and is stuck again
             now += 11.0
         commit(*worker.lease(9, timeout_s=0))
         assert train(replay) == [1, 2, 3, 4]

@@ -14,7 +14,9 @@ from gymnasium.wrappers import Autoreset, TimeLimit
 from deepspeed_gear import Replay
 from deepspeed_gear.errors import ConfigError, DataError
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "online.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "online.md").read_text(
+    encoding="utf-8"
+)
 COLUMNS = {
     "observation": {"dtype": "float32", "shape": [4], "role": "observation", "rows": "T+1"},
     "action": {"dtype": "int64", "role": "action"},
@@ -25,7 +27,12 @@ COLUMNS = {
 NESTED = {  # the same observation, in the parts of an environment with nested spaces
     "observation.cart": {"dtype": "float32", "shape": [2], "role": "observation", "rows": "T+1"},
     "observation.pole.0": {"dtype": "float32", "shape": [1], "role": "observation", "rows": "T+1"},
-    "observation.pole.1.speed": {"dtype": "float32", "shape": [1], "role": "observation", "rows": "T+1"},
+    "observation.pole.1.speed": {
+        "dtype": "float32",
+        "shape": [1],
+        "role": "observation",
+        "rows": "T+1",
+    },
 }
 NUM_STEPS = 120
 
@@ -116,13 +123,19 @@ def test_one_environment_that_the_program_resets() -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_many_environments_in_every_mode(mode: AutoresetMode, nested: bool) -> None:
     envs = SyncVectorEnv([(lambda: Nested(make())) if nested else make] * 3, autoreset_mode=mode)
-    columns = {**NESTED, **{n: c for n, c in COLUMNS.items() if n != "observation"}} if nested else COLUMNS
+    columns = (
+        {**NESTED, **{n: c for n, c in COLUMNS.items() if n != "observation"}}
+        if nested
+        else COLUMNS
+    )
     with replay_of(schema={"columns": columns}) as replay:
         loops()["act_in_many"](replay, envs, policy, NUM_STEPS)
         wanted = [by_hand(seed, NUM_STEPS) for seed in range(3)]
         if mode == AutoresetMode.NEXT_STEP:  # its resets take steps too
             took = [np.cumsum([len(t["reward"]) + 1 for t in episodes]) for episodes in wanted]
-            wanted = [e[: int((n <= NUM_STEPS + 1).sum())] for e, n in zip(wanted, took, strict=True)]
+            wanted = [
+                e[: int((n <= NUM_STEPS + 1).sum())] for e, n in zip(wanted, took, strict=True)
+            ]
         check_stored(replay, [trajectory for episodes in wanted for trajectory in episodes])
 
 
@@ -138,22 +151,30 @@ def test_the_mode_is_read_or_must_be_given() -> None:
         assert writer.vector_writer(Autoreset(make())).autoreset == "next_step"
         assert writer.vector_writer(TimeLimit(Autoreset(make()), 9)).autoreset == "next_step"
         for wrong in (replay.vector_writer, writer.vector_writer):
-            text = 'autoreset must be given with a number .*"next_step": .*"same_step": .*"disabled": '
+            text = (
+                'autoreset must be given with a number .*"next_step": .*"same_step": .*"disabled": '
+            )
             with pytest.raises(DataError, match=text):
                 wrong(8)  # type: ignore[operator]
         with pytest.raises(
             DataError, match="autoreset must be one of next_step, same_step, disabled, got 'ne"
         ):
             writer.vector_writer(8, "next")  # type: ignore[arg-type]
-        with pytest.raises(DataError, match='must be "same_step", the mode of the environment, got'):
+        with pytest.raises(
+            DataError, match='must be "same_step", the mode of the environment, got'
+        ):
             writer.vector_writer(vectors[AutoresetMode.SAME_STEP], "next_step")
         silent = SyncVectorEnv([make])
         silent.metadata = {}
-        with pytest.raises(DataError, match="autoreset must be in the environment's metadata, or given"):
+        with pytest.raises(
+            DataError, match="autoreset must be in the environment's metadata, or given"
+        ):
             writer.vector_writer(silent)
         assert writer.vector_writer(silent, "next_step").autoreset == "next_step"
         for number in (0, -1, True, 1.5, None, "8"):
-            with pytest.raises(ConfigError, match="the environments must be an integer of at least 1"):
+            with pytest.raises(
+                ConfigError, match="the environments must be an integer of at least 1"
+            ):
                 writer.vector_writer(number, "disabled")
 
 
@@ -173,17 +194,25 @@ def rows(*values: float) -> dict[str, Any]:
 def test_a_step_before_the_first_reset_is_refused(mode: Any) -> None:
     with replay_of() as replay:
         vector = replay.vector_writer(2, autoreset=mode)
-        with pytest.raises(DataError, match=r"step must come after reset, got 'environments \[0, 1\]'"):
+        with pytest.raises(
+            DataError, match=r"step must come after reset, got 'environments \[0, 1\]'"
+        ):
             vector.step(**rows(1, 1))
         vector.reset(np.array([True, False]), observation=np.zeros((2, 4), np.float32))
-        with pytest.raises(DataError, match=r"step must come after reset, got 'environments \[1\]'"):
+        with pytest.raises(
+            DataError, match=r"step must come after reset, got 'environments \[1\]'"
+        ):
             vector.step(**rows(1, 1))
         vector.reset(observation=np.zeros((2, 4), np.float32))
         vector.step(**rows(1, 1))
-        assert vector.step(**rows(2, -1), final={"observation": rows(3, 3)["observation"]}) == [(1, 0, 2)]
+        assert vector.step(**rows(2, -1), final={"observation": rows(3, 3)["observation"]}) == [
+            (1, 0, 2)
+        ]
         take: Callable[[], Any] = lambda: vector.step(**rows(1, 1))  # noqa: E731
         if mode == "disabled":
-            with pytest.raises(DataError, match=r"got 'environments \[1\]'; call reset .* is \"disabled\""):
+            with pytest.raises(
+                DataError, match=r"got 'environments \[1\]'; call reset .* is \"disabled\""
+            ):
                 take()
         else:
             assert take() == []

@@ -31,7 +31,10 @@ def test_leases_are_of_other_trajectories_until_they_end(config: dict[str, Any])
         for prompt in (3, 1, 2):
             add(replay, prompt, 0)
             add(replay, prompt, 1)
-        first, second = FillWorker.attach(config, "reward"), FillWorker.attach(config, "reward", lease_s=0)
+        first, second = (
+            FillWorker.attach(config, "reward"),
+            FillWorker.attach(config, "reward", lease_s=0),
+        )
         assert ids(first.lease(2)) == [2, 3]  # by group
         third, fourth = second.lease(2)
         assert ids((third, fourth)) == [4, 5]

@@ -91,11 +91,17 @@ def test_wrong_fills_change_nothing() -> None:
     with replay() as found:
         number = found.add(trajectory(4))
         for columns, text in (
-            ({"which": np.zeros(3)}, "which must be one of the late columns: advantage, value, score"),
+            (
+                {"which": np.zeros(3)},
+                "which must be one of the late columns: advantage, value, score",
+            ),
             ({"advantage": np.zeros(4, np.float32)}, "must have the rows of 3 steps, got 4"),
             ({"value": np.zeros(3, np.float32)}, "must have the rows of 3 steps"),
             ({"score": np.zeros(3, np.float32)}, "must have shape"),
-            ({"advantage": np.zeros(3, np.float32), "value": np.zeros(9, np.float32)}, "must have the rows"),
+            (
+                {"advantage": np.zeros(3, np.float32), "value": np.zeros(9, np.float32)},
+                "must have the rows",
+            ),
         ):
             with pytest.raises(DataError, match=text):
                 found.fill(number, **columns)
@@ -122,7 +128,11 @@ def test_every_trajectory_that_ends_is_returned(publish: bool) -> None:
         assert vector.reset(**states(0, 0)) == []
         for step in range(1, 6):
             ended = np.array([False, step == 2])
-            rows = {"which": np.arange(2) + 10 * step, "version": np.zeros(2, np.int64), "terminated": ended}
+            rows = {
+                "which": np.arange(2) + 10 * step,
+                "version": np.zeros(2, np.int64),
+                "terminated": ended,
+            }
             completed.append(vector.step(**states(step, step), **rows, publish=publish))
             if step == 2:
                 assert vector.reset(ended, **states(2, 0)) == []
@@ -148,7 +158,11 @@ def test_a_trajectory_that_is_completed_before_an_error_is_returned_later() -> N
     with replay(capacity_steps=10, capacity_trajectories=1, max_length=5) as found:
         vector = found.vector_writer(2, autoreset="next_step")
         vector.reset(**states(0, 0))
-        rows = {"which": np.arange(2), "version": np.zeros(2, np.int64), "terminated": np.ones(2, bool)}
+        rows = {
+            "which": np.arange(2),
+            "version": np.zeros(2, np.int64),
+            "terminated": np.ones(2, bool),
+        }
         with pytest.raises(StoreFullError):
             vector.step(**states(1, 1), **rows)
         assert vector.reset(**states(0, 0)) == [(0, 0, 1)]
@@ -178,7 +192,9 @@ def test_one_trajectory_says_how_it_was_completed() -> None:
 def test_versions_that_are_too_old_go() -> None:
     with replay(("which",), version={"column": "version", "max_lag": 2}) as found:
         for number in range(4):
-            found.add(trajectory(number, steps=3 + number, version=number))  # its last steps are newer
+            found.add(
+                trajectory(number, steps=3 + number, version=number)
+            )  # its last steps are newer
         found.set_policy_version(3)
         assert drawn(found) == {1, 2, 3}
         wanted = float(np.mean([3 - int(number) for number in found.sample()["which"]]))
@@ -234,7 +250,11 @@ def test_a_new_version_waits_for_open_trajectories() -> None:
         states = {"observation": np.zeros((2, 2), np.float32)}
 
         def step(version: int, *ended: bool) -> None:
-            columns = {"which": np.arange(2), "version": np.full(2, version), "terminated": np.array(ended)}
+            columns = {
+                "which": np.arange(2),
+                "version": np.full(2, version),
+                "terminated": np.array(ended),
+            }
             vector.step(**states, **columns)
 
         vector.reset(**states)

@@ -88,9 +88,13 @@ def test_every_writer_stores_nested_columns_as_flat_ones() -> None:
             completed = vector.step(**{**nested([step]), "observation": observation([step + 1])})
         ids += [done.trajectory_id for done in completed]
         vector.reset(observation=observation([0]), task={"goal": [[9.0, 9.0]]})
-        for step in range(STEPS):  # flat rows, which a native call could take, beside a nested value
+        for step in range(
+            STEPS
+        ):  # flat rows, which a native call could take, beside a nested value
             flat = {name: rows[[step]] for name, rows in FLAT.items() if name != "task.goal"}
-            flat |= {name: FLAT[name][[step + 1]] for name in FLAT if name.startswith("observation")}
+            flat |= {
+                name: FLAT[name][[step + 1]] for name in FLAT if name.startswith("observation")
+            }
             task = {"task": {"goal": [TASK["goal"]]}} if step == STEPS - 1 else {}
             completed = vector.step(**flat, **task)
         ids += [done.trajectory_id for done in completed]
@@ -116,9 +120,18 @@ def test_errors_name_the_column_by_its_dotted_name() -> None:
         opened = writer.trajectory()
         arm, cameras = observation()["arm"], observation()["cameras"]
         for wrong, text in (
-            ({"arm": arm, "cameras": cameras, "leg": arm}, "column observation.leg must be in the schema"),
-            ({"arm": arm, "cameras": cameras[:1]}, r"column observation.cameras.1 must be in every traj"),
-            ({"arm": arm[:, :1], "cameras": cameras}, r"column observation.arm must have shape \['T\+1', 2"),
+            (
+                {"arm": arm, "cameras": cameras, "leg": arm},
+                "column observation.leg must be in the schema",
+            ),
+            (
+                {"arm": arm, "cameras": cameras[:1]},
+                r"column observation.cameras.1 must be in every traj",
+            ),
+            (
+                {"arm": arm[:, :1], "cameras": cameras},
+                r"column observation.arm must have shape \['T\+1', 2",
+            ),
             ({"arm": arm[:2], "cameras": cameras}, "column observation.arm must have 4 rows"),
             ({}, "column observation must be in the schema"),
             ({"arm": {"x": arm}, "cameras": cameras}, "column observation.arm must be conv.*parts"),
@@ -126,12 +139,17 @@ def test_errors_name_the_column_by_its_dotted_name() -> None:
                 {"arm": arm, "cameras": {0: arm}},
                 "column observation.cameras must have strings as keys, got 0",
             ),
-            ([observation(0), {"arm": 1.0}], "column observation.cameras must be in every row or in none"),
+            (
+                [observation(0), {"arm": 1.0}],
+                "column observation.cameras must be in every row or in none",
+            ),
         ):
             for add in (replay.add, writer.add):
                 with pytest.raises(DataError, match=text):
                     add({**NESTED, "observation": wrong})
-        with pytest.raises(DataError, match=r"trajectory: column observation.arm must be given once; by"):
+        with pytest.raises(
+            DataError, match=r"trajectory: column observation.arm must be given once; by"
+        ):
             replay.add({**NESTED, "observation.arm": arm})
         with pytest.raises(DataError, match=r"column observation.leg must be a column of steps"):
             opened.append(**{**nested(0), "observation": {"leg": 1.0}})
@@ -142,9 +160,13 @@ def test_errors_name_the_column_by_its_dotted_name() -> None:
         vector.reset(observation=observation([0]))
         with pytest.raises(DataError, match=r"column observation.cameras.1 must be in every step"):
             vector.step(**{**nested([0]), "observation": {"arm": arm[:1], "cameras": cameras[:1]}})
-        with pytest.raises(DataError, match=r"column observation.arm must have shape \[1, 2\], got \[4, 2\]"):
+        with pytest.raises(
+            DataError, match=r"column observation.arm must have shape \[1, 2\], got \[4, 2\]"
+        ):
             vector.step(**{**nested([0]), "observation": observation()})
-        with pytest.raises(DataError, match=r"score.rest must be one of the late columns: score.human"):
+        with pytest.raises(
+            DataError, match=r"score.rest must be one of the late columns: score.human"
+        ):
             replay.fill(0, score={"rest": 1.0})
         assert len(replay) == 0
 

@@ -30,8 +30,15 @@ SCHEMA = Schema(
 LONGEST = 8
 
 
-def replay(sampler: Any = None, schema: Schema = SCHEMA, fields: Any = None, **table: Any) -> Replay:
-    options = {"capacity_steps": 40, "capacity_trajectories": 6, "max_length": LONGEST, "remove": "fifo"}
+def replay(
+    sampler: Any = None, schema: Schema = SCHEMA, fields: Any = None, **table: Any
+) -> Replay:
+    options = {
+        "capacity_steps": 40,
+        "capacity_trajectories": 6,
+        "max_length": LONGEST,
+        "remove": "fifo",
+    }
     section = {
         "tables": {"main": {**options, **table}},
         "sampler": sampler or {"kind": "uniform", "unit": "step"},
@@ -65,14 +72,26 @@ def drawn(found: Replay) -> set[int]:
 
 def whole(number: int, steps: int) -> dict[str, Any]:
     which = np.arange(steps) + 100 * number
-    observation = np.repeat(np.arange(steps + 1) + 100.0 * number, 2).reshape(-1, 2).astype(np.float32)
+    observation = (
+        np.repeat(np.arange(steps + 1) + 100.0 * number, 2).reshape(-1, 2).astype(np.float32)
+    )
     ends = np.zeros(steps, bool)
-    return {"observation": observation, "which": which, "truncated": ends, "terminated": ends, "task": number}
+    return {
+        "observation": observation,
+        "which": which,
+        "truncated": ends,
+        "terminated": ends,
+        "task": number,
+    }
 
 
 @pytest.mark.parametrize(
     "sampler",
-    [{"unit": "step"}, {"kind": "prioritized", "unit": "trajectory"}, {"unit": "step", "anchors": "end"}],
+    [
+        {"unit": "step"},
+        {"kind": "prioritized", "unit": "trajectory"},
+        {"unit": "step", "anchors": "end"},
+    ],
     ids=str,
 )
 def test_steps_are_drawn_as_soon_as_they_are_published(sampler: dict[str, Any]) -> None:
@@ -190,7 +209,11 @@ def test_what_follows_a_removed_part_is_another_trajectory(how: str) -> None:
 
 
 def test_a_rate_counts_published_steps() -> None:
-    rate = {"samples_per_insert": 32, "min_size": 2, "error_buffer": 224}  # up to 9 steps without a sample
+    rate = {
+        "samples_per_insert": 32,
+        "min_size": 2,
+        "error_buffer": 224,
+    }  # up to 9 steps without a sample
     with replay(rate_limiter=rate) as found:
         table = found.tables["main"]
         found.add(whole(1, 2))
@@ -208,7 +231,9 @@ def test_a_rate_counts_published_steps() -> None:
 def test_many_that_publish_at_once_pass_the_smallest_buffer() -> None:
     """Each waits for its own steps only, so no process waits for what the others bring."""
     rate = {"samples_per_insert": 4, "min_size": 8, "error_buffer": 48}
-    with replay(rate_limiter=rate, capacity_steps=1000, capacity_trajectories=100, writers=1) as found:
+    with replay(
+        rate_limiter=rate, capacity_steps=1000, capacity_trajectories=100, writers=1
+    ) as found:
         name = found.tables["main"].memory.path.name
 
         def write() -> None:
@@ -304,7 +329,9 @@ def test_longer_than_the_longest() -> None:
             append(opened, range(LONGEST + 2))
         with pytest.raises(DataError, match="must have at most max_length"), opened:
             pass
-        assert found.read([opened.trajectory_id])[0]["truncated"].tolist() == [False] * (LONGEST - 1) + [True]
+        assert found.read([opened.trajectory_id])[0]["truncated"].tolist() == [False] * (
+            LONGEST - 1
+        ) + [True]
 
 
 # ---- death, checkpoints --------------------------------------------------------------------------

@@ -71,7 +71,12 @@ def test_leases_end_in_any_order_and_groups_are_trained_in_that_of_leases(data: 
         assert trained(replay)[0] == first
         assert [lease.number for lease in worker.lease(99)] == [6, 7, 8]  # of two epochs
         books = check_books(replay)
-        assert (books["issued"], books["trained"], books["waiting"], books["leased"]) == (9, 3, 3, 3)
+        assert (books["issued"], books["trained"], books["waiting"], books["leased"]) == (
+            9,
+            3,
+            3,
+            3,
+        )
         assert replay.statistics()["prompts"]["main"] == books
 
 
@@ -88,7 +93,11 @@ def test_a_lease_that_expires_is_leased_again_and_dropped_at_last(
         now = 11.0
         again = worker.lease(9, timeout_s=0)  # the third one too
         assert [(lease.number, lease.attempt) for lease in again] == [(0, 2), (2, 2)]
-        for change in (lambda: first.commit(responses(first)), first.heartbeat, lambda: third.fail("late")):
+        for change in (
+            lambda: first.commit(responses(first)),
+            first.heartbeat,
+            lambda: third.fail("late"),
+        ):
             with pytest.raises(LeaseExpiredError, match="must be held by this worker"):
                 change()
         assert len(replay) == 0
@@ -130,7 +139,10 @@ def test_a_commit_is_a_whole_group(data: Path) -> None:
         lease.commit([one, {**two, "prompt": np.int64(0)}])
         with pytest.raises(StoreError, match=r"must come by `lease\.commit`"):
             replay.add(one | {"prompt": np.int64(9)})
-        with TrajectoryWriter.attach(config) as writer, pytest.raises(StoreError, match=r"lease\.commit"):
+        with (
+            TrajectoryWriter.attach(config) as writer,
+            pytest.raises(StoreError, match=r"lease\.commit"),
+        ):
             writer.add(one | {"prompt": np.int64(9)})
         replay.remove([0])
         assert check_books(replay)["dropped"] == {"removed": 1}
@@ -174,7 +186,9 @@ def test_prompts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     take = fcntl.flock
 
-    def flock(lock: Any, operation: int) -> None:  # as NFS: an exclusive lock needs a file open for writing
+    def flock(
+        lock: Any, operation: int
+    ) -> None:  # as NFS: an exclusive lock needs a file open for writing
         if operation & fcntl.LOCK_EX and not fcntl.fcntl(lock, fcntl.F_GETFL) & os.O_ACCMODE:
             raise OSError(errno.EBADF, "as NFS")
         take(lock, operation)
@@ -187,7 +201,9 @@ def test_prompts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with Replay(ledger_section(file)) as replay, replay.rollout_worker() as worker:
         leases = worker.lease(6, timeout_s=0)
         assert sorted(int(lease.prompt["index"]) for lease in leases) == list(range(6))
-        assert all(lease.prompt["tokens"].tolist() == [lease.prompt["index"]] * 3 for lease in leases)
+        assert all(
+            lease.prompt["tokens"].tolist() == [lease.prompt["index"]] * 3 for lease in leases
+        )
         replay.save(tmp_path / "saved")
     assert made.stat().st_mtime_ns == before
     file.write_text(json.dumps(rows[0]) + "\n")
@@ -218,7 +234,10 @@ def test_a_checkpoint_of_other_prompts_is_refused(data: Path, tmp_path: Path) ->
             replay.load(tmp_path / "saved")
     with Replay(without) as replay:
         replay.save(tmp_path / "plain")
-    with Replay(ledger_section(data)) as replay, pytest.raises(CheckpointError, match="must hold the ledger"):
+    with (
+        Replay(ledger_section(data)) as replay,
+        pytest.raises(CheckpointError, match="must hold the ledger"),
+    ):
         replay.load(tmp_path / "plain")
 
 
@@ -244,7 +263,9 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
     with Replay(changed({"max_lag": 1})) as replay:  # of three nodes
         known, config, at = replay.tables["main"].spec, replay.config, Shard(1, 3, 0, 0)
         assert known.group is not None
-        with pytest.raises(ConfigError, match=r"must be at least 18, .* each of 3 nodes those of a batch"):
+        with pytest.raises(
+            ConfigError, match=r"must be at least 18, .* each of 3 nodes those of a batch"
+        ):
             prompt_spec_of(config, "main", known.group, known.schema, 5, at)
         spec = prompt_spec_of(config, "main", known.group, known.schema, 6, at)
         assert (spec.num_stores, spec.store, [spec.issued_below(n) for n in (1, 2, 4, 5)]) == (
@@ -297,7 +318,9 @@ def test_what_a_lease_keeps_goes_to_the_next_one(data: Path, tmp_path: Path) -> 
         replay.load(tmp_path / "saved")
 
 
-def test_prompts_that_cannot_be_read_are_no_leases(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_cannot_be_read_are_no_leases(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Replay(ledger_section(data)) as replay, replay.rollout_worker() as worker:
         monkeypatch.setattr(worker.prompts, "columns", {})
         with pytest.raises(KeyError):
@@ -322,7 +345,10 @@ def test_a_load_ends_leases(data: Path, tmp_path: Path) -> None:
         books = check_books(replay)
         assert (books["issued"], books["leased"], books["returned"]) == (1, 0, 1)
         leases = worker.lease(2)
-        assert [(lease.number, lease.attempt) for lease in leases] == [(0, 1), (1, 1)]  # a load is none
+        assert [(lease.number, lease.attempt) for lease in leases] == [
+            (0, 1),
+            (1, 1),
+        ]  # a load is none
         for lease in (first, again):
             with pytest.raises(LeaseExpiredError):
                 lease.commit(responses(lease))
@@ -363,7 +389,9 @@ def test_a_group_is_open_until_its_late_columns_are_filled(data: Path, tmp_path:
         assert worker.lease(1, timeout_s=0) == []  # they are under way
         rewards = FillWorker.attach(config, "reward")
         taken = rewards.lease(99)
-        assert [lease.trajectory_id for lease in taken] == [number for group in ids for number in group]
+        assert [lease.trajectory_id for lease in taken] == [
+            number for group in ids for number in group
+        ]
         for lease in taken[2:]:  # the first group is the straggler
             lease.fill(np.float32(1))
         assert (check_books(replay)["waiting"], replay.can_sample()) == (5, False)
@@ -405,17 +433,26 @@ def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_pat
     section, path = recipe_section(data), tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_batch_size": 8, "gear": section}))
     with Replay(section) as replay:
-        given: list[tuple[Any, dict[str, Any]]] = [(section, {}), ({"gear": section}, {}), (path, {})]
+        given: list[tuple[Any, dict[str, Any]]] = [
+            (section, {}),
+            ({"gear": section}, {}),
+            (path, {}),
+        ]
         given += [(None, {"run": replay.run})]
         for config, options in given:
             for door in (TrajectoryWriter.attach, RolloutWorker.attach):
                 door(config, wait_s=5.0, **options).close()
             FillWorker.attach(config, "reward", wait_s=5.0, **options).close()
         other = {**section, "rollout": {"groups": 2}}  # from which the capacity follows
-        with pytest.raises(StoreError, match=r"gear.tables.main.capacity_steps: 768 here, 384 there"):
+        with pytest.raises(
+            StoreError, match=r"gear.tables.main.capacity_steps: 768 here, 384 there"
+        ):
             RolloutWorker.attach(other, wait_s=0.0)
         for wrong, text in (
-            ({**section, "recipe": "grop"}, "gear.recipe must be \"grpo\" or null, got 'grop'; did you mean"),
+            (
+                {**section, "recipe": "grop"},
+                "gear.recipe must be \"grpo\" or null, got 'grop'; did you mean",
+            ),
             ({**section, "tables": {"main": {}}}, "max_length must be given with a recipe"),
         ):
             with pytest.raises(ConfigError, match=text):
@@ -476,7 +513,9 @@ def _expire_last(scene: Any) -> None:
 
 def _again(scene: Any) -> Lease:
     scene.clock.now += 11.0
-    return next(one for one in scene.worker.lease(9, timeout_s=0) if one.number == scene.lease.number)
+    return next(
+        one for one in scene.worker.lease(9, timeout_s=0) if one.number == scene.lease.number
+    )
 
 
 def _commit_again(scene: Any) -> None:
@@ -486,7 +525,9 @@ def _commit_again(scene: Any) -> None:
 
 def _commit_elsewhere(scene: Any) -> None:
     """By another object of the same lease, as after an answer that was lost."""
-    Lease(scene.worker._ledger, scene.lease._lease, scene.lease.prompt).commit(responses(scene.lease))
+    Lease(scene.worker._ledger, scene.lease._lease, scene.lease.prompt).commit(
+        responses(scene.lease)
+    )
 
 
 def _release(scene: Any) -> None:
@@ -519,13 +560,19 @@ def _train_others(scene: Any) -> None:
         (lambda it: it.lease.fail("bad"), "it was failed as 'bad'; end a lease once"),
         (lambda it: it.lease.fail("bad", retry=False), "it was failed as 'bad'; end a lease once"),
         (_commit_elsewhere, "it was committed; commit a group once"),
-        (_expire, r"prompts.lease_s = 10 s passed without a heartbeat, .* waits .*; call heartbeat\(\)"),
+        (
+            _expire,
+            r"prompts.lease_s = 10 s passed without a heartbeat, .* waits .*; call heartbeat\(\)",
+        ),
         (_again, r"it came back, and attempt 2 has its prompt; call heartbeat\(\)"),
         (_commit_again, "attempt 2 was committed"),
         (_expire_last, "its prompt was trained or dropped, as the last of 2 attempts"),
         (_release, "it was given back, .* the end of its worker"),
         (_load, r"it was given back, by fail\(\), .* or a load, .*; lease again"),
-        (_load_of_before, "a checkpoint was loaded in which its prompt had not been leased; lease again"),
+        (
+            _load_of_before,
+            "a checkpoint was loaded in which its prompt had not been leased; lease again",
+        ),
         (
             _train_others,
             "too old: 2 batches are selected, its version is 0 and prompts.max_lag 1; raise max_lag",
@@ -547,7 +594,12 @@ def test_an_error_of_a_lease_names_how_it_ended(
         )
         end(scene)
         held, lease = len(replay), scene.lease
-        for change in (lease.heartbeat, lambda: lease.commit(responses(lease)), lease.keep, lease.fail):
+        for change in (
+            lease.heartbeat,
+            lambda: lease.commit(responses(lease)),
+            lease.keep,
+            lease.fail,
+        ):
             with pytest.raises(LeaseExpiredError, match=f"must be held by this worker: .*{text}"):
                 change()
         assert len(replay) == held

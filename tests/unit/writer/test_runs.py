@@ -49,7 +49,9 @@ def _nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert shared_files(prefix()) == []
 
 
-def test_two_runs_of_one_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_runs_of_one_config(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = section()
     with Replay(config) as one, Replay(section(shared_memory={"run": "second"})) as two:
         with pytest.raises(StoreError, match="must be named where there are several") as caught:
@@ -68,7 +70,9 @@ def test_two_runs_of_one_config(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             assert len(of) == before + 2
         with TrajectoryWriter.attach(section(shared_memory={"run": "second"})) as writer:
             assert writer.run == two.run
-        with pytest.raises(StoreError, match=r"got 'its run is not third'; give .* found within 0 s"):
+        with pytest.raises(
+            StoreError, match=r"got 'its run is not third'; give .* found within 0 s"
+        ):
             TrajectoryWriter.attach(config, run="third", wait_s=0.0)
         assert main(["inspect", "--living", str(os.getpid()), "--json"]) == 0
         inspected = json.loads(capsys.readouterr().out)["stores"]
@@ -95,8 +99,14 @@ def test_started_actors_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch) ->
         ({"seed": 7}, "gear.seed: 7 here, 0 there"),
         ({"capacity_steps": 6000}, "gear.tables.main.capacity_steps: 6000 here, 5000 there"),
         ({"remove": "uniform"}, 'gear.tables.main.remove: "uniform" here, "fifo" there'),
-        ({"rate_limiter": {"min_size": 4}}, r"gear.tables.main.rate_limiter: \{.*\} here, null there"),
-        ({"more": {"dtype": "int8"}}, r"gear.tables.main.schema.columns.more: \{.*\} here, absent there"),
+        (
+            {"rate_limiter": {"min_size": 4}},
+            r"gear.tables.main.rate_limiter: \{.*\} here, null there",
+        ),
+        (
+            {"more": {"dtype": "int8"}},
+            r"gear.tables.main.schema.columns.more: \{.*\} here, absent there",
+        ),
         (
             {"reward": {"dtype": "float64"}},
             'gear.tables.main.schema.columns.reward.dtype: "float64" here, "float32" there',
@@ -114,7 +124,9 @@ def test_a_run_of_another_config_is_no_candidate(change: dict[str, Any], text: s
         else:
             table[option] = value
     with Replay(section()) as replay:
-        begin = rf"^the run's store must match the config, run and table of this process, got .{text}"
+        begin = (
+            rf"^the run's store must match the config, run and table of this process, got .{text}"
+        )
         with pytest.raises(StoreError, match=begin) as caught:
             TrajectoryWriter.attach(other, wait_s=0.0)
         caught.match(f"found within 0 s: run {replay.run}, table main .*: {text}")
@@ -199,10 +211,14 @@ def test_a_writer_that_outlives_its_run() -> None:
     writer = TrajectoryWriter.attach(config)
     writer.add(episode())
     kill(child)
-    with pytest.raises(StoreError, match="table main must belong to a living run; its ranks have ended"):
+    with pytest.raises(
+        StoreError, match="table main must belong to a living run; its ranks have ended"
+    ):
         wait_until(lambda: writer.add(episode()) < 0, "the error")
     assert len(shared_files(prefix())) == 1
-    with pytest.raises(StoreError, match="must be a store that takes writers, of this config, within 0 s;"):
+    with pytest.raises(
+        StoreError, match="must be a store that takes writers, of this config, within 0 s;"
+    ):
         TrajectoryWriter.attach(section(), wait_s=0.0)
     writer.close()
 
@@ -229,7 +245,9 @@ def test_names_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("GEAR_RUN", name)
         refused("GEAR_RUN must be a name of at most 64 letters")
     monkeypatch.setenv("GEAR_RUN", "one")
-    with pytest.raises(ConfigError, match=r"run must be the run that GEAR_RUN names, .*got 'one and two'"):
+    with pytest.raises(
+        ConfigError, match=r"run must be the run that GEAR_RUN names, .*got 'one and two'"
+    ):
         Replay(section(shared_memory={"run": "two"}))
     with Replay(section()) as replay, TrajectoryWriter.attach(section(), run=replay.run) as writer:
         assert replay.tables["main"].run.name == "one"

@@ -38,7 +38,9 @@ def replay() -> Iterator[Replay]:
 
 
 def state(**parts: Any) -> dict[str, Any]:
-    return {"observation": {"a": np.zeros(2, np.float32), "b": np.zeros((2, 2), np.float32), **parts}}
+    return {
+        "observation": {"a": np.zeros(2, np.float32), "b": np.zeros((2, 2), np.float32), **parts}
+    }
 
 
 def flat() -> dict[str, Any]:
@@ -64,10 +66,16 @@ def begun(replay: Replay, autoreset: Any = "disabled") -> VectorWriter:
         ({"task": {"id": [1, 2], "name": [0, 0]}}, "task.name", STEP),
         ({"task": 3}, "task", STEP),
         (state(c=[0, 0]), "observation.c", STEP),
-        ({"advantage": [0, 0]}, "advantage", "the column is late: write it by fill, when the trajectory was"),
+        (
+            {"advantage": [0, 0]},
+            "advantage",
+            "the column is late: write it by fill, when the trajectory was",
+        ),
     ],
 )
-def test_a_step_with_another_name(replay: Replay, more: dict[str, Any], name: str, remedy: str) -> None:
+def test_a_step_with_another_name(
+    replay: Replay, more: dict[str, Any], name: str, remedy: str
+) -> None:
     steps = begun(replay)
     plain = flat()
     if "observation" in more:
@@ -88,7 +96,11 @@ def test_a_step_with_another_name(replay: Replay, more: dict[str, Any], name: st
 
 @pytest.mark.parametrize(
     ("more", "name"),
-    [({"speed": [0, 0]}, "speed"), ({"action": [0, 0]}, "action"), ({"terminated": [0, 0]}, "terminated")],
+    [
+        ({"speed": [0, 0]}, "speed"),
+        ({"action": [0, 0]}, "action"),
+        ({"terminated": [0, 0]}, "terminated"),
+    ],
 )
 def test_a_reset_with_another_name(replay: Replay, more: dict[str, Any], name: str) -> None:
     steps = begun(replay)
@@ -96,7 +108,9 @@ def test_a_reset_with_another_name(replay: Replay, more: dict[str, Any], name: s
     rule = f"reset: column {name} must be a column that reset takes; it takes {STATE}, task.id"
     with pytest.raises(DataError, match=rule):
         steps.reset(**state(), **more)
-    with pytest.raises(DataError, match=r"reset: column observation.c must be a column that reset takes"):
+    with pytest.raises(
+        DataError, match=r"reset: column observation.c must be a column that reset takes"
+    ):
         steps.reset(**state(c=[0, 0]))
     steps.step(**{**flat(), "terminated": np.ones(2, bool)})
     assert replay.num_steps == 4, "nothing has changed"
@@ -140,7 +154,12 @@ def step(writer: Any, at: int, ended: bool = False, publish: bool = False) -> An
         writer.reset(np.array([at == 0, True]), observation=np.full(2, at, np.float32))
     no = np.zeros(2, bool)
     observation, reward = np.full(2, at + 1, np.float32), np.ones(2, np.float32)
-    columns = {"observation": observation, "reward": reward, "terminated": no | ended, "truncated": no}
+    columns = {
+        "observation": observation,
+        "reward": reward,
+        "terminated": no | ended,
+        "truncated": no,
+    }
     return writer.step(publish=publish, **columns)
 
 
@@ -151,7 +170,9 @@ def step(writer: Any, at: int, ended: bool = False, publish: bool = False) -> An
     [{"return_to_go": {}}, {"timestep": {}}, {"time": {"derived": "timestep", "length": 2}}],
     ids=str,
 )
-def test_a_field_that_needs_whole_episodes(fields: dict[str, Any], publish: bool, attached: bool) -> None:
+def test_a_field_that_needs_whole_episodes(
+    fields: dict[str, Any], publish: bool, attached: bool
+) -> None:
     if publish and "return_to_go" in fields:
         pytest.skip("returns-to-go cannot be published")
     with limited(fields, writers=1) as found:
@@ -161,7 +182,9 @@ def test_a_field_that_needs_whole_episodes(fields: dict[str, Any], publish: bool
         for at in range(LONGEST):
             step(writer, at, publish=publish)
         for _ in range(2):
-            with pytest.raises(DataError, match=f"environment 0 must have at most max_length = {LONGEST}"):
+            with pytest.raises(
+                DataError, match=f"environment 0 must have at most max_length = {LONGEST}"
+            ):
                 step(writer, LONGEST, publish=publish)
         writer.reset(np.array([True, False]), observation=np.zeros(2, np.float32))
         assert [done.num_steps for done in step(writer, LONGEST, True, publish)] == [1, 2]
@@ -198,7 +221,11 @@ NO = np.zeros(2, bool)
 
 def pieces(schema: Schema = PIECES, fields: Any = FIELDS, **table: Any) -> Replay:
     options = {"capacity_steps": 400, "max_length": LONGEST, "writers": 1, **table}
-    section = {"tables": {"main": options}, "sampler": {"kind": "epoch", "unit": "step"}, "fields": fields}
+    section = {
+        "tables": {"main": options},
+        "sampler": {"kind": "epoch", "unit": "step"},
+        "fields": fields,
+    }
     return Replay({**section, "batch_size": 1, "timeout_s": 5.0}, schemas={"main": schema})
 
 
@@ -244,15 +271,22 @@ def test_pieces_have_the_time_steps_and_returns_of_their_episode(
             rewards = rewards_of(length, number)
             parts = [own.pop(0) for _ in range(-(-length // LONGEST))]
             assert np.concatenate([part["reward"] for part in parts]).tolist() == rewards.tolist()
-            whole = {"step": np.arange(length), "to_go": np.cumsum(rewards[::-1], dtype=np.float64)[::-1]}
+            whole = {
+                "step": np.arange(length),
+                "to_go": np.cumsum(rewards[::-1], dtype=np.float64)[::-1],
+            }
             for name in ("step", "to_go"):
                 if name in Schema(kept):
                     values = np.concatenate([part[name] for part in parts])
                     assert (values == whole[name].astype(values.dtype)).all()
         assert not own
         if role != "timestep":  # steps of the open episode of environment 1 are not drawn
-            assert sum(not columns["to_go"].any() for columns in stored) >= sum(LENGTHS) // LONGEST - 2
-            assert {float(found.sample()["return_to_go"]) != 0 for _ in range(sum(LENGTHS))} == {True}
+            assert (
+                sum(not columns["to_go"].any() for columns in stored) >= sum(LENGTHS) // LONGEST - 2
+            )
+            assert {float(found.sample()["return_to_go"]) != 0 for _ in range(sum(LENGTHS))} == {
+                True
+            }
 
 
 def test_pieces_have_the_values_that_are_derived_of_whole_episodes() -> None:
@@ -291,7 +325,9 @@ def test_pieces_whose_episode_ends_otherwise() -> None:
         assert to_go(0) == [0.0] * LONGEST
         assert not found.can_sample()
         found.remove([1])
-        writer.reset(np.array([True, False]), observation=state)  # drops 3 steps, which are not stored
+        writer.reset(
+            np.array([True, False]), observation=state
+        )  # drops 3 steps, which are not stored
         assert (to_go(0), to_go(2)) == ([10, 9, 8, 7, 6], [5, 4, 3, 2, 1])
         assert to_go(3) == [0.0] * LONGEST
         steps(writer, 1)
@@ -318,7 +354,9 @@ def test_pieces_of_evicted_published_steps_keep_their_time_steps() -> None:
                 found.remove([4, 5])
         last = found.read([6])[0]
         assert (last["step"].tolist(), last["to_go"].tolist()) == ([12, 13], [25.0, 13.0])
-        assert found.read([2])[0]["to_go"][0] == sum(range(5, 14)), "with the rewards of evicted steps"
+        assert found.read([2])[0]["to_go"][0] == sum(range(5, 14)), (
+            "with the rewards of evicted steps"
+        )
 
 
 def test_names_and_schemas_of_episode_columns() -> None:
@@ -328,5 +366,7 @@ def test_names_and_schemas_of_episode_columns() -> None:
         columns = {"observation": state, "reward": state, "terminated": NO, "truncated": NO}
         with pytest.raises(DataError, match="column step must be a column that step takes"):
             writer.step(**columns, step=np.zeros(2, np.int32))
-    with pytest.raises(SchemaError, match="return_to_go: must be late, in a table with a reward column"):
+    with pytest.raises(
+        SchemaError, match="return_to_go: must be late, in a table with a reward column"
+    ):
         Schema([Column("to_go", "float32", (), "return_to_go", late=True)])

@@ -32,14 +32,18 @@ def test_late_rewards(mode: AutoresetMode) -> None:
         assert sorted(pending) == list(range(len(replay)))
         assert len(pending) >= 6
         assert not replay.can_sample()
-        with pytest.raises(NotReadyError, match=rf"{len(pending)} traj.* without the late column score"):
+        with pytest.raises(
+            NotReadyError, match=rf"{len(pending)} traj.* without the late column score"
+        ):
             replay.sample()
         replay.remove(pending[:1])
         assert known["take_scores"](replay, [(number, number / 2) for number in pending[:4]]) == 1
         batch = replay.sample()
         assert set(batch.trajectory_id.tolist()) == set(pending[1:4])
         assert (batch["score"] == batch.trajectory_id / 2).all()
-        lengths = {n: len(t["action"]) for n, t in zip(pending[1:], replay.read(pending[1:]), strict=True)}
+        lengths = {
+            n: len(t["action"]) for n, t in zip(pending[1:], replay.read(pending[1:]), strict=True)
+        }
         wanted = [float(lengths[number] >= 15) for number in batch.trajectory_id.tolist()]
         assert batch["success"].tolist() == wanted
 

@@ -55,7 +55,10 @@ def test_the_loaders_process_dies() -> None:
                 pass  # never an answer
 
     child = in_child(rank)
-    with TrajectoryWriter.attach(config) as writer, InferenceClient(writer, 2, "next_step") as simulators:
+    with (
+        TrajectoryWriter.attach(config) as writer,
+        InferenceClient(writer, 2, "next_step") as simulators,
+    ):
         simulators.reset(observation=np.zeros((2, 3), np.float32), task=np.zeros(2, np.int64))
         with pytest.raises(NotReadyError):
             simulators.act(0.05)
@@ -102,7 +105,10 @@ def test_an_answer_to_the_dead_does_not_reach_others(replay: Replay) -> None:
 
 def test_a_simulator_dies_anywhere_in_a_step() -> None:
     config, deaths = section(), 0
-    with Replay(config, schemas={"main": SCHEMA}) as replay, loader_of(replay, num_simulators=3) as loader:
+    with (
+        Replay(config, schemas={"main": SCHEMA}) as replay,
+        loader_of(replay, num_simulators=3) as loader,
+    ):
         for line in range(3, 200, 19):
 
             def until_it_dies(line: int = line) -> None:

@@ -35,7 +35,9 @@ def test_steps_land_in_the_store(autoreset: str, in_parts: bool) -> None:
     with Replay(config, schemas={"main": SCHEMA}) as replay:
         with loader_of(replay, 4, num_simulators=8, length=3, asks=ASKS) as loader:
             makers = [Envs(range(first, first + 3), autoreset, short) for first in (0, 3)]
-            children = [in_child(lambda m=made: simulate(config, m, 40, in_parts)) for made in makers]
+            children = [
+                in_child(lambda m=made: simulate(config, m, 40, in_parts)) for made in makers
+            ]
             served = serve(loader, any_runs(children))
         episodes = check_whole(replay, short)
         assert sorted(episodes) == list(range(6))
@@ -50,7 +52,10 @@ def test_steps_land_in_the_store(autoreset: str, in_parts: bool) -> None:
 
 def test_longer_than_max_length_is_cut() -> None:
     config = section(max_length=5)
-    more = Column("step", "int32", (), "timestep"), Column("to_go", "float32", (), "return_to_go", late=True)
+    more = (
+        Column("step", "int32", (), "timestep"),
+        Column("to_go", "float32", (), "return_to_go", late=True),
+    )
     with Replay(config, schemas={"main": Schema([*SCHEMA, *more])}) as replay:
         with loader_of(replay, length=3) as loader:
             envs = Envs(range(1), "next_step", lambda *_: 12)
@@ -80,8 +85,14 @@ def test_nobody_starves(scene: tuple[InferenceLoader, InferenceClient]) -> None:
         seen += request.simulators.tolist()
         request.reply(**policy(request["observation"]))
         envs = request.simulators.numpy()
-        columns = {"reward": np.ones(len(envs), np.float32), "terminated": np.zeros(len(envs), bool)}
-        columns |= {"truncated": columns["terminated"], "observation": np.zeros((len(envs), 3), np.float32)}
+        columns = {
+            "reward": np.ones(len(envs), np.float32),
+            "terminated": np.zeros(len(envs), bool),
+        }
+        columns |= {
+            "truncated": columns["terminated"],
+            "observation": np.zeros((len(envs), 3), np.float32),
+        }
         simulators.step(envs=envs, **columns)
         simulators.post(envs)
     assert [seen.count(env) for env in (0, 1, 2)] == [4, 4, 4]
@@ -136,7 +147,9 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
                 InferenceClient(replay.writer(), 3, "next_step"),
                 InferenceClient(replay.writer(), 1, "next_step"),
             ):
-                taken = sorted(np.count_nonzero(s.states != PlaceState.FREE) for s in (slots, other))
+                taken = sorted(
+                    np.count_nonzero(s.states != PlaceState.FREE) for s in (slots, other)
+                )
                 assert taken == [3, 4]
                 with pytest.raises(StoreError, match="must have 2 free places, got 1"):
                     InferenceClient(replay.writer(), 2, "next_step", wait_s=0.05)
@@ -167,7 +180,9 @@ def test_each_rank_of_a_node_answers_its_own() -> None:
 
 
 def test_a_wrong_loader_is_refused(replay: Replay) -> None:
-    with pytest.raises(ConfigError, match=r"answers must name some of action, code, got \['reward'\]"):
+    with pytest.raises(
+        ConfigError, match=r"answers must name some of action, code, got \['reward'\]"
+    ):
         InferenceLoader(replay, 4, answers=["reward"])
     with pytest.raises(ConfigError, match="asks must name some of observation, task, got"):
         InferenceLoader(replay, 4, asks=["action"])
@@ -191,12 +206,15 @@ def test_wrong_answers_are_refused(scene: tuple[InferenceLoader, InferenceClient
         request.reply(action=answers["action"])
     spoiled = answers["action"].clone()
     spoiled[-1, 0] = torch.nan
-    with pytest.raises(DataError, match="column action must be finite, got 'nan at step 0 of environment"):
+    with pytest.raises(
+        DataError, match="column action must be finite, got 'nan at step 0 of environment"
+    ):
         request.reply(**{**answers, "action": spoiled})
     with pytest.raises(DataError, match="column action must have shape"):
         request.reply(action=answers["action"][:1], code=answers["code"])
     request.reply(
-        **{name: column.double() for name, column in answers.items() if name == "action"}, code=[0, 0]
+        **{name: column.double() for name, column in answers.items() if name == "action"},
+        code=[0, 0],
     )
 
 

@@ -47,7 +47,10 @@ def test_outliers_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         replay.sample()
         found = replay.statistics()
         assert (found["priorities_applied"], found["priorities_clamped"]) == (40 * 256, 14)
-        assert (found["priorities_applied_recent"], found["priorities_clamped_recent"]) == (40 * 256, 14)
+        assert (found["priorities_applied_recent"], found["priorities_clamped_recent"]) == (
+            40 * 256,
+            14,
+        )
         state = replay.save(tmp_path)
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 1, "one warning for many cuts"
@@ -70,7 +73,16 @@ def test_a_table_on_a_device_warns_as_well(caplog: pytest.LogCaptureFixture) -> 
             replay.sample()
             replay.check()
         assert replay.statistics()["priorities_clamped"] == 96
-    assert len([record for record in caplog.records if "should be in [2^-18, 2^" in record.getMessage()]) == 1
+    assert (
+        len(
+            [
+                record
+                for record in caplog.records
+                if "should be in [2^-18, 2^" in record.getMessage()
+            ]
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize("device", [False, True])
@@ -86,7 +98,9 @@ def test_small_scales_are_warned_of(device: bool, caplog: pytest.LogCaptureFixtu
         with DeviceReplay(section, "cpu") if device else Replay(section) as replay:
             for number in range(2):
                 x = torch.full((1, 1) if device else (1,), number, dtype=torch.uint8)
-                replay.add_({"x": x}) if isinstance(replay, DeviceReplay) else replay.add({"x": x.numpy()})
+                replay.add_({"x": x}) if isinstance(replay, DeviceReplay) else replay.add(
+                    {"x": x.numpy()}
+                )
             batch = replay.sample()
             replay.update_priorities(batch, scale * (1 + 2 * batch.trajectory_id.float()))
             batch = replay.sample()
@@ -94,7 +108,9 @@ def test_small_scales_are_warned_of(device: bool, caplog: pytest.LogCaptureFixtu
                 replay.check()
             found = replay.statistics()["priorities_clamped"]
             of_first = batch.probability[batch.trajectory_id == 0][0].item()
-        messages = [r.getMessage() for r in caplog.records if "smaller ones are rounded" in r.getMessage()]
+        messages = [
+            r.getMessage() for r in caplog.records if "smaller ones are rounded" in r.getMessage()
+        ]
         assert (found > 0, len(messages)) == ((True, 1) if num_clamped else (False, 0))
         assert of_first == pytest.approx(2 / 7 if num_clamped else 0.25, abs=1e-3)
 

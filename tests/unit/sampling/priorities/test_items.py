@@ -41,9 +41,13 @@ def test_weights_are_those_of_the_formula(
 ) -> None:
     """(N * P(i)) ** -beta with P(i) = p_i ** alpha / sum, in float64; divided by the greatest one."""
     lengths = [3] * 12 if unit == "step" else [2] * 36  # 36 items: minima of two levels
-    scene = scenes(unit=unit, lengths=lengths, alpha=alpha, beta=beta, normalize=normalize, batch=16)
+    scene = scenes(
+        unit=unit, lengths=lengths, alpha=alpha, beta=beta, normalize=normalize, batch=16
+    )
     stream = scene.streams[0]
-    items = [(n, a) for n, steps in enumerate(lengths) for a in range(steps if unit == "step" else 1)]
+    items = [
+        (n, a) for n, steps in enumerate(lengths) for a in range(steps if unit == "step" else 1)
+    ]
     report(stream, items, np.random.default_rng(1).uniform(0.5, 30, 36))
     report(stream, items[:5], 0)
     made = cut(stream, 0)

@@ -117,7 +117,9 @@ def test_what_is_no_priority_is_refused_and_nothing_changes(scenes: Any, bad: fl
 
 def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
     """Return a store with priorities, gone items, waiting changes, and reports that wait on two ranks."""
-    scene = scenes(unit=unit, lag=1, alpha=lambda key: 0.9 - 0.1 * key, normalize="table", batch=40, depth=6)
+    scene = scenes(
+        unit=unit, lag=1, alpha=lambda key: 0.9 - 0.1 * key, normalize="table", batch=40, depth=6
+    )
     stream, (table, (other,)) = scene.streams[0], scene.attach(1)
     report(stream, [(2, 3), (3, 9), (0, 0)], [7, 0.25, 3])
     cut(stream, 0, other)
