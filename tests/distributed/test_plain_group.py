@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,9 +101,11 @@ def meeting() -> None:
 
 def resuming(folder: Path) -> None:
     """A checkpoint of which one rank has no part is refused on all; none may wait for another in its load."""
-    nothing: Any = None  # it is not touched
+    exchange = ControlPlane()
+    replay: Any = SimpleNamespace(exchange=exchange)  # the rest of it is not touched
     with pytest.raises(CheckpointError, match=r"got 'none on ranks \[1\]'"):
-        engine_checkpoint.load(nothing, folder, None if dist.get_rank() == 1 else {})
+        engine_checkpoint.load(replay, folder, None if dist.get_rank() == 1 else {})
+    exchange.close()
 
 
 def recorded(replay: Replay, count: int) -> Arrays:
