@@ -81,10 +81,10 @@ def test_refusals(board: PolicyBoard) -> None:
 
 def test_a_board_is_no_store(board: PolicyBoard) -> None:
     name = board.name
+    inherited = {store.run.id for store in living_stores(os.getpid())}  # maps of earlier tests
     child = in_child(lambda: (PolicyBoard.attach(name), time.sleep(60)))
     try:
         wait_until(lambda: any(board.name in os.readlink(f) for f in files_of(child)), "attaching")
-        inherited = {store.run.id for store in living_stores(os.getpid())}  # maps of earlier tests
         assert [store for store in living_stores(child) if store.run.id not in inherited] == []
     finally:
         kill(child)

@@ -290,7 +290,11 @@ def test_priorities_of_a_data_set_and_a_table_that_is_not_sampled(
     with Replay(section, schemas={"other": SCHEMA}) as replay:
         replay.add(trajectory(0, 5), table="other")
         replay.save(tmp_path / "gear")
-        (store,) = (one for one in living_stores(os.getpid()) if one.table == "other")
+        (store,) = (
+            one
+            for one in living_stores(os.getpid())
+            if (one.run.id, one.table) == (replay.run, "other")
+        )
         assert (of_living(store)["kind"], of_living(store)["steps"]) == (None, 5)
     lines = shown(capsys, str(tmp_path / "gear")).splitlines()
     at = lines.index(f"table main in {tmp_path / 'gear' / 'main'}")

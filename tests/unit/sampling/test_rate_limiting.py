@@ -237,7 +237,9 @@ def test_a_late_column_that_lacks_is_named(rate_limiter: dict[str, Any] | None) 
         text = r"10 trajectories, 30 steps held; 10 trajectories \(30 steps\) without the late column late"
         with pytest.raises(NotReadyError, match=text):
             found.sample()
-        living = [of_living(store) for store in living_stores(os.getpid())]
+        living = [
+            of_living(store) for store in living_stores(os.getpid()) if store.run.id == found.run
+        ]
         seen = [
             (one["trajectories"], one["reason"]) for store in living for one in store["excluded"]
         ]
