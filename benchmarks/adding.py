@@ -26,8 +26,11 @@ from deepspeed_gear import Column, Replay, Schema
 
 LONGEST = 200  # steps of an episode
 BATCH = 256
-BLOCKS, BLOCK_STEPS = 30, 200
-SMALL, WIDE = 4, 376  # elements of an observation
+BLOCKS = 30
+BLOCK_STEPS = 200
+# elements of an observation
+SMALL = 4
+WIDE = 376
 BOUNDS_US = {1: 8.0, 8: 8.0, 64: 15.0}  # of a step with small observations, by environments
 FRAME_BOUND_US = 25.0
 #: Buffers that take what environments return: the module of their adapter, by name.
@@ -48,7 +51,8 @@ class EnvironmentSteps:
     def __init__(
         self, num_envs: int, observation: tuple[int, ...], dtype: str, length: int
     ) -> None:
-        random, self.num_envs = np.random.default_rng(0), num_envs
+        random = np.random.default_rng(0)
+        self.num_envs = num_envs
         seen = [random.integers(0, 255, (num_envs, *observation)).astype(dtype) for _ in range(5)]
         fixed = {
             "action": random.random((num_envs, 1), np.float32),
@@ -65,7 +69,8 @@ class EnvironmentSteps:
             }
             for step in range(length)  # a multiple of 5
         ]
-        self.columns, self._cycle = cycle[0], itertools.cycle(cycle)
+        self.columns = cycle[0]
+        self._cycle = itertools.cycle(cycle)
 
     def __next__(self) -> Rows:
         return next(self._cycle)
@@ -116,8 +121,11 @@ class Gear:
     def __init__(
         self, steps: EnvironmentSteps, capacity: int, publish: bool, sampler: str | None = None
     ) -> None:
-        self._steps, self._publish, self.sampler = steps, publish, sampler
-        rows, room = steps.columns["observation"], capacity + LONGEST * steps.num_envs
+        self._steps = steps
+        self._publish = publish
+        self.sampler = sampler
+        rows = steps.columns["observation"]
+        room = capacity + LONGEST * steps.num_envs
         columns = [
             Column("observation", rows.dtype.name, rows.shape[1:], "observation", "T+1"),
             Column("action", "float32", (1,), "action"),
@@ -169,7 +177,8 @@ def adds(
 ) -> Iterator[Row]:
     """Measure every system in turns; a row of each, its ratio to the NumPy ring that of the same turns."""
     columns = steps().columns["observation"]
-    num_envs, elements = len(columns), columns[0].size
+    num_envs = len(columns)
+    elements = columns[0].size
     warm = min(2 * LONGEST, 2 * count) if blocks < BLOCKS else 2 * capacity // num_envs
     making = peers(steps, capacity)
     making["gear"] = lambda: Gear(steps(), capacity, False)

@@ -31,8 +31,13 @@ from support.report import Report, Row, print_rows, say
 
 from deepspeed_gear import Batch, Replay
 
-GLOBAL_BATCH, NUM_BATCHES, QUICK_BATCHES = 32, 50, 12
-RANKS, ACCUMULATIONS, PREFETCHES, SEEDS = (1, 2, 4), (1, 2, 4), (0, 3), (0, 1, 2)
+GLOBAL_BATCH = 32
+NUM_BATCHES = 50
+QUICK_BATCHES = 12
+RANKS = (1, 2, 4)
+ACCUMULATIONS = (1, 2, 4)
+PREFETCHES = (0, 3)
+SEEDS = (0, 1, 2)
 QUICK_WAYS: tuple[tuple[Any, ...], ...] = ((), (2, 2, 3), (2, 1, 0))
 RESUMED_ON = (4, 1)  # killed on 2 ranks
 _WAIT_S = 300.0
@@ -236,11 +241,10 @@ def _launched(
     data: Path, samplers: Sequence[str], folder: Path, count: int
 ) -> dict[tuple[str, str], list[str]]:
     """Run an engine on 2 ranks under DeepSpeed's launcher."""
-    target, port = folder / "launched.json", str(free_port())
-    launcher, engine = (
-        Path(sys.executable).with_name("deepspeed"),
-        json.dumps([str(data), str(target), count]),
-    )
+    target = folder / "launched.json"
+    port = str(free_port())
+    launcher = Path(sys.executable).with_name("deepspeed")
+    engine = json.dumps([str(data), str(target), count])
     command = [
         sys.executable,
         launcher,
@@ -336,7 +340,8 @@ def _row(sampler: str, seed: int, variant: str, digest: str, equal: bool) -> Row
 
 
 def _distinct(first: Sequence[Row]) -> list[Row]:
-    digests, variant = [row["digest"] for row in first], "differs from every other sampler and seed"
+    digests = [row["digest"] for row in first]
+    variant = "differs from every other sampler and seed"
     return [
         {**row, "variant": variant, "equal": digests.count(row["digest"]) == 1} for row in first
     ]

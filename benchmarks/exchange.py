@@ -28,7 +28,8 @@ from torch.distributed import rpc
 
 from deepspeed_gear import Replay
 
-LEAST_RATE, LEAST_SPEEDUP = 0.9, 3.0
+LEAST_RATE = 0.9
+LEAST_SPEEDUP = 3.0
 LAUNCHES = (
     5  # a launch may have its threads on the cores in one way or another: the median of several
 )
@@ -58,7 +59,8 @@ class Shared:
 
     def __init__(self, load: Workload, section: dict[str, Any]) -> None:
         self.replay = Replay(section, schemas={"main": load.schema})
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         part = load.num_trajectories // world
         for number in range(rank * part, (rank + 1) * part):
             self.replay.add(load.make(number))
@@ -138,7 +140,8 @@ def bandwidth_of(name: str, window: str, batch: int, turns: int, scale: float) -
     load = workload(name, scale)
     section = load.section(window, dist.get_world_size() * batch)
     section["sampler"]["kind"] = "uniform"
-    shared, group = Shared(load, section), dist.new_group(backend="gloo")
+    shared = Shared(load, section)
+    group = dist.new_group(backend="gloo")
     watch = shared.watch()
     times: dict[str, list[float]] = {key: [] for key in ("carry", "swap", "bare")}
     received: list[int] = []
@@ -150,7 +153,8 @@ def bandwidth_of(name: str, window: str, batch: int, turns: int, scale: float) -
         most = max(sum(watch.sizes), sum(watch.expected))
         if room.shape[1] < most:
             room = torch.zeros(2, most, dtype=torch.uint8)
-        to, source = room[0, : sum(watch.sizes)], room[1, : sum(watch.expected)]
+        to = room[0, : sum(watch.sizes)]
+        source = room[1, : sum(watch.expected)]
         dist.barrier()
         begin = time.perf_counter()
         dist.all_to_all_single(source, to, watch.expected, watch.sizes, group=group)
@@ -214,7 +218,8 @@ class Client:
     """Takes batches of the owner on node 0. Collective."""
 
     def __init__(self, load: Workload, batch: int) -> None:
-        rank, world = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        world = dist.get_world_size()
         options = rpc.TensorPipeRpcBackendOptions(
             init_method=f"tcp://{address(0)}:{_RPC_PORT}", _transports=["uv"]
         )
@@ -250,7 +255,8 @@ def prioritized_of(
         Of each block: gear's batches a second of all ranks by prefetch, and this rank's of the owner; gear's
         exchanges and bytes a step.
     """
-    load, world = workload("W1", scale), dist.get_world_size()
+    load = workload("W1", scale)
+    world = dist.get_world_size()
     gears = {
         p: Shared(load, load.steps_section(world * batch, PRIORITIZED, prefetch=p)) for p in (0, 2)
     }
@@ -267,7 +273,8 @@ def prioritized_of(
             if block:
                 found[f"gear {prefetch}"].append(world * steps / (time.perf_counter() - begin))
         dist.barrier()
-        begin, count = time.perf_counter(), 0
+        begin = time.perf_counter()
+        count = 0
         while time.perf_counter() - begin < block_s:
             client.step(count)
             count += 1
@@ -316,7 +323,8 @@ def prioritized(run: Nodes, quick: bool) -> Iterator[Row]:
     arguments = (32, 1, 10, 0.1, 0.01) if quick else (256, 25, 400, 1.0, 0.1)
     found = run.run("exchange:prioritized_of", *arguments, count=2)
     blocks = np.array([rank["owner"] for rank in found])
-    owner, together = float(np.median(blocks.sum(0))), float(np.median(len(found) * blocks.min(0)))
+    owner = float(np.median(blocks.sum(0)))
+    together = float(np.median(len(found) * blocks.min(0)))
     case = {"what": "prioritized", "B": arguments[0]}
     yield {**case, "system": "one owner, RPC", "batches_per_s": owner, "in_step_per_s": together}
     for prefetch in (0, 2):

@@ -87,7 +87,8 @@ def transfer_queue(rows: list[np.ndarray], batch: int) -> System:
         for first in range(0, len(rows), batch):
             size = min(batch, len(rows) - first)
             meta = client.get_meta(["tokens"], size, "train", task_name=f"reference {len(turns)}")
-            packs, filled = [list[torch.Tensor]()], list[torch.Tensor]()
+            packs = [list[torch.Tensor]()]
+            filled = list[torch.Tensor]()
             for sequence in client.get_data(meta)["tokens"].unbind():
                 if sum(map(len, packs[-1])) + len(sequence) > PACK:
                     packs.append([])
@@ -105,14 +106,18 @@ def transfer_queue(rows: list[np.ndarray], batch: int) -> System:
 
 
 def copies(rows: list[np.ndarray]) -> System:
-    tokens, total = np.concatenate(rows), sum(map(len, rows))
-    flags, column = np.ones(total, bool), np.zeros(total, np.float32)
-    wide, masks = np.zeros((2, PACK), np.int64), np.zeros((2, PACK), bool)
+    tokens = np.concatenate(rows)
+    total = sum(map(len, rows))
+    flags = np.ones(total, bool)
+    column = np.zeros(total, np.float32)
+    wide = np.zeros((2, PACK), np.int64)
+    masks = np.zeros((2, PACK), bool)
 
     def fill() -> int:
         mask = flags.copy()  # of all, which the loss weights come from
         for first in range(0, total, PACK):
-            at, size = slice(first, first + PACK), min(PACK, total - first)
+            at = slice(first, first + PACK)
+            size = min(PACK, total - first)
             for out in wide:  # tokens, and targets
                 out[:size] = tokens[at]
             masks[0, :size], masks[1, :size] = flags[at], mask[at]
@@ -123,7 +128,8 @@ def copies(rows: list[np.ndarray]) -> System:
 
 
 def measure(system: str, options: argparse.Namespace) -> tuple[float, float]:
-    rows, times = responses(options.responses, options.tokens), []
+    rows = responses(options.responses, options.tokens)
+    times = []
     if system == "tq":
         add, fill, close = transfer_queue(rows, options.batch or len(rows))
     else:
@@ -150,7 +156,8 @@ def main() -> None:
     from peers.environments import interpreters
 
     peer = interpreters(["tq"])[0]["tq"]
-    here, best = sys.executable, dict[str, tuple[float, float]]()
+    here = sys.executable
+    best = dict[str, tuple[float, float]]()
     systems = {"gear": (here, 0), "copies": (here, 0), "tq": (peer, 64), "tq at once": (peer, 0)}
     for _ in range(options.rounds):
         for name, (python, batch) in systems.items():

@@ -184,7 +184,8 @@ def main() -> None:
     """Run from the command line."""
     report = Report(__doc__)
     torch.set_num_threads(1)
-    of_parts, of_calls = parts(report.options.quick), calls(report.options.quick)
+    of_parts = parts(report.options.quick)
+    of_calls = calls(report.options.quick)
     print_rows(of_parts)
     print_rows(of_calls)
     report.write([*of_parts, *of_calls])

@@ -39,7 +39,8 @@ def alone(name: str, window: str, batch_size: int, scale: float, repeats: int) -
     rows = against_limit(
         {"workload": name, "window": window, "what": "", "B": batch_size}, "what", ms
     )
-    op, sample = rows["op"], rows["sample"]
+    op = rows["op"]
+    sample = rows["sample"]
     if batch_size >= 128:
         judge(op, op["ratio"], OP_BOUND[window], op["ratio"] <= OP_BOUND[window])
     fixed = 1e3 * float(np.median(ms["sample"] - ms["op"]))
@@ -70,7 +71,8 @@ def on_a_rank(
     import torch
     import torch.distributed as dist
 
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
     subject = Subject(workload(name, scale), window, batch_size * world_size, seed=rank)
     count = torch.tensor(block_size(subject.limit))
     dist.broadcast(count, 0)
@@ -87,7 +89,8 @@ def main() -> None:
         only=(tuple(sorted(SIZES)), "workloads"),
         repeats=(15, "blocks of each kind"),
     )
-    quick, ranks = report.options.quick, report.options.ranks
+    quick = report.options.quick
+    ranks = report.options.ranks
     scale, repeats = (0.02, 2) if quick else (1.0, report.options.repeats)
     rows: list[Row] = []
     for name in report.options.only:

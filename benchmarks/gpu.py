@@ -27,7 +27,8 @@ from gpu_clock import Clock
 
 from deepspeed_gear.ops.native_op import CudaOp
 
-BLOCKS, BLOCK_S = 9, 0.05
+BLOCKS = 9
+BLOCK_S = 0.05
 Figure = Callable[[], Iterator[Row]]
 FIGURES = ("gather", "selection", "kernels", "steps", "online", "host")
 
@@ -105,7 +106,8 @@ def main() -> None:
         figures=(FIGURES, "which ones; all"),
         tables=(gpu_host_table.TABLES, "in host memory of the figure host: 1 GiB, 12 GiB; both"),
     )
-    device, is_smoke = torch.device(report.options.device), report.options.quick
+    device = torch.device(report.options.device)
+    is_smoke = report.options.quick
     if device.type == "cpu" and not is_smoke:
         report.parser.error(
             "--device cpu needs --smoke: without a GPU there are no figures to take"

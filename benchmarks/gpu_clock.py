@@ -61,7 +61,9 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, blocks: int, block_s: float) -> None:
-        self.device, self.blocks, self.block_s = device, blocks, block_s
+        self.device = device
+        self.blocks = blocks
+        self.block_s = block_s
         self.is_cuda = device.type == "cuda"
 
     def wait(self) -> None:
@@ -76,7 +78,8 @@ class Clock:
         """
         if not self.is_cuda:
             return function
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP):

@@ -15,10 +15,17 @@ from torch import Tensor
 from deepspeed_gear import DeviceReplay
 from deepspeed_gear.ops import load_backend
 
-ALPHA, BETA = 0.6, 0.4
-FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
-LENGTH, ROW_BYTES = 20, 64  # of the windows, in steps; of a step
-ROUNDS, OUTS = 16, 4  # gathers of a graph, and how many batches they rotate over
+ALPHA = 0.6
+BETA = 0.4
+# words of a resolution, ops/csrc/common/slot.h
+FIRST_ROW = 3
+ANCHOR = 5
+# of the windows, in steps; of a step
+LENGTH = 20
+ROW_BYTES = 64
+# gathers of a graph, and how many batches they rotate over
+ROUNDS = 16
+OUTS = 4
 CALLS = 20  # draws or updates of a graph
 COPY = "device copy of the same bytes"
 TRANSITION = {
@@ -134,7 +141,8 @@ def _card_gb_per_s(clock: Clock, sizes: Sizes) -> float:
 
 
 def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -> Iterator[Row]:
-    gatherer, outs = replay._mixture.tables[0].gatherer, [replay.new_batch() for _ in range(OUTS)]
+    gatherer = replay._mixture.tables[0].gatherer
+    outs = [replay.new_batch() for _ in range(OUTS)]
     records = []
     for _ in range(ROUNDS):
         replay.sample_(outs[0])
@@ -169,7 +177,8 @@ def _gathers_of(clock: Clock, sizes: Sizes, replay: DeviceReplay, card: float) -
 
         runs = {"gear": gear, COPY: copy, "torch.index_select": select}
         times = clock.compare({name: clock.graph(run) for name, run in runs.items()})
-        num_bytes, case = num_rows * ROW_BYTES, f"{len(names)} column(s), B={size}"
+        num_bytes = num_rows * ROW_BYTES
+        case = f"{len(names)} column(s), B={size}"
         found = rows_against("gather", case, times, COPY, ROUNDS, num_bytes)
         for row in found.values():
             of_card = 2 * num_bytes / row["us"] / 1e3 / card
@@ -227,12 +236,14 @@ def selection(clock: Clock, sizes: Sizes) -> Iterator[Row]:
 
 def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """Sample and update at B=256, as one captured graph."""
-    count, items = 256, sizes.items
+    count = 256
+    items = sizes.items
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
     fields: dict[str, Any] = {name: {} for name in TRANSITION}
     options: dict[str, Any] = {"sampler": sampler, "fields": fields, "batch_size": count}
     with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
-        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
+        batch = replay.new_batch()
+        td = torch.rand(count, device=clock.device)
         columns = {name: column[:items] for name, column in replay.table.columns.items()}
         source = torch.zeros(count, sum(c[0].numel() * c.element_size() for c in columns.values()))
         source = source.to(torch.uint8).to(clock.device)
@@ -253,7 +264,8 @@ def steps(clock: Clock, sizes: Sizes) -> Iterator[Row]:
 
 def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """What each op of a captured step adds to a graph that has it 20 times, and an empty node."""
-    count, items = 256, sizes.items
+    count = 256
+    items = sizes.items
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
     options: dict[str, Any] = {
         "sampler": sampler,
@@ -261,8 +273,10 @@ def kernels(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         "batch_size": count,
     }
     with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
-        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
-        gatherer, nothing = replay._mixture.tables[0].gatherer, torch.zeros(32, device=clock.device)
+        batch = replay.new_batch()
+        td = torch.rand(count, device=clock.device)
+        gatherer = replay._mixture.tables[0].gatherer
+        nothing = torch.zeros(32, device=clock.device)
         assert batch.importance is not None
         runs: dict[str, Run] = {
             "a node": lambda: nothing.add_(1),
@@ -291,7 +305,8 @@ def _repeat(run: Run) -> None:
 
 def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """Adds of transitions, a whole captured step with one, and sums of rewards."""
-    count, items = 256, sizes.items
+    count = 256
+    items = sizes.items
     sampler = {"kind": "prioritized", "unit": "step", "alpha": ALPHA, "beta": BETA}
     options: dict[str, Any] = {
         "sampler": sampler,
@@ -299,7 +314,8 @@ def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
         "batch_size": count,
     }
     with replay_of(TRANSITION, items, 1, clock.device, **options) as replay:
-        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
+        batch = replay.new_batch()
+        td = torch.rand(count, device=clock.device)
         for envs in sizes.envs:
             given = dict(_content(TRANSITION, envs, 1, clock.device))
             lengths = torch.ones(envs, dtype=torch.int64, device=clock.device)
@@ -317,7 +333,8 @@ def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
                 for name, values in given.items():
                     copies[name].copy_(values)
 
-            case, ceiling = f"{envs} transitions, {items} items", "device copies of the columns"
+            case = f"{envs} transitions, {items} items"
+            ceiling = "device copies of the columns"
             runs = {"add": add, "add, sample and update": turn, ceiling: copy}
             times = clock.compare({name: clock.graph(run) for name, run in runs.items()})
             found = rows_against("add", case, times, ceiling)
@@ -330,7 +347,8 @@ def online(clock: Clock, sizes: Sizes) -> Iterator[Row]:
 
 def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float]) -> Iterator[Row]:
     """Give the add of a step of every environment, alone and in a whole captured step."""
-    count, ceiling = 256, "device copies of the columns"
+    count = 256
+    ceiling = "device copies of the columns"
     table = {"placement": "device", "remove": "fifo", "schema": {"columns": STEP}, "num_envs": envs}
     table |= {"capacity_steps": sizes.items, "max_length": sizes.episode}
     fields: dict[str, Any] = {name: {} for name in STEP}
@@ -344,7 +362,8 @@ def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float
         "batch_size": count,
     }
     with DeviceReplay(config, clock.device) as replay:
-        batch, td = replay.new_batch(), torch.rand(count, device=clock.device)
+        batch = replay.new_batch()
+        td = torch.rand(count, device=clock.device)
         step = {
             name: torch.zeros(envs, *shape, device=clock.device)
             for name, shape in SIMULATED.items()
@@ -388,22 +407,25 @@ def _env_steps(clock: Clock, sizes: Sizes, envs: int, bounds: tuple[float, float
 
 def _sums(clock: Clock, sizes: Sizes) -> Iterator[Row]:
     """Give n-step returns of n = 10 and B = 256, and returns-to-go of trajectories of 1,000 steps."""
-    count, n, steps = 256, 10, 1000
+    count = 256
+    n = 10
+    steps = 1000
     rows = sizes.rewarded * steps
     reward = torch.randn(rows, device=clock.device)
     ends = torch.zeros(rows, dtype=torch.bool, device=clock.device)
     powers = (0.99 ** torch.arange(n + 1, dtype=torch.float64)).to(clock.device)
     number = torch.arange(sizes.rewarded, device=clock.device)
     extents = torch.stack([number * steps, torch.full_like(number, steps)], 1)
-    drawn, zero = (
-        torch.arange(count, device=clock.device),
-        torch.zeros(count, dtype=torch.int64).to(clock.device),
-    )
+    drawn = torch.arange(count, device=clock.device)
+    zero = torch.zeros(count, dtype=torch.int64).to(clock.device)
     record = (zero, zero, zero, drawn % sizes.rewarded * steps, zero + steps, drawn, zero, zero)
     records = torch.stack(record, 1)
-    returns, discount, taken = torch.zeros(count), torch.zeros(count), torch.zeros(count).long()
+    returns = torch.zeros(count)
+    discount = torch.zeros(count)
+    taken = torch.zeros(count).long()
     outs = [out.to(clock.device) for out in (returns, discount, taken)]
-    to_go, copies = torch.zeros_like(reward), torch.zeros_like(reward)
+    to_go = torch.zeros_like(reward)
+    copies = torch.zeros_like(reward)
     ops = load_backend("cuda" if clock.is_cuda else "cpu")
     runs: dict[str, Run] = {
         "n-step returns": lambda: ops.n_step_(*outs, reward, ends, None, powers, records, n),

@@ -24,7 +24,8 @@ from deepspeed_gear.ops.records import Pad, Resolution, Source
 
 KERNEL_READ = "sequential read of the mapped table by a kernel"
 PINNED_COPY = "copy of as many bytes in one piece"
-ZERO_COPY, WHOLE = "zero-copy", "zero-copy, blocks of the whole device"
+ZERO_COPY = "zero-copy"
+WHOLE = "zero-copy, blocks of the whole device"
 TABLES = ("small", "large")  # names of `Sizes.tables`
 MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 NONE = torch.empty(0)
@@ -64,7 +65,8 @@ class MappedTable:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.host = torch.zeros(num_bytes, dtype=torch.uint8)
-        self.mapped, self._is_registered = self.host, False
+        self.mapped = self.host
+        self._is_registered = False
         if device.type == "cuda":
             _check(torch.cuda.cudart().cudaHostRegister(self.host.data_ptr(), num_bytes, MAPPED))
             self._is_registered = True
@@ -120,9 +122,11 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
         clock: Of the device.
         sizes: Of the batches.
     """
-    device, is_cuda = clock.device, clock.is_cuda
+    device = clock.device
+    is_cuda = clock.is_cuda
     ops = load_backend("cuda" if clock.is_cuda else "cpu")
-    elements, random = row_bytes // 8, np.random.default_rng(row_bytes)
+    elements = row_bytes // 8
+    random = np.random.default_rng(row_bytes)
     column = table.mapped.view(torch.int64).view(-1, elements)
     counts = {ZERO_COPY: max(1, sizes.batch_bytes // row_bytes)}
     counts |= {WHOLE: counts[ZERO_COPY]}
@@ -135,11 +139,13 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
         name: torch.zeros(n, 1, elements, dtype=torch.int64, device=device)
         for name, n in counts.items()
     }
-    counters, none = torch.zeros(3, dtype=torch.int64, device=device), NONE.to(device)
+    counters = torch.zeros(3, dtype=torch.int64, device=device)
+    none = NONE.to(device)
     spec = [Source.STEPS, 0, 1, 0, 0, Pad.VALUE, elements, -1, 0, 1]
 
     def kernel(name: str) -> Run:
-        records, order = _records(numbers[name]).to(device), numbers[name].argsort().to(device)
+        records = _records(numbers[name]).to(device)
+        order = numbers[name].argsort().to(device)
         rest = counters, [column], [none], [none], records, None, spec, [0.0], blocks[name], order
         return lambda: ops.gather_([out[name]], [], *rest)
 
@@ -150,15 +156,9 @@ def ways(table: MappedTable, row_bytes: int, clock: Clock, sizes: Sizes) -> Ways
 def _records(rows: Tensor) -> Tensor:
     """Return resolutions of trajectories of one step, one for each row. [B, 8]."""
     records = torch.zeros(len(rows), 8, dtype=torch.int64)
-    (
-        records[:, Resolution.FIRST_ROW],
-        records[:, Resolution.NUM_STEPS],
-        records[:, Resolution.MASS],
-    ) = (
-        rows,
-        1,
-        1,
-    )
+    records[:, Resolution.FIRST_ROW] = rows
+    records[:, Resolution.NUM_STEPS] = 1
+    records[:, Resolution.MASS] = 1
     return records
 
 
@@ -192,7 +192,8 @@ def _collections_of(
         slice(at, at + part // 8)
         for at in range(0, len(table.host) // 8 - part // 8 + 1, part // 8)
     ]
-    mapped, host = table.mapped.view(torch.int64), table.host.view(torch.int64)
+    mapped = table.mapped.view(torch.int64)
+    host = table.host.view(torch.int64)
 
     def read() -> None:
         for where in slices:

@@ -43,10 +43,13 @@ POLICY_SCHEMA = Schema(
         Column("truncated", "bool", (), "truncated"),
     ]
 )
-BIG, SMALL = 20_000, 1_000  # steps: 1.2 MB and 61 kB
+# steps: 1.2 MB and 61 kB
+BIG = 20_000
+SMALL = 1_000
 BOUNDS = {BIG: 0.6, SMALL: 0.25}
 MOST_SLOWER = 1.3
-LEAST_ACTIONS, MOST_ROUND_TRIP_US = 50_000.0, 100.0
+LEAST_ACTIONS = 50_000.0
+MOST_ROUND_TRIP_US = 100.0
 EPISODE = 200  # steps of a simulator
 STORE_STEPS = 2_000_000  # of W1: what memcpy writes to is as large
 PREFIX = "gearbench"  # of the store's file
@@ -80,7 +83,8 @@ class Adds:
     """Whole trajectories that a writer adds, one after the other."""
 
     def __init__(self, writer: TrajectoryWriter, steps: int) -> None:
-        self._writer, self._turn = writer, 0
+        self._writer = writer
+        self._turn = 0
         self._trajectories = [_trajectory(steps, seed) for seed in range(_KINDS)]
         self.num_bytes = sum(rows.nbytes for rows in self._trajectories[0].values())
 
@@ -109,7 +113,8 @@ class Memcpy:
             max(STORE_STEPS * W1.row_bytes, num_bytes), np.uint8
         )  # every page is there
         self._sources = [np.full(num_bytes, seed, np.uint8) for seed in range(_KINDS)]
-        self._slots, self._turn = len(self._ring) // num_bytes, 0
+        self._slots = len(self._ring) // num_bytes
+        self._turn = 0
         self._base = self._ring.ctypes.data
         self._addresses = [source.ctypes.data for source in self._sources]
 
@@ -122,7 +127,8 @@ class Memcpy:
 
 def rate_of(action: Callable[[], None], seconds: float = _BLOCK_S) -> float:
     """Return how often an action was done per second."""
-    begin, count = time.perf_counter(), 0
+    begin = time.perf_counter()
+    count = 0
     while True:
         for _ in range(8):
             action()
@@ -179,7 +185,9 @@ def reader(quick: bool) -> Iterator[Row]:
     with table(SMALL) as replay:
         os.sched_setaffinity(0, {0})
         start(loop, SMALL, 1.0).result()
-        ratios, quiet, busy = [], 0.0, 0.0
+        ratios = []
+        quiet = 0.0
+        busy = 0.0
         for _ in range(1 if quick else 5):
             quiet = median_us(replay.sample, 400)
             writer = start(loop, SMALL, seconds)
@@ -194,7 +202,8 @@ def reader(quick: bool) -> Iterator[Row]:
 
 
 def _wait_for_writing(replay: Replay) -> None:
-    control, until = replay.tables["main"].control, time.monotonic() + 20
+    control = replay.tables["main"].control
+    until = time.monotonic() + 20
     newest = int(control[Control.NEXT_ID])
     while int(control[Control.NEXT_ID]) == newest and time.monotonic() < until:
         time.sleep(0.01)
@@ -212,8 +221,11 @@ def simulate(config: dict[str, Any], num_envs: int, rounds: int, results: Any) -
         rounds: Steps of each environment that are measured; a quarter of them go before.
         results: Queue that gets the two.
     """
-    observation, reward = np.zeros((num_envs, 17), np.float32), np.ones(num_envs, np.float32)
-    going, ends, waits = np.zeros(num_envs, bool), np.ones(num_envs, bool), []
+    observation = np.zeros((num_envs, 17), np.float32)
+    reward = np.ones(num_envs, np.float32)
+    going = np.zeros(num_envs, bool)
+    ends = np.ones(num_envs, bool)
+    waits = []
     with (
         TrajectoryWriter.attach(config) as writer,
         InferenceClient(writer, num_envs, "next_step") as simulators,
@@ -276,7 +288,8 @@ def actions(num_envs: int, rounds: int) -> Row:
 def inference(quick: bool) -> Iterator[Row]:
     """Closed loops of simulators and a policy of one multiplication, in two processes."""
     many, one = (actions(num_envs, 100 if quick else 4000) for num_envs in (64, 1))
-    rate, wait = many["actions_per_s"], one["wait_us_median"]
+    rate = many["actions_per_s"]
+    wait = one["wait_us_median"]
     yield judge(many, rate, LEAST_ACTIONS, rate >= LEAST_ACTIONS)
     yield judge(one, wait, MOST_ROUND_TRIP_US, wait <= MOST_ROUND_TRIP_US)
 

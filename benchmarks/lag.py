@@ -42,7 +42,10 @@ from deepspeed_gear.cli.simulate import (
 )
 from deepspeed_gear.config import parse
 
-SIZE, GROUPS, MAX_LAG, LONGEST = 4, 16, 2, 16384
+SIZE = 4
+GROUPS = 16
+MAX_LAG = 2
+LONGEST = 16384
 PACE = Pace(latency_s=2e-4, train_s=4e-6, workers=2, concurrency=16)
 POLL_S = 2e-3
 
@@ -65,7 +68,8 @@ def lengths_by_number() -> Lengths:
 def work(config: dict[str, Any], lengths: Lengths, held_s: Any, lost: Any) -> None:
     """Hold up to `PACE.concurrency` leases, each until its longest response is there, until the run ends."""
     with RolloutWorker.attach(config) as worker:
-        held, before = list[tuple[float, int, Any]](), time.monotonic()
+        held = list[tuple[float, int, Any]]()
+        before = time.monotonic()
         while True:
             room = PACE.concurrency - len(held)
             try:
@@ -93,7 +97,8 @@ def run(order: str, late: str, batches: int, lengths: Lengths) -> Prediction:
     """Wait for so many rollout batches as long as generating and training takes; return what was seen."""
     start = multiprocessing.get_context("fork")
     shared = [(start.Value("d", 0.0), start.Value("q", 0)) for _ in range(PACE.workers)]
-    lags, trained = list[float](), list[int]()
+    lags = list[float]()
+    trained = list[int]()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "prompts"
         with DatasetWriter(data, Schema([Column("tokens", "int32", role="token")])) as writer:
@@ -104,10 +109,12 @@ def run(order: str, late: str, batches: int, lengths: Lengths) -> Prediction:
             children = [start.Process(target=work, args=(config, lengths, *one)) for one in shared]
             for child in children:
                 child.start()
-            begin, training_s = time.monotonic(), 0.0
+            begin = time.monotonic()
+            training_s = 0.0
             for batch in range(batches):
                 rollout = replay.rollout()
-                at, numbers = time.monotonic(), rollout.values("prompt")[::SIZE].tolist()
+                at = time.monotonic()
+                numbers = rollout.values("prompt")[::SIZE].tolist()
                 trained += numbers
                 lags += (batch - rollout.values("reward")[::SIZE]).tolist()
                 time.sleep(sum(int(lengths(number).sum()) for number in numbers) * PACE.train_s)
@@ -116,7 +123,8 @@ def run(order: str, late: str, batches: int, lengths: Lengths) -> Prediction:
                 training_s += time.monotonic() - at
             seconds = time.monotonic() - begin
             counts = replay.statistics()
-            books, lost = counts["prompts"]["rollouts"], counts["stale"]["rollouts"]["steps"]
+            books = counts["prompts"]["rollouts"]
+            lost = counts["stale"]["rollouts"]["steps"]
             generating_s = sum(seconds.value for seconds, _ in shared)
             lost += sum(tokens.value for _, tokens in shared)
         for child in children:
@@ -146,7 +154,8 @@ def main() -> None:
         predicted=(Path, "file of predictions to compare the runs with"),
         batches=(60, "rollout batches of each run"),
     )
-    lengths, given = lengths_by_number(), report.options
+    lengths = lengths_by_number()
+    given = report.options
     if given.predicted is not None:
         rows = json.loads(given.predicted.read_text())["rows"]
     else:

@@ -83,7 +83,9 @@ class _Numbered:
     """Groups by their number, and the version of a policy that is published after each batch."""
 
     def __init__(self) -> None:
-        self.version, self.versions, self.running = 0, list[int](), 0
+        self.version = 0
+        self.versions = list[int]()
+        self.running = 0
         self.dropped: list[int] = []
 
     def begin(self, count: int) -> list[tuple[int, int]]:
@@ -116,7 +118,8 @@ class Trl(_Numbered):
         loaded = load_names(
             wheel, "async_grpo/async_grpo_trainer.py", ["RolloutQueueDataset"], **given
         )
-        self._ready, self._got = deque[Any](), list[int]()
+        self._ready = deque[Any]()
+        self._got = list[int]()
         self._advance: Advance = lambda: None
         dataset = loaded.RolloutQueueDataset(
             SimpleNamespace(get=self._get, qsize=lambda: len(self._ready)),
@@ -207,9 +210,13 @@ class Run:
     """
 
     def __init__(self, rule: Rule, lengths: Lengths, batches: int) -> None:
-        self._rule, self._lengths, self._now = rule, lengths, 0.0
+        self._rule = rule
+        self._lengths = lengths
+        self._now = 0.0
         self._ends: list[tuple[float, int]] = []
-        self.versions, self.trained, self.lags = dict[int, int](), list[int](), list[int]()
+        self.versions = dict[int, int]()
+        self.trained = list[int]()
+        self.lags = list[int]()
         self._generating_s = training_s = 0.0
         self._refill()
         for version in range(batches):

@@ -26,7 +26,9 @@ from support import ROOT
 from support.report import Report, Row, print_rows
 
 RANDOM_STEPS = 500
-ENVS, ROLLOUT = 4, 128  # of PPO
+# of PPO
+ENVS = 4
+ROLLOUT = 128
 PEER_PACKAGES = ("torch", "numpy", "gymnasium", "tensordict", "torchrl")
 
 
@@ -150,7 +152,10 @@ class Programs:
     """
 
     def __init__(self, python: str, folders: dict[str, Path], quick: bool, scratch: Path) -> None:
-        self._python, self._folders, self._quick, self._scratch = python, folders, quick, scratch
+        self._python = python
+        self._folders = folders
+        self._quick = quick
+        self._scratch = scratch
 
     def speed(self, case: Case, system: str, flags: tuple[str, ...]) -> Speed:
         """Run a program; return its speed between two steps of its environments.
@@ -160,14 +165,13 @@ class Programs:
         """
         first, last = case.window(self._quick)
         if system == "gear":
-            python, root, program = (
-                sys.executable,
-                ROOT,
-                ROOT / "examples" / f"{case.algorithm}_device.py",
-            )
+            python = sys.executable
+            root = ROOT
+            program = ROOT / "examples" / f"{case.algorithm}_device.py"
             options = ("--steps", str(last + 1), *case.ours)
         else:
-            python, root = self._python, self._folders[system]
+            python = self._python
+            root = self._folders[system]
             name, *rest = (case.clean if system == "CleanRL" else case.lean) or ("",)
             program = root / system.lower() / name
             options = ("--total-timesteps", str((last + case.rollout) * case.envs), *rest)
@@ -190,7 +194,8 @@ class Programs:
             raise RuntimeError(
                 f"{program.name} of {system} ended with {run.returncode}:\n{run.stderr[-2000:]}"
             )
-        taken, steps = json.loads(run.stdout.splitlines()[-1]), (last - first) * case.envs
+        taken = json.loads(run.stdout.splitlines()[-1])
+        steps = (last - first) * case.envs
         return Speed(steps / taken["seconds"], steps / taken["cpu_seconds"])
 
 

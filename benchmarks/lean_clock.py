@@ -22,7 +22,9 @@ class Clock:
     """Counts the steps of vector environments, and ends the process at the last one."""
 
     def __init__(self, first: int, last: int) -> None:
-        self._first, self._last, self._count = first, last, 0
+        self._first = first
+        self._last = last
+        self._count = 0
         self._begin = (0.0, 0.0)
 
     def step(self) -> None:
@@ -41,8 +43,11 @@ class Clock:
 
 def main() -> None:
     """Run the program with the clock in its environments."""
-    first, last, program = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    clock, step = Clock(first, last), SyncVectorEnv.step
+    first = int(sys.argv[1])
+    last = int(sys.argv[2])
+    program = sys.argv[3]
+    clock = Clock(first, last)
+    step = SyncVectorEnv.step
 
     def timed(envs: Any, actions: Any) -> Any:
         clock.step()

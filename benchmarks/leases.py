@@ -84,13 +84,15 @@ def measure(
 ) -> dict[str, Any]:
     """Train nothing of so many rollout batches, and time them from the first lease on."""
     with tempfile.TemporaryDirectory() as folder:
-        data, start = Path(folder) / "prompts", multiprocessing.get_context("fork")
+        data = Path(folder) / "prompts"
+        start = multiprocessing.get_context("fork")
         with DatasetWriter(data, Schema([Column("tokens", "int32", role="token")])) as writer:
             for number in range(1000):
                 writer.add({"tokens": np.full(4, number)})
         config = section(data, size, groups, keep)
         with Replay(config) as replay:
-            url, gateway = None, []
+            url = None
+            gateway = []
             if remote:
                 receives, sends = start.Pipe()
                 gateway = [start.Process(target=serve, args=(config, sends))]
@@ -125,7 +127,8 @@ def main() -> None:
         keep=(False, "in a store that outlives its job"),
     )
     given = report.options
-    sizes, how = (4, 16) if given.quick else (24, 512), (given.remote, given.keep)
+    sizes = (4, 16) if given.quick else (24, 512)
+    how = (given.remote, given.keep)
     rows = [measure(size, n, given.workers, *sizes, *how) for size, n in ((1, 1), (1, 64), (8, 16))]
     print_rows(rows)
     report.write(rows)

@@ -29,10 +29,13 @@ from packing_peers import Peer, Plan, load_peers
 from deepspeed_gear.batching.packing_plan import PackBudget, plan_packs
 from deepspeed_gear.ops import load_backend
 
-LINEAR, QUADRATIC, TOKENS = 24576, 1, 16384
+LINEAR = 24576
+QUADRATIC = 1
+TOKENS = 16384
 SEEDS = 3
 GEAR = "gear"
-TURNS, PEER_TURNS = 30, 3
+TURNS = 30
+PEER_TURNS = 3
 T = TypeVar("T")
 
 
@@ -118,9 +121,11 @@ def least_micro(lengths: list[int], tokens: int, width: int) -> int:
 
 def judge(plan: Plan, lengths: list[int], tokens: int) -> Row:
     """Judge a plan: every trajectory once, K, balance, what it breaks."""
-    width, num_micro = len(plan), max(map(len, plan))
+    width = len(plan)
+    num_micro = max(map(len, plan))
     packed = sorted(i for packs in plan for pack in packs for i in pack)
-    cost, token = costs(lengths), np.asarray(lengths)
+    cost = costs(lengths)
+    token = np.asarray(lengths)
     of_pack = np.zeros((2, width, num_micro))
     for rank, packs in enumerate(plan):
         for micro, pack in enumerate(packs):
@@ -148,7 +153,8 @@ def timed(turns: int, call: Callable[[], T]) -> tuple[float, T]:
 
 def plan_gear(lengths: list[int], tokens: int, width: int, turns: int) -> Row:
     """Plan and judge by this planner."""
-    ops, values = load_backend().on_host(), torch.tensor(lengths)
+    ops = load_backend().on_host()
+    values = torch.tensor(lengths)
     budget = PackBudget(tokens, LINEAR, QUADRATIC)
     ms, plan = timed(turns, lambda: plan_packs(values, budget, width, ops))
     packs = [[pack.tolist() for pack in plan.packs(rank)] for rank in range(width)]
@@ -252,7 +258,8 @@ def bounds(rows: list[Row]) -> list[Row]:
 def main() -> None:
     """Run from the command line."""
     report = Report(__doc__, wheels=(Path, "folder with wheels of verl, OpenRLHF, AReaL, TRL"))
-    quick, wheels = report.options.quick, report.options.wheels
+    quick = report.options.quick
+    wheels = report.options.wheels
     torch.set_num_threads(1)
     peers = load_peers(wheels) if wheels else []
     plans = [row for workload in workloads(quick) for row in measure(workload, peers, quick)]

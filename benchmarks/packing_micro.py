@@ -25,8 +25,11 @@ from deepspeed_gear import Replay
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.replay.rollout_columns import RolloutColumns
 
-TOKENS, STEPS, TURNS = 16384, 8, 6
-GATHER_BOUND, OVER_BOUND_US = 1.15, 200.0
+TOKENS = 16384
+STEPS = 8
+TURNS = 6
+GATHER_BOUND = 1.15
+OVER_BOUND_US = 200.0
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,8 @@ def measure_micro(quick: bool) -> list[Row]:
 
 
 def _measure(case: Case, quick: bool) -> Row:
-    random, count = np.random.default_rng(0), 64 if quick else 1200
+    random = np.random.default_rng(0)
+    count = 64 if quick else 1200
     mean = 7.6 if case.longest > 1000 else 6.0
     lengths = np.minimum(np.exp(random.normal(mean, 0.9, count)).astype(int) + 2, case.longest)
     if case.longest <= 1000 and not quick:
@@ -164,15 +168,18 @@ class _Pack:
     """
 
     def __init__(self, columns: RolloutColumns, pack: np.ndarray, rows: int) -> None:
-        part, lengths = columns.tables[0], columns.records.lengths[pack]
-        self._gatherer, self.outs = part.gatherer, part.gatherer.outputs(rows, rows)
+        part = columns.tables[0]
+        lengths = columns.records.lengths[pack]
+        self._gatherer = part.gatherer
+        self.outs = part.gatherer.outputs(rows, rows)
         self._records = part.rows[torch.from_numpy(columns.records.row[pack])].contiguous()
         self._places = torch.from_numpy(np.cumsum(lengths) - lengths)
         self._arrays = [
             np.ascontiguousarray(v) for v in _pieces(columns, self._records.numpy(), self.outs)
         ]
         self._pointers = [ctypes.c_void_p(values.ctypes.data) for values in self._arrays]
-        self._count, self._copy = ctypes.c_int64(len(self._arrays[0])), library("limit").CopyPieces
+        self._count = ctypes.c_int64(len(self._arrays[0]))
+        self._copy = library("limit").CopyPieces
 
     def op(self) -> None:
         self._gatherer.gather(self.outs, self._records, self._places, 0)

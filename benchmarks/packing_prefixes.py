@@ -20,7 +20,12 @@ from support.report import Report, Row, print_rows
 
 from deepspeed_gear import Replay
 
-GROUPS, SIZE, PROMPT, RESPONSE, TOKENS, TURNS = 4, 8, 400, 200, 2048, 5
+GROUPS = 4
+SIZE = 8
+PROMPT = 400
+RESPONSE = 200
+TOKENS = 2048
+TURNS = 5
 WORDS = 2048
 
 
@@ -72,7 +77,9 @@ def measure_prefixes(quick: bool) -> list[Row]:
     for _ in range(1 if quick else TURNS):
         for prefix, replay in replays.items():
             model.zero_grad()
-            begin, places, loss = perf_counter(), 0, 0.0
+            begin = perf_counter()
+            places = 0
+            loss = 0.0
             step = replay.step()
             for micro in step:
                 logits = model(**micro.model_inputs(model)).logits[0]

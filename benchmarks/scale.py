@@ -46,11 +46,15 @@ from deepspeed_gear.store.records import Control
 
 NODES = [2**i for i in range(11)]
 BOUND_MS = 50.0
-REST, LINK = "rest", "link (stand-in)"
+REST = "rest"
+LINK = "link (stand-in)"
 WARM = 2  # plans that are not timed
 CACHE_BYTES = 128 << 20  # more than the caches hold
-SEED, KEY = 1, 7
-STEPS, TRAJECTORIES = 1000, 1000  # of a trajectory; of a node
+SEED = 1
+KEY = 7
+# of a trajectory; of a node
+STEPS = 1000
+TRAJECTORIES = 1000
 WINDOW = 20
 SCHEMA = workload("W1").schema
 FIELDS = {
@@ -73,12 +77,17 @@ class Items(ItemMasses):
     """A node's steps, equally likely, with a tree and slots in plain memory."""
 
     def __init__(self, spec: StreamSpec, index: int) -> None:
-        self.spec, self.ops, self.num_items = spec, load_backend(), TRAJECTORIES
+        self.spec = spec
+        self.ops = load_backend()
+        self.num_items = TRAJECTORIES
         slots = torch.zeros(TRAJECTORIES, 8, dtype=torch.int64)
-        slots[:, 0], slots[:, 1], slots[:, 4] = 2, 1, STEPS
+        slots[:, 0] = 2
+        slots[:, 1] = 1
+        slots[:, 4] = STEPS
         slots[:, 2] = index * TRAJECTORIES + torch.arange(TRAJECTORIES)
         slots[:, 3] = torch.arange(TRAJECTORIES) * STEPS
-        self._slots, self.sums = slots, _tree(torch.full((TRAJECTORIES,), STEPS))
+        self._slots = slots
+        self.sums = _tree(torch.full((TRAJECTORIES,), STEPS))
         self._top = self.sums[-FAN_OUT:].numpy().data
         self.words = memoryview(np.zeros(TreeChanges.NUM_WORDS, np.int64))
         self._control = memoryview(np.zeros(Control.NUM_WORDS, np.int64))  # nothing ever changes
@@ -93,7 +102,10 @@ class Wire:
     """Stands in for a NodeChannel: takes what is sent, and hands out what has been made beforehand."""
 
     def __init__(self, index: int, count: int) -> None:
-        self.index, self.count, self.last_wait_s, self.left = index, count, 0.0, False
+        self.index = index
+        self.count = count
+        self.last_wait_s = 0.0
+        self.left = False
         self.received: list[np.ndarray] = []
         self._begins_cut = False
 
@@ -114,8 +126,10 @@ class Planner(RowExchange):
     """A row exchange that plans the rows and copies none."""
 
     def __init__(self, channel: Any, routes: ExchangePlan, timers: Timers) -> None:
-        layout, ops = layout_of(routes.needs, ROW_BYTES), load_backend()
-        self.channel, self._transport = channel, None
+        layout = layout_of(routes.needs, ROW_BYTES)
+        ops = load_backend()
+        self.channel = channel
+        self._transport = None
         self.takes_own = self.has_steps = False
         self._layout = layout.windows, layout.members, layout.columns
         self._encode, self._decode = (
@@ -123,12 +137,11 @@ class Planner(RowExchange):
         )
         self._slots_held = torch.zeros(TRAJECTORIES, Slot.NUM_WORDS, dtype=torch.int64)
         self._nowhere = [torch.empty(0, dtype=torch.uint8)] * len(layout.names)
-        self._sizes, self._needed = (
-            torch.zeros(routes.num_nodes, dtype=torch.int64),
-            torch.zeros(2).long(),
-        )
+        self._sizes = torch.zeros(routes.num_nodes, dtype=torch.int64)
+        self._needed = torch.zeros(2).long()
         heads = np.zeros(routes.num_nodes, np.int64)
-        self._heads, self._head_words = torch.from_numpy(heads), heads.data
+        self._heads = torch.from_numpy(heads)
+        self._head_words = heads.data
 
     def steps_of(self, records: torch.Tensor) -> None:
         """No window follows n-step steps."""
@@ -194,7 +207,8 @@ class Node:
         self.spec = StreamSpec(
             "train", sampler, sampling, SEED, KEY, batch, 1, num_shards=routes.num_nodes
         )
-        self.routes, self.link = routes, Wire(routes.index, routes.num_nodes)
+        self.routes = routes
+        self.link = Wire(routes.index, routes.num_nodes)
         state: Any = SimpleNamespace(
             pin=lambda key, records: None,
             spec=self.spec,
@@ -220,7 +234,8 @@ class Node:
 
     def prepare(self, batch: Batch) -> None:
         """Make what the other nodes say of a batch."""
-        routes, wanted = self.routes, self.routes.wanted(self.spec.batch, 0)
+        routes = self.routes
+        wanted = self.routes.wanted(self.spec.batch, 0)
         owner = batch.owner[wanted]
         others = wanted[np.argsort(owner, kind="stable")]
         records = np.zeros((len(others), 8), np.int64)
@@ -236,10 +251,8 @@ class Node:
         )  # as for node 1
         given = torch.from_numpy(records), torch.arange(len(records))
         samples = torch.empty(len(records), RowSample.NUM_WORDS, dtype=torch.int64)
-        resolutions, ends_ = (
-            torch.empty(len(records), 4, dtype=torch.int64),
-            torch.empty(2, dtype=torch.int64),
-        )
+        resolutions = torch.empty(len(records), 4, dtype=torch.int64)
+        ends_ = torch.empty(2, dtype=torch.int64)
         load_backend().encode_draws_(
             samples, resolutions, ends_, *given, None, None, *everyone, 0, 0, 0
         )
@@ -250,7 +263,8 @@ class Node:
 
     def plan(self, key: int) -> None:
         """Make the selection of a global batch up to what is sent."""
-        selector, count = self.selector, self.spec.batch
+        selector = self.selector
+        count = self.spec.batch
         if (
             self.routes.num_nodes == 1
         ):  # the node's own store makes the selection, as without other nodes
@@ -304,7 +318,8 @@ def time_plans(
         cold: Whether something else has filled the caches before each plan, as a training step does.
     """
     found: list[dict[str, float]] = []
-    plan, other = timers.wrap(REST, node.plan), np.zeros(CACHE_BYTES * cold, np.uint8)
+    plan = timers.wrap(REST, node.plan)
+    other = np.zeros(CACHE_BYTES * cold, np.uint8)
     for key, batch in enumerate(batches):
         node.prepare(batch)
         other += 1
@@ -319,7 +334,8 @@ def time_plans(
 
 def run_one(num_nodes: int, ranks: int, samples: int, repeats: int) -> Row:
     """Time one node's plan among so many."""
-    count, timers = num_nodes * ranks * samples, Timers()
+    count = num_nodes * ranks * samples
+    timers = Timers()
     batches = [Batch.of(key, count, num_nodes) for key in range(WARM + repeats)]
     begin = perf_counter()
     routes_of_node = routes_at(num_nodes, ranks)
@@ -363,9 +379,15 @@ def main() -> None:
         repeats=(15, "global batches, of which medians are taken"),
     )
     given = report.options
-    nodes, ranks, samples, repeats = given.nodes, given.ranks, given.samples, given.repeats
+    nodes = given.nodes
+    ranks = given.ranks
+    samples = given.samples
+    repeats = given.repeats
     if given.quick:
-        nodes, ranks, samples, repeats = [1, 2, 4], 2, 4, 3
+        nodes = [1, 2, 4]
+        ranks = 2
+        samples = 4
+        repeats = 3
     rows = [run_one(num_nodes, ranks, samples, repeats) for num_nodes in nodes]
     judge(rows, ranks, samples)
     print_rows(rows, "nodes samples plan_ms warm_ms plan_us_a_rank growth routes_s holds")

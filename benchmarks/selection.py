@@ -28,7 +28,8 @@ from peers.interface import Buffer, Steps, fresh_priorities, load
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import MOST_MASS_BITS, ONE_Q62
 
-SAMPLERS, SIZES = ("prioritized", "uniform"), (256, 4096)
+SAMPLERS = ("prioritized", "uniform")
+SIZES = (256, 4096)
 LIMIT_BOUND = {
     ("prioritized", 256): 1.2,
     ("prioritized", 4096): 1.25,
@@ -59,7 +60,8 @@ class Stepped:
     """A buffer whose batches are taken one after the other, perhaps with new priorities for each."""
 
     def __init__(self, made: Buffer, sampler: str, batch: int) -> None:
-        self.made, self.prioritized = made, sampler == "prioritized"
+        self.made = made
+        self.prioritized = sampler == "prioritized"
         self._fresh = fresh_priorities(batch)
 
     def step(self, turn: int) -> None:
@@ -140,7 +142,8 @@ def alone(sampler: str, batch: int, scale: float, repeats: int) -> list[Row]:
     case = {"what": "batch", "system": "", "sampler": sampler, "B": batch, "ranks": 1}
     case["items"] = content.num_items
     rows = against_limit(case, "system", ms)
-    ratio, bound = rows["gear"]["ratio"], LIMIT_BOUND[sampler, batch]
+    ratio = rows["gear"]["ratio"]
+    bound = LIMIT_BOUND[sampler, batch]
     judge(rows["gear"], ratio, bound, ratio <= bound)
     if "cpprb" in rows:
         over = float(np.median(ms["gear"] / ms["cpprb"]))

@@ -23,7 +23,9 @@ from deepspeed_gear.ops.constants import tree_size
 from deepspeed_gear.ops.records import MassUnit
 from deepspeed_gear.sampling.mass_rules import AnchorRule
 
-ITEMS_LOG2, QUICK_LOG2, CHUNK = 25, 12, 1 << 17
+ITEMS_LOG2 = 25
+QUICK_LOG2 = 12
+CHUNK = 1 << 17
 LEAST_P = 1e-4  # two-sided; three independent tests at fixed seeds
 _SLOT = 1  # word of a resolution
 
@@ -47,7 +49,8 @@ def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
         2 * (len(counts) - 1)
     )  # normal for so many degrees of freedom
     p = math.erfc(abs(z) / math.sqrt(2))
-    starved, likely_starved = int((counts == 0).sum()), len(counts) * math.exp(-expected)
+    starved = int((counts == 0).sum())
+    likely_starved = len(counts) * math.exp(-expected)
     return {
         "what": what,
         "items": len(counts),
@@ -65,7 +68,9 @@ def judge(what: str, counts: np.ndarray, seconds: float) -> Row:
 
 def rarest(items: int, expected: float) -> int:
     """Return the count that the rarest of many Poisson items has: its expected number reaches one half."""
-    count, probability, below = 0, math.exp(-expected), 0.0
+    count = 0
+    probability = math.exp(-expected)
+    below = 0.0
     while True:
         below += probability
         if items * below >= 0.5:
@@ -137,10 +142,8 @@ def of_trajectories(items: int, draws_per_item: int, chunk: int) -> Row:
     # Only the slot of a resolution is looked at, so the slots may be zeros that take no memory.
     slots = torch.from_numpy(np.zeros((items, 8), np.int64))
     rule = AnchorRule().as_list()
-    coordinates, resolutions = (
-        torch.empty(chunk, dtype=torch.int64),
-        torch.empty(chunk, 8, dtype=torch.int64),
-    )
+    coordinates = torch.empty(chunk, dtype=torch.int64)
+    resolutions = torch.empty(chunk, 8, dtype=torch.int64)
 
     def batches() -> Iterator[np.ndarray]:
         for first in range(0, items * draws_per_item, chunk):
@@ -160,7 +163,8 @@ def main() -> None:
         __doc__, "few items, to see that it runs", draws_per_item=(24, "expected count of an item")
     )
     items = 1 << (QUICK_LOG2 if report.options.quick else ITEMS_LOG2)
-    chunk, draws_per_item = min(CHUNK, items), report.options.draws_per_item
+    chunk = min(CHUNK, items)
+    draws_per_item = report.options.draws_per_item
     rows = []
     for what, unit in (("steps", "step"), ("trajectories, then anchors", "trajectory")):
         sampler = {"kind": "uniform", "unit": unit}

@@ -17,7 +17,9 @@ class WaitLog:
     """Measures a wait for other ranks, and logs every 30 s which of them it waits for."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._begin, self._next = what, time.monotonic(), LOG_EVERY_S
+        self._what = what
+        self._begin = time.monotonic()
+        self._next = LOG_EVERY_S
 
     def note(self, who: Callable[[], str]) -> float:
         """Log the wait for `who()` if due ("": another rank does); return its duration, in seconds."""

@@ -20,7 +20,10 @@ class GearError(Exception):
     """
 
     def __init__(self, name: str, rule: str, value: Any = None, remedy: str = "") -> None:
-        self.name, self.rule, self.value, self.remedy = name, rule, value, remedy
+        self.name = name
+        self.rule = rule
+        self.value = value
+        self.remedy = remedy
         got = "" if value is None else f", got {value!r}"
         super().__init__(f"{name} {rule}{got}" + (f"; {remedy}" if remedy else ""))
 

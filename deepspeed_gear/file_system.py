@@ -9,7 +9,8 @@ import os
 import signal
 from pathlib import Path
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def sync(path: Path) -> None:

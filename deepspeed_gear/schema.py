@@ -110,7 +110,9 @@ class Column:
             raise SchemaError(
                 "column name", "must consist of letters, digits, '_', '-' and '.'", self.name
             )
-        name, kinds, shape = f"column {self.name}", (*DTYPES, *OPAQUE), self.shape
+        name = f"column {self.name}"
+        kinds = (*DTYPES, *OPAQUE)
+        shape = self.shape
         _check(
             f"{name}: dtype", self.dtype in kinds, f"must be one of {', '.join(kinds)}", self.dtype
         )
@@ -130,7 +132,8 @@ class Column:
             rule = f"must be left out unless the dtype is one of {', '.join(OPAQUE)}"
             _check(f"{name}: max_bytes", most == 0, rule, most)
             return
-        of, remedy = f"for the dtype {self.dtype}", "give the length of the longest value"
+        of = f"for the dtype {self.dtype}"
+        remedy = "give the length of the longest value"
         fits = type(most) is int and 1 <= most <= MOST_OPAQUE_BYTES
         rule = f"must be an integer in [1, {MOST_OPAQUE_BYTES}] {of}"
         _check(f"{name}: max_bytes", fits, rule, most, remedy)
@@ -141,7 +144,8 @@ class Column:
             self.rows,
         )
         _check(f"{name}: role", self.role == "other", f"must be 'other' {of}", self.role)
-        stored, remedy = (LENGTH_BYTES + most,), "max_bytes gives the size of a row"
+        stored = (LENGTH_BYTES + most,)
+        remedy = "max_bytes gives the size of a row"
         _check(f"{name}: shape", shape in ((), stored), f"must be left out {of}", shape, remedy)
         object.__setattr__(self, "shape", stored)
 
@@ -222,7 +226,8 @@ class Schema:
         self.has_final_row = any(c.rows == "T+1" for c in self.columns)
         #: Columns of the roles terminated and truncated.
         self.end_columns = tuple(c for c in self.columns if c.role in ("terminated", "truncated"))
-        names, few_late = [c.name for c in self.columns], len(self.late_columns) <= MOST_LATE
+        names = [c.name for c in self.columns]
+        few_late = len(self.late_columns) <= MOST_LATE
         _check("schema", bool(names), "must have at least one column")
         _check("schema", len(self.names) == len(names), "must have unique column names", names)
         _check("schema", few_late, f"must have at most {MOST_LATE} late columns")
@@ -317,7 +322,8 @@ class Schema:
         entries = data.get("columns")
         if not isinstance(entries, (Mapping, list)):
             raise SchemaError("schema.columns", "must be a list or a mapping of columns", entries)
-        rule, kinds = "must hold name, dtype, shape, role and rows", (TypeError, AttributeError)
+        rule = "must hold name, dtype, shape, role and rows"
+        kinds = (TypeError, AttributeError)
         columns = []
         for name, entry in entries.items() if isinstance(entries, Mapping) else enumerate(entries):
             named = {"name": name} if isinstance(entries, Mapping) else {}

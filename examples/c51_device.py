@@ -25,9 +25,19 @@ from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
-GAMMA, N_STEP, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 3, 0.02, 5e-4, (120, 84)
-ATOMS, LEAST, MOST = 51, 0.0, 100.0  # of the distribution of returns
-CAPACITY, LONGEST, BATCH = 10_000, 500, 128  # the longest episode
+GAMMA = 0.99
+N_STEP = 3
+TARGET_STEP = 0.02
+LEARNING_RATE = 5e-4
+HIDDEN = (120, 84)
+# of the distribution of returns
+ATOMS = 51
+LEAST = 0.0
+MOST = 100.0
+# the longest episode
+CAPACITY = 10_000
+LONGEST = 500
+BATCH = 128
 EXPLORES_AT_LAST, EXPLORING_PART = (
     0.05,
     0.2,
@@ -93,10 +103,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     samples = torch.arange(BATCH, device=args.device)
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(network.parameters(), LEARNING_RATE, capturable=on_gpu)
-    turn_on_device, last_loss = (
-        torch.zeros((), device=args.device),
-        torch.zeros((), device=args.device),
-    )
+    turn_on_device = torch.zeros((), device=args.device)
+    last_loss = torch.zeros((), device=args.device)
     exploring_turns = max(1.0, EXPLORING_PART * args.steps)
 
     @torch.no_grad()
@@ -119,7 +127,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         at = (
             (moved.clamp(LEAST, MOST) - LEAST) * (ATOMS - 1) / (MOST - LEAST)
         )  # in numbers of atoms
-        lower, upper_part = at.long(), at.frac()
+        lower = at.long()
+        upper_part = at.frac()
         goals = torch.zeros_like(masses).scatter_add_(1, lower, masses * (1 - upper_part))
         return goals.scatter_add_(1, (lower + 1).clamp_max(ATOMS - 1), masses * upper_part)
 

@@ -10,7 +10,10 @@ import numpy as np
 from deepspeed_gear import Column, DatasetWriter, Schema
 
 SOURCE = Path(__file__).parent / "data" / "cartpole_expert.npz"
-X_LIMIT, ANGLE_LIMIT, TIME_LIMIT = 2.4, 12 * np.pi / 180, 500  # where CartPole-v1 ends an episode
+# where CartPole-v1 ends an episode
+X_LIMIT = 2.4
+ANGLE_LIMIT = 12 * np.pi / 180
+TIME_LIMIT = 500
 
 SCHEMA = Schema(
     [

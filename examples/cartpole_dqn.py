@@ -34,7 +34,8 @@ from deepspeed_gear import Batch, Replay
 TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step
 CONSERVATIVE = 0.3  # weight of the term that keeps Q down where the data hold no action
 EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
-EPISODES, FIRST_SEED = 20, 1000
+EPISODES = 20
+FIRST_SEED = 1000
 NEAR_FAILURE = 50  # steps
 MEASURE_EVERY = 50  # steps
 
@@ -97,7 +98,8 @@ class Concentration:
     """Measures the concentration of the probabilities of all steps."""
 
     def __init__(self, replay: Replay, alpha: float) -> None:
-        self.replay, self.alpha = replay, alpha
+        self.replay = replay
+        self.alpha = alpha
         data = replay.datasets["main"]
         self.ids = np.repeat(np.arange(len(data.lengths)), data.lengths)
         self.steps = np.concatenate([np.arange(length) for length in data.lengths])
@@ -121,7 +123,8 @@ def mean_return(model: nn.Module, replay: Replay) -> float:
     device = next(model.parameters()).device
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for seed in range(FIRST_SEED + dist.get_rank(), FIRST_SEED + EPISODES, dist.get_world_size()):
-        world, over = gymnasium.make("CartPole-v1"), False
+        world = gymnasium.make("CartPole-v1")
+        over = False
         observation, _ = world.reset(seed=seed)
         while not over:
             with torch.inference_mode():
@@ -149,7 +152,8 @@ def main() -> None:
         model=model, model_parameters=model.parameters(), config=config
     )
     target.to(engine.device)
-    is_first, world = dist.get_rank() == 0, dist.get_world_size()
+    is_first = dist.get_rank() == 0
+    world = dist.get_world_size()
     concentration = Concentration(engine.gear, gear["sampler"]["alpha"])
 
     curves: dict[str, list[tuple[int, float]]] = {"loss": [], "return": []}

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from deepspeed_gear import Batch
 
-OBSERVATION, ACTION = 11, 3  # elements, in Hopper
+# elements, in Hopper
+OBSERVATION = 11
+ACTION = 3
 Errors = Callable[
     [Batch], tuple[Tensor, Tensor]
 ]  # squared error of each step [B, T], which are real [B, T]

@@ -52,7 +52,9 @@ def play(
     env: gymnasium.Env, q: nn.Module, epsilon: float, random: np.random.Generator
 ) -> dict[str, Any]:
     """Return an episode as columns."""
-    observations, actions, rewards = [env.reset(seed=int(random.integers(2**31)))[0]], [], []
+    observations = [env.reset(seed=int(random.integers(2**31)))[0]]
+    actions = []
+    rewards = []
     ended = truncated = False
     while not (ended or truncated):
         with torch.no_grad():
@@ -78,11 +80,14 @@ def td_errors(q: nn.Module, online: nn.Module, target: nn.Module, batch: Batch) 
 
 def train(steps: int, seed: int) -> tuple[dict[str, Any], nn.Module, Batch]:
     """Train on all workers; return the result, the network and the last batch of this one."""
-    rank, workers = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    workers = dist.get_world_size()
     torch.manual_seed(seed)
-    random, env = np.random.default_rng([seed, rank]), gymnasium.make("CartPole-v1")
+    random = np.random.default_rng([seed, rank])
+    env = gymnasium.make("CartPole-v1")
     online = nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 2))
-    q, target = DistributedDataParallel(online), copy.deepcopy(online)
+    q = DistributedDataParallel(online)
+    target = copy.deepcopy(online)
     optimizer = torch.optim.Adam(q.parameters(), lr=1e-3)
     with Replay(config_of(steps, seed)) as replay:
         returns: list[float] = []

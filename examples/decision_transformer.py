@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 WIDTH = 64
 TIME_SCALE = 1e-3  # episodes have at most 1,000 steps
-NUM_BINS, BINS_PER_UNIT = 20, 5  # of returns in thousands: a bin is 200 wide
+# of returns in thousands: a bin is 200 wide
+NUM_BINS = 20
+BINS_PER_UNIT = 5
 
 
 class Attention(nn.Module):
@@ -53,15 +55,15 @@ class Embedding(nn.Module):
         sees_return: bool = True,
     ) -> None:
         super().__init__()
-        self.has_goal, self.sees_return = has_goal, sees_return
-        self.observation, self.action = (
-            nn.Linear(observation_size, width),
-            nn.Linear(action_size, width),
-        )
+        self.has_goal = has_goal
+        self.sees_return = sees_return
+        self.observation = nn.Linear(observation_size, width)
+        self.action = nn.Linear(action_size, width)
         if has_goal:
             self.goal = nn.Embedding(NUM_BINS, width)
         else:
-            self.return_to_go, self.time = nn.Linear(1, width), nn.Linear(1, width)
+            self.return_to_go = nn.Linear(1, width)
+            self.time = nn.Linear(1, width)
         self.place = nn.Parameter(0.02 * torch.randn(context, width))
 
     def forward(self, batch: Mapping[str, Tensor], real: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -89,8 +91,10 @@ class Block(nn.Module):
     def __init__(self, width: int = WIDTH, heads: int = 4, has_goal: bool = False) -> None:
         super().__init__()
         self.head_size = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
         self.mlp: nn.Module = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
@@ -112,7 +116,8 @@ class Head(nn.Module):
 
     def __init__(self, action_size: int, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, action_size)
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, action_size)
         # Untrained, it then acts at random; with small outputs Hopper would only stand for some time.
         nn.init.normal_(self.linear.weight, std=0.2)
 

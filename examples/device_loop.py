@@ -24,7 +24,8 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from torch import Tensor
 
 EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
-TEST_EPISODES, TEST_SEED = 20, 10_000
+TEST_EPISODES = 20
+TEST_SEED = 10_000
 SAMPLERS = {
     "uniform": {"kind": "uniform", "unit": "step"},
     "prioritized": {"kind": "prioritized", "unit": "step", "alpha": 0.6, "beta": 0.4},
@@ -46,17 +47,18 @@ class Environments:
 
     def __init__(self, name: str, num: int, seed: int, device: torch.device) -> None:
         make = [lambda: gymnasium.make(name)] * num
-        self.name, self.num, self.device = name, num, device
+        self.name = name
+        self.num = num
+        self.device = device
         self._envs = SyncVectorEnv(make, autoreset_mode=AutoresetMode.SAME_STEP)
-        actions, self.shape = (
-            self._envs.single_action_space,
-            self._envs.single_observation_space.shape,
-        )
+        actions = self._envs.single_action_space
+        self.shape = self._envs.single_observation_space.shape
         self.num_actions = int(getattr(actions, "n", 0))
         self.largest = 0.0 if self.num_actions else float(actions.high.max())
         kind = torch.int64 if self.num_actions else torch.float32
         self.action = torch.zeros(num, *actions.shape, dtype=kind, device=device)
-        flag, number = {"dtype": torch.bool}, {"dtype": torch.float32}
+        flag = {"dtype": torch.bool}
+        number = {"dtype": torch.float32}
         shapes = {"observation": (self.shape, number), "reward": ((), number)}
         shapes |= {"terminated": ((), flag), "truncated": ((), flag)}
         shapes |= {"following": (self.shape, number), "seen": (self.shape, number)}
@@ -65,13 +67,15 @@ class Environments:
             n: torch.zeros(num, *shape, pin_memory=pin, **of) for n, (shape, of) in shapes.items()
         }
         self._there = {n: values.to(device, copy=True) for n, values in self._host.items()}
-        self.seen, self.following = self._there["seen"], self._there["following"]
+        self.seen = self._there["seen"]
+        self.following = self._there["following"]
         columns = ("observation", "reward", "terminated", "truncated")
         self.row = {
             "action": torch.zeros_like(self.action),
             **{name: self._there[name] for name in columns},
         }
-        self.returns, self._totals = list[float](), np.zeros(num)
+        self.returns = list[float]()
+        self._totals = np.zeros(num)
         self._observation, _ = self._envs.reset(seed=seed)
         self._write(seen=self._observation)
 
@@ -113,7 +117,8 @@ class Environments:
     def evaluate(self, policy: Callable[[Tensor], Tensor]) -> float:
         """Return the mean return of an episode each of other environments, without exploration."""
         other = Environments(self.name, TEST_EPISODES, TEST_SEED, self.device)
-        total, goes_on = torch.zeros(TEST_EPISODES), torch.ones(TEST_EPISODES, dtype=torch.bool)
+        total = torch.zeros(TEST_EPISODES)
+        goes_on = torch.ones(TEST_EPISODES, dtype=torch.bool)
         while bool(goes_on.any()):
             other.action.copy_(policy(other.seen))
             other.fetch()
@@ -127,7 +132,8 @@ def transitions(
     envs: Environments, capacity: int, batch: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Return the `gear` section of a ring of transitions in the memory of the device."""
-    shape, kind = list(envs.action.shape[1:]), str(envs.action.dtype).removeprefix("torch.")
+    shape = list(envs.action.shape[1:])
+    kind = str(envs.action.dtype).removeprefix("torch.")
     columns = {
         "observation": {
             "dtype": "float32",
@@ -162,7 +168,8 @@ class Captured:
 
     def __init__(self, function: Callable[[], None], compiles: bool, captures: bool) -> None:
         self._function = torch.compile(function) if compiles else function
-        self._captures, self._calls = captures, 0
+        self._captures = captures
+        self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
@@ -171,7 +178,8 @@ class Captured:
         elif self._graph is not None:
             self._graph.replay()
         elif self._calls < self.WARM_UP:
-            stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+            stream = torch.cuda.Stream()
+            current = torch.cuda.current_stream()
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 self._function()
@@ -192,7 +200,8 @@ class Clock:
     """
 
     def __init__(self, device: torch.device, first: int) -> None:
-        self._is_cuda, self._first = device.type == "cuda", first
+        self._is_cuda = device.type == "cuda"
+        self._first = first
         self.per_s: float | None = None
 
     def turns(self, num: int) -> Iterator[int]:

@@ -23,9 +23,13 @@ from torch import nn
 
 from deepspeed_gear import TransitionBuffer
 
-GAMMA, TARGET_STEP, LEARNING_RATE = 0.99, 0.02, 1e-3
-CAPACITY, BATCH = 10_000, 128
-LEAST_EPSILON, EPSILON_STEPS = 0.02, 2000
+GAMMA = 0.99
+TARGET_STEP = 0.02
+LEARNING_RATE = 1e-3
+CAPACITY = 10_000
+BATCH = 128
+LEAST_EPSILON = 0.02
+EPSILON_STEPS = 2000
 
 
 def q_network(inputs: int, actions: int) -> nn.Module:
@@ -50,14 +54,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     random = np.random.default_rng(args.seed)
     envs = gymnasium.make_vec("CartPole-v1", args.envs, vectorization_mode="sync")
-    space, actions = envs.single_observation_space, envs.single_action_space
+    space = envs.single_observation_space
+    actions = envs.single_action_space
     q = q_network(space.shape[0], int(actions.n))
     target = copy.deepcopy(q)
     optimizer = torch.optim.Adam(q.parameters(), LEARNING_RATE)
     buffer = TransitionBuffer(
         CAPACITY, space, actions, n_envs=envs, batch_size=BATCH, seed=args.seed
     )
-    returns, total, loss = [], np.zeros(args.envs), torch.tensor(torch.nan)
+    returns = []
+    total = np.zeros(args.envs)
+    loss = torch.tensor(torch.nan)
     observation, _ = envs.reset(seed=args.seed)
     for step in range(1, args.steps + 1):
         with torch.no_grad():

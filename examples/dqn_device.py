@@ -33,8 +33,12 @@ from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
-GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.02, 1e-3, (120, 84)
-CAPACITY, BATCH = 10_000, 128
+GAMMA = 0.99
+TARGET_STEP = 0.02
+LEARNING_RATE = 1e-3
+HIDDEN = (120, 84)
+CAPACITY = 10_000
+BATCH = 128
 EXPLORES_AT_LAST, EXPLORING_PART = (
     0.05,
     0.2,
@@ -55,10 +59,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     targets = copy.deepcopy(values)
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(values.parameters(), LEARNING_RATE, capturable=on_gpu)
-    turn_on_device, last_loss = (
-        torch.zeros((), device=args.device),
-        torch.zeros((), device=args.device),
-    )
+    turn_on_device = torch.zeros((), device=args.device)
+    last_loss = torch.zeros((), device=args.device)
     exploring_turns = max(1.0, EXPLORING_PART * args.steps)
 
     @torch.no_grad()

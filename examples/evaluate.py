@@ -25,7 +25,9 @@ def play(act: Act, seeds: list[int]) -> list[tuple[float, int]]:
         worlds = [gymnasium.make(ENVIRONMENT) for _ in seeds]
     observations = [world.reset(seed=seed)[0] for world, seed in zip(worlds, seeds, strict=True)]
     count = len(seeds)
-    collected, lasted, running = np.zeros(count), np.zeros(count, int), np.ones(count, bool)
+    collected = np.zeros(count)
+    lasted = np.zeros(count, int)
+    running = np.ones(count, bool)
     for step in range(MAX_STEPS):
         with torch.inference_mode():
             action = act(np.stack(observations), collected, step).numpy()

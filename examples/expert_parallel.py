@@ -28,7 +28,9 @@ from torch import Tensor, nn
 import deepspeed_gear
 from deepspeed_gear import Batch
 
-EXPERTS, BALANCE = 4, 0.01  # of a layer; weight of the loss that spreads tokens over them
+# of a layer; weight of the loss that spreads tokens over them
+EXPERTS = 4
+BALANCE = 0.01
 
 
 class Experts(nn.Module):

@@ -42,11 +42,17 @@ import deepspeed_gear
 from deepspeed_gear import MicroBatch
 
 RANKS = 2
-PROMPTS, RESPONSES = 64, 8  # of a round, all ranks together; of each prompt
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+# of a round, all ranks together; of each prompt
+PROMPTS = 64
+RESPONSES = 8
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.28
 MOST_WEIGHT = 2.0  # of the importance of a token that another policy has sampled
-WARM_EVERY, WARM_BATCH = 5, 256
-GOAL, TEST_SEED, TESTS = 0.85, 7, 1000
+WARM_EVERY = 5
+WARM_BATCH = 256
+GOAL = 0.85
+TEST_SEED = 7
+TESTS = 1000
 
 
 def arguments() -> argparse.Namespace:
@@ -77,7 +83,8 @@ def accuracy(
     model: nn.Module, problems: Problems, seed: int, count: int = TESTS, greedy: bool = False
 ) -> float:
     """Return the part of responses to new prompts that are right: of sampled or of the most likely ones."""
-    prompts, words = problems.draw(count, seed), torch.Generator().manual_seed(seed)
+    prompts = problems.draw(count, seed)
+    words = torch.Generator().manual_seed(seed)
     responses, _ = sample(model, prompts, None if greedy else words)
     return float(problems.rewards(prompts, responses).mean())
 
@@ -113,7 +120,9 @@ def add_rollouts(
     engine: Any, problems: Problems, round_number: int, seed: int, latency_s: float
 ) -> float:
     """Sample responses to this rank's prompts and add them to the table; return their mean reward."""
-    replay, rank, world = engine.gear, dist.get_rank(), dist.get_world_size()
+    replay = engine.gear
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     first = round_number * PROMPTS
     numbers = np.arange(first, first + PROMPTS)[rank::world].repeat(RESPONSES)
     prompts = problems.draw(PROMPTS, seed * 100_000 + round_number)[rank::world]
@@ -149,7 +158,8 @@ def log_probabilities(engine: Any, micro: MicroBatch) -> Tensor:
 
 def policy_loss(logp: Tensor, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     """Return the clipped loss of each place, and where it was clipped. [1, N] both."""
-    ratio, advantage = torch.exp(logp - micro["old_logp"]), micro["advantage"]
+    ratio = torch.exp(logp - micro["old_logp"])
+    advantage = micro["advantage"]
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     gain = torch.minimum(ratio * advantage, clipped * advantage)
     sampled = torch.exp(micro["old_logp"] - micro["logp"]).clamp(max=MOST_WEIGHT)
@@ -185,7 +195,9 @@ class Speed:
     """Trained tokens per second from the end of the first rollout batch on: before it, processes start."""
 
     def __init__(self) -> None:
-        self._begin, self._end, self._tokens = 0.0, 0.0, 0.0
+        self._begin = 0.0
+        self._end = 0.0
+        self._tokens = 0.0
 
     def add(self, tokens: float) -> None:
         """Count a rollout batch, at its end."""
@@ -213,7 +225,9 @@ def main() -> None:
     config["gear"]["seed"] = args.seed
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)
-    begin, problems, model = time.perf_counter(), Problems(), policy()
+    begin = time.perf_counter()
+    problems = Problems()
+    model = policy()
     warm_start(model, problems, args.seed, args.warm_accuracy)
     warm_s = time.perf_counter() - begin
     with quiet_start():
@@ -221,8 +235,10 @@ def main() -> None:
             model=model, model_parameters=model.parameters(), config=config
         )
     before = accuracy(engine.module, problems, TEST_SEED)
-    curve, is_first = [(0, time.perf_counter() - begin, before)], dist.get_rank() == 0
-    rounds, speed = count(1), Speed()
+    curve = [(0, time.perf_counter() - begin, before)]
+    is_first = dist.get_rank() == 0
+    rounds = count(1)
+    speed = Speed()
     for iteration in range(1, args.iterations + 1):
         reward = generate(engine, problems, rounds, args.seed, args.latency)
         means = train(engine)

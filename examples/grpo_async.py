@@ -109,7 +109,8 @@ class Workers:
         ]
         print("another worker:", *self._command, "--seed", "1", file=sys.stderr, flush=True)
         self._command += ["--latency", str(latency_s)]
-        self._seed, self._processes = 1000 * seed, list[subprocess.Popen[bytes]]()
+        self._seed = 1000 * seed
+        self._processes = list[subprocess.Popen[bytes]]()
         for _ in range(count):
             self._processes.append(self._start())
         self.num_killed = 0
@@ -201,8 +202,11 @@ def main() -> None:
     args = arguments()
     deepspeed.init_distributed()
     torch.set_num_threads(1)
-    problems, is_first, begin = Problems(), dist.get_rank() == 0, time.perf_counter()
-    config, path = config_of(args), args.out / "ds_config.json"
+    problems = Problems()
+    is_first = dist.get_rank() == 0
+    begin = time.perf_counter()
+    config = config_of(args)
+    path = args.out / "ds_config.json"
     if is_first:
         args.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(config, indent=1))
@@ -221,7 +225,11 @@ def main() -> None:
     replay = engine.gear
     books = replay.statistics()["prompts"]["rollouts"]
     curve = [(books["version"], 0.0, validate(engine.module, problems))]
-    speed, lags, waited_s, workers, iteration = Speed(), list[float](), 0.0, None, books["version"]
+    speed = Speed()
+    lags = list[float]()
+    waited_s = 0.0
+    workers = None
+    iteration = books["version"]
     with ExitStack() as stack:
         if replay.is_node_leader:
             board = stack.enter_context(

@@ -9,9 +9,17 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-PLUS, EQUALS, EOS, PAD = 10, 11, 12, 13
-VOCABULARY, WIDTH, LAYERS, HEADS = 14, 64, 2, 4
-PROMPT, MOST_RESPONSE = 6, 4  # tokens
+PLUS = 10
+EQUALS = 11
+EOS = 12
+PAD = 13
+VOCABULARY = 14
+WIDTH = 64
+LAYERS = 2
+HEADS = 4
+# tokens
+PROMPT = 6
+MOST_RESPONSE = 4
 
 
 class Problems:
@@ -20,7 +28,8 @@ class Problems:
     def draw(self, count: int, seed: int) -> Tensor:
         """Return prompts. [count, 6], int64."""
         digits = torch.randint(0, 10, (count, 4), generator=torch.Generator().manual_seed(seed))
-        plus, equals = torch.full((count, 1), PLUS), torch.full((count, 1), EQUALS)
+        plus = torch.full((count, 1), PLUS)
+        equals = torch.full((count, 1), EQUALS)
         return torch.cat([digits[:, :2], plus, digits[:, 2:], equals], dim=1)
 
     def answers(self, prompts: Tensor) -> Tensor:
@@ -43,7 +52,8 @@ class Problems:
             )
             % 10
         )
-        plus, equals = torch.full_like(a, PLUS), torch.full_like(a, EQUALS)
+        plus = torch.full_like(a, PLUS)
+        equals = torch.full_like(a, EQUALS)
         return torch.stack([a, b, plus, c, d, equals], dim=1)
 
     def rewards(self, prompts: Tensor, responses: Tensor) -> Tensor:
@@ -86,7 +96,8 @@ def sample(
     Returns:
         Tokens (PAD after the end), and their log-probabilities. [n, 4] both.
     """
-    tokens, logps = prompts, []
+    tokens = prompts
+    logps = []
     ended = torch.zeros(len(prompts), dtype=torch.bool)
     for _ in range(MOST_RESPONSE):
         logp = torch.log_softmax(model(tokens, use_cache=False).logits[:, -1].float(), dim=1)

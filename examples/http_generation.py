@@ -89,9 +89,14 @@ class HttpGeneration:
         temperature: float = 1.0,
         timeout_s: float = 600.0,
     ) -> None:
-        self._url, self._server, self._timeout_s = url, server, timeout_s
-        self._model, self._board, self._folder = model, board, folder.resolve()
-        self._places, self._eos = places, model.config.eos_token_id
+        self._url = url
+        self._server = server
+        self._timeout_s = timeout_s
+        self._model = model
+        self._board = board
+        self._folder = folder.resolve()
+        self._places = places
+        self._eos = model.config.eos_token_id
         self._fixed = {
             "model": name or str(folder),
             "max_tokens": max_tokens,
@@ -123,7 +128,8 @@ class HttpGeneration:
         for request in done:
             key, _, version = self._requests.pop(request)
             for choice in request.result()["choices"]:
-                tokens, logp = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+                tokens = choice["token_ids"]
+                logp = choice["logprobs"]["token_logprobs"]
                 has_ended = choice["finish_reason"] == "stop"
                 found.append(Response(key, tokens, logp, [version] * len(tokens), has_ended))
         return found

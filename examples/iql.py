@@ -27,9 +27,13 @@ from torch import Tensor, nn
 
 from deepspeed_gear import Batch, Normalizer
 
-WIDTH, TARGET_STEP, EXPECTILE = 256, 0.02, 0.9
+WIDTH = 256
+TARGET_STEP = 0.02
+EXPECTILE = 0.9
 REWARD_SCALE = 0.01  # values are then about 10, which networks reach within a short run
-MAX_WEIGHT, LEAST_LOG_STD, MOST_LOG_STD = 100.0, -5.0, 2.0
+MAX_WEIGHT = 100.0
+LEAST_LOG_STD = -5.0
+MOST_LOG_STD = 2.0
 
 
 class ByReturn:
@@ -41,7 +45,8 @@ class ByReturn:
     """
 
     def __init__(self, best: float, temperature: float) -> None:
-        self.best, self.temperature = best, temperature
+        self.best = best
+        self.temperature = temperature
 
     def __call__(
         self, ids: np.ndarray, num_steps: np.ndarray, column: Callable[[str], np.ndarray]
@@ -51,7 +56,8 @@ class ByReturn:
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    first, second = nn.Linear(inputs, WIDTH), nn.Linear(WIDTH, WIDTH)
+    first = nn.Linear(inputs, WIDTH)
+    second = nn.Linear(WIDTH, WIDTH)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(WIDTH, outputs))
 
 
@@ -66,8 +72,10 @@ class IQL(nn.Module):
 
     def __init__(self, observation: int, action: int, beta: float) -> None:
         super().__init__()
-        self.actor, self.log_std = network(observation, action), nn.Parameter(torch.zeros(action))
-        self.value, self.beta = network(observation, 1), beta
+        self.actor = network(observation, action)
+        self.log_std = nn.Parameter(torch.zeros(action))
+        self.value = network(observation, 1)
+        self.beta = beta
         self.critics = nn.ModuleList(network(observation + action, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics).requires_grad_(False)
 

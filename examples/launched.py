@@ -37,7 +37,8 @@ def run(program: str, ranks: int, *arguments: str) -> tuple[int, str]:
     launcher = Path(sys.executable).with_name("deepspeed")
     command = [launcher, "--num_gpus", str(ranks), "--master_port", str(port), program, *arguments]
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    result, pipe = "", subprocess.PIPE
+    result = ""
+    pipe = subprocess.PIPE
     options = {"env": environment, "stdout": pipe, "text": True, "start_new_session": True}
     with subprocess.Popen([str(word) for word in command], **options) as process:
         assert process.stdout is not None

@@ -20,7 +20,8 @@ from deepspeed_gear import Dataset, DatasetWriter, Schema
 # An observation of Hopper: height, angles of torso, thigh, leg, foot; velocities of x, the height, these.
 TORSO = [0, 1, 5, 6, 7]
 PARTS = [[2, 8, 3, *TORSO], [3, 9, 4, 2, *TORSO], [4, 10, 3, *TORSO]]  # thigh, leg, foot
-AGENTS, SIZE = len(PARTS), max(len(part) for part in PARTS)
+AGENTS = len(PARTS)
+SIZE = max(len(part) for part in PARTS)
 
 
 def local_observations(observation: np.ndarray) -> np.ndarray:

@@ -38,10 +38,13 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
-        self.heads, self.attend = heads, Attention()
+        self.heads = heads
+        self.attend = Attention()
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.query, self.key_value = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
         self.cross_out = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
@@ -77,18 +80,15 @@ class MAT(nn.Module):
         layers: int = 2,
     ) -> None:
         super().__init__()
-        self.agents, self.action_size = agents, action_size
-        self.observation, self.action = (
-            nn.Linear(observation_size, width),
-            nn.Linear(action_size, width),
-        )
+        self.agents = agents
+        self.action_size = action_size
+        self.observation = nn.Linear(observation_size, width)
+        self.action = nn.Linear(action_size, width)
         self.agent = nn.Parameter(0.02 * torch.randn(2, agents, width))
         self.encoder = nn.ModuleList(Block(width) for _ in range(layers))
         self.decoder = nn.ModuleList(DecoderBlock(width) for _ in range(layers))
-        self.head, self.log_std = (
-            Head(action_size, width),
-            nn.Parameter(torch.full((action_size,), -0.5)),
-        )
+        self.head = Head(action_size, width)
+        self.log_std = nn.Parameter(torch.full((action_size,), -0.5))
 
     def encode(self, observation: Tensor) -> Tensor:
         """Return what the decoder needs of the observations. [B, N, observation] to [B, N, width]."""
@@ -100,10 +100,8 @@ class MAT(nn.Module):
     def decode(self, encoded: Tensor, action: Tensor) -> Tensor:
         """Return the means of the agents' actions, each from those of the agents before. [B, N, action]."""
         before = F.pad(action[:, :-1], (0, 0, 1, 0))
-        x, allowed = (
-            self.action(before) + self.agent[1],
-            attention_mask(action.new_ones(1, self.agents) > 0),
-        )
+        x = self.action(before) + self.agent[1]
+        allowed = attention_mask(action.new_ones(1, self.agents) > 0)
         for block in self.decoder:
             x = block(x, encoded, allowed)
         return self.head(x)

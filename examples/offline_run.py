@@ -29,8 +29,11 @@ from torch import Tensor, nn
 import deepspeed_gear
 from deepspeed_gear import Batch
 
-EPISODES, FIRST_SEED = 5, 1000
-LOSS_EVERY, PRINT_EVERY = 50, 250  # steps
+EPISODES = 5
+FIRST_SEED = 1000
+# steps
+LOSS_EVERY = 50
+PRINT_EVERY = 250
 BEST = "best"  # tag of the checkpoint with the weights of the best evaluation
 
 Loss = Callable[[Batch], Tensor]
@@ -43,7 +46,8 @@ def parser(description: str | None, name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    config, out = f"configs/{name}.json", Path("runs") / name
+    config = f"configs/{name}.json"
+    out = Path("runs") / name
     parser.add_argument("--config", default=config, help="a ds_config with a gear section")
     parser.add_argument("--data", help="data set (default: the config's)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and of replay")
@@ -100,15 +104,20 @@ class OfflineRun:
         average: float = 0.998,
         goal: float | None = None,
     ) -> None:
-        self.average, self.kept = copy.deepcopy(model), average
+        self.average = copy.deepcopy(model)
+        self.kept = average
         with quiet_start():
             self.engine, *_ = deepspeed_gear.initialize(
                 model=model, model_parameters=model.parameters(), config=config
             )
         self.average.to(self.engine.device)
-        self.args, self.steps, self.goal = args, steps, goal
-        self.record, self.out = Record(), args.out.resolve()
-        self.folder, self.times = self.out / "checkpoint", dict[str, float]()
+        self.args = args
+        self.steps = steps
+        self.goal = goal
+        self.record = Record()
+        self.out = args.out.resolve()
+        self.folder = self.out / "checkpoint"
+        self.times = dict[str, float]()
 
     def evaluate(self, play: Play) -> tuple[float, float]:
         """Return mean return and mean number of steps of episodes that the ranks divide, on every rank.
@@ -127,7 +136,8 @@ class OfflineRun:
 
     def train(self, loss_of: Loss, play: Play) -> None:
         """Load the newest save if asked to, train up to the number of steps, evaluate and save."""
-        engine, record = self.engine, self.record
+        engine = self.engine
+        record = self.record
         if self.args.resume and (self.folder / "latest").exists():
             _, state = engine.load_checkpoint(str(self.folder))
             self.average.load_state_dict(state["average"])
@@ -136,8 +146,12 @@ class OfflineRun:
         else:
             self._evaluate_and_save(play)
         engine.gear.progress()  # the first period begins here
-        recent, sampling_s, evaluating_s, begin_s = [], 0.0, 0.0, now()
-        first, before_s = engine.global_steps, record.seconds
+        recent = []
+        sampling_s = 0.0
+        evaluating_s = 0.0
+        begin_s = now()
+        first = engine.global_steps
+        before_s = record.seconds
         for step in range(first + 1, self.steps + 1):
             asked_s = time.perf_counter()
             batch = engine.gear_sample()
@@ -160,13 +174,16 @@ class OfflineRun:
                 self._evaluate_and_save(play)
                 engine.gear.progress()  # the next period begins after the evaluation
                 evaluating_s += now() - trained_s
-        loop_s, count = now() - begin_s - evaluating_s, max(1, self.steps - first)
-        share, call_us = sampling_s / loop_s, sampling_s / count * 1e6
+        loop_s = now() - begin_s - evaluating_s
+        count = max(1, self.steps - first)
+        share = sampling_s / loop_s
+        call_us = sampling_s / count * 1e6
         self.times = {"sample_share": round(share, 5), "sample_us": round(call_us, 2)}
 
     def _evaluate_and_save(self, play: Play) -> None:
         """Evaluate the average of the weights and record it; save after training has begun."""
-        step, record = self.engine.global_steps, self.record
+        step = self.engine.global_steps
+        record = self.record
         value, length = self.evaluate(play)
         record.returns.append((step, value))
         record.lengths.append(length)
@@ -211,7 +228,9 @@ class OfflineRun:
 
     def summary(self, result: dict[str, Any]) -> str:
         """Return what was learnt, and where it lies."""
-        before, after, data = result["return_before"], result["return_after"], result["data_return"]
+        before = result["return_before"]
+        after = result["return_after"]
+        data = result["data_return"]
         steps_before, steps_after = result["episode_steps"]
         asked = "" if self.goal is None else f", asked for {self.goal:.0f}"
         compared = "" if data is None else f"; mean of the data set: {data:.0f}"

@@ -33,7 +33,10 @@ import deepspeed_gear
 from deepspeed_gear import Batch, PolicyBoard, start_actors
 from deepspeed_gear.actors.start_actors import Actors
 
-RANKS, ACTORS, ENVS = 2, 2, 8  # environments of each actor
+# environments of each actor
+RANKS = 2
+ACTORS = 2
+ENVS = 8
 TARGET_STEP = 0.01  # how far the target network moves towards the trained one in a step
 PUBLISH_EVERY = 10  # steps
 EPSILON = 1e-3  # added to priorities, so that an item without an error can be drawn again
@@ -90,8 +93,10 @@ def main() -> None:
     target = copy.deepcopy(q)
     engine, *_ = deepspeed_gear.initialize(model=q, model_parameters=q.parameters(), config=config)
     target.to(engine.device)
-    replay, is_first = engine.gear, dist.get_rank() == 0
-    board, actors = None, None
+    replay = engine.gear
+    is_first = dist.get_rank() == 0
+    board = None
+    actors = None
     curve = [(0.0, mean_return(target, SEED, engine.device))]
     begin = time.perf_counter()
     with ExitStack() as stack:

@@ -10,7 +10,9 @@ from torch import nn
 
 from deepspeed_gear.actors.actor_process import Actor
 
-LARGEST, SPREAD = 0.4, 7.0  # epsilons from 0.4 to 0.4 ** 8
+# epsilons from 0.4 to 0.4 ** 8
+LARGEST = 0.4
+SPREAD = 7.0
 
 
 def q_network() -> nn.Module:
@@ -26,8 +28,11 @@ def epsilon_greedy(actor: Actor) -> Callable[[np.ndarray], np.ndarray]:
     Source of the epsilons: Horgan et al., "Distributed Prioritized Experience Replay", ICLR 2018.
     """
     assert actor.board is not None
-    q, board, random = q_network(), actor.board, np.random.default_rng(actor.seed)
-    here, total = actor.envs.num_envs, actor.envs.num_envs * actor.count
+    q = q_network()
+    board = actor.board
+    random = np.random.default_rng(actor.seed)
+    here = actor.envs.num_envs
+    total = actor.envs.num_envs * actor.count
     place = (actor.index * here + np.arange(here)) / max(1, total - 1)
     epsilon = LARGEST ** (1 + SPREAD * place)
 

@@ -24,15 +24,21 @@ from deepspeed_gear import Replay
 from deepspeed_gear.cli.main import main as gear
 
 DATA = Path(__file__).parent / "data" / "hopper_medium.hdf5"
-LONGEST, EPISODES = 1000, 8  # steps; episodes of an optimizer step
-WIDTH, LAYERS, HEADS = 64, 2, 2
+# steps; episodes of an optimizer step
+LONGEST = 1000
+EPISODES = 8
+WIDTH = 64
+LAYERS = 2
+HEADS = 2
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.before = nn.LayerNorm(WIDTH)
+        self.after = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
@@ -54,11 +60,10 @@ class Cloner(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.observation, self.places = nn.Linear(11, WIDTH), nn.Embedding(LONGEST, WIDTH)
-        self.blocks, self.action = (
-            nn.ModuleList(Block() for _ in range(LAYERS)),
-            nn.Linear(WIDTH, 3),
-        )
+        self.observation = nn.Linear(11, WIDTH)
+        self.places = nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.action = nn.Linear(WIDTH, 3)
 
     def forward(
         self, observation: Tensor, position_ids: Tensor, mask: Tensor | None = None
@@ -82,7 +87,9 @@ def padded(data: str, steps: int, seed: int) -> dict[str, Any]:
         "gradient_accumulation_steps": EPISODES // 2,
     }
     model, optimizer = made(seed)
-    counted, places, losses = 0, 0, []
+    counted = 0
+    places = 0
+    losses = []
     with Replay(section) as replay:
         begin = time.perf_counter()
         for _ in range(steps):
@@ -133,7 +140,8 @@ def packed(data: str, steps: int, seed: int) -> dict[str, Any]:
             losses.append(loss)
             optimizer.step()
             optimizer.zero_grad()
-        seconds, metrics = time.perf_counter() - begin, replay.take_metrics()
+        seconds = time.perf_counter() - begin
+        metrics = replay.take_metrics()
     counted = metrics["step_tokens"] * steps
     return {
         "steps_per_s": round(counted / seconds),

@@ -29,7 +29,8 @@ from torch import Tensor
 
 import deepspeed_gear
 
-STAGES, BLOCKS = 2, 2
+STAGES = 2
+BLOCKS = 2
 
 
 class FirstLayer(Embedding):

@@ -18,7 +18,8 @@ def returns_of(policy: Callable[[Tensor], Tensor], seed: int, device: torch.devi
     """Return the returns of EPISODES episodes, with the actions that `policy`, on a device, values most."""
     envs = gymnasium.make_vec("CartPole-v1", num_envs=EPISODES)
     observation, _ = envs.reset(seed=seed)
-    total, goes_on = np.zeros(EPISODES), np.ones(EPISODES, bool)
+    total = np.zeros(EPISODES)
+    goes_on = np.ones(EPISODES, bool)
     while goes_on.any():
         action = policy(torch.from_numpy(observation).to(device)).argmax(1).cpu().numpy()
         observation, reward, terminated, truncated, _ = envs.step(action)

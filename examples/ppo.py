@@ -33,11 +33,17 @@ from tqdm import tqdm
 import deepspeed_gear
 from deepspeed_gear import Batch
 
-RANKS, STEPS = 2, 1024  # of a roll-out: all environments of all ranks together
+# of a roll-out: all environments of all ranks together
+RANKS = 2
+STEPS = 1024
 ENVS = 8  # of each rank
 COLUMNS = ("observation", "action", "log_probability", "reward", "terminated", "truncated", "value")
-CLIP, VALUE_PART, EPOCHS = 0.2, 0.5, 10
-GOAL, SEED, TEST_SEED = 475.0, 1000, 2000
+CLIP = 0.2
+VALUE_PART = 0.5
+EPOCHS = 10
+GOAL = 475.0
+SEED = 1000
+TEST_SEED = 2000
 
 
 class ActorCritic(nn.Module):
@@ -60,7 +66,9 @@ class Player:
     """Acts in environments and returns roll-outs of a fixed number of steps."""
 
     def __init__(self, model: ActorCritic, num_steps: int, seed: int, device: torch.device) -> None:
-        self.model, self.num_steps, self.device = model, num_steps, device
+        self.model = model
+        self.num_steps = num_steps
+        self.device = device
         make = lambda: gymnasium.make("CartPole-v1")  # noqa: E731
         self.envs = SyncVectorEnv([make] * ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
         self.observation, _ = self.envs.reset(seed=seed)
@@ -126,7 +134,9 @@ def main() -> None:
     engine, *_ = deepspeed_gear.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    rank, ranks, replay = dist.get_rank(), dist.get_world_size(), engine.gear
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
+    replay = engine.gear
     player = Player(model, STEPS // (ENVS * ranks), args.seed + 1000 * rank, engine.device)
     policy = lambda observation: model(observation)[0]  # noqa: E731
     batches = EPOCHS * STEPS // engine.train_batch_size()

@@ -24,9 +24,19 @@ from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
-GAMMA, TRACE, CLIP = 0.99, 0.95, 0.2  # TRACE: lambda of generalized advantage estimation
-STEPS, MINIBATCHES, EPOCHS = 128, 4, 4  # of a roll-out
-LEARNING_RATE, VALUE_PART, ENTROPY_PART, LARGEST_GRADIENT, HIDDEN = 2.5e-3, 0.5, 0.01, 0.5, 64
+# TRACE: lambda of generalized advantage estimation
+GAMMA = 0.99
+TRACE = 0.95
+CLIP = 0.2
+# of a roll-out
+STEPS = 128
+MINIBATCHES = 4
+EPOCHS = 4
+LEARNING_RATE = 2.5e-3
+VALUE_PART = 0.5
+ENTROPY_PART = 0.01
+LARGEST_GRADIENT = 0.5
+HIDDEN = 64
 COLUMNS = ("observation", "action", "log_probability", "advantage", "value")
 
 
@@ -50,11 +60,9 @@ def section(envs: Environments, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def network(inputs: int, outputs: int, gain: float) -> nn.Sequential:
-    first, second, last = (
-        nn.Linear(inputs, HIDDEN),
-        nn.Linear(HIDDEN, HIDDEN),
-        nn.Linear(HIDDEN, outputs),
-    )
+    first = nn.Linear(inputs, HIDDEN)
+    second = nn.Linear(HIDDEN, HIDDEN)
+    last = nn.Linear(HIDDEN, outputs)
     for layer, own in ((first, 2**0.5), (second, 2**0.5), (last, gain)):
         nn.init.orthogonal_(layer.weight, own)
         nn.init.zeros_(layer.bias)
@@ -73,12 +81,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     )  # a tensor: a graph reads its value of each replay
     on_gpu = args.device.type == "cuda"
     optimizer = torch.optim.Adam(parameters, rate, eps=1e-5, capturable=on_gpu)
-    shape, at = (envs.num, STEPS), {"device": args.device}
+    shape = (envs.num, STEPS)
+    at = {"device": args.device}
     rollout = {name: torch.zeros(shape, **at) for name in COLUMNS}
     rollout["observation"] = torch.zeros(*shape, *envs.shape, **at)
     rollout["action"] = torch.zeros(shape, dtype=torch.int64, **at)
-    error, goes_on = torch.zeros(shape, **at), torch.zeros(shape, **at)
-    step, last_loss = torch.zeros(1, dtype=torch.int64, **at), torch.zeros((), **at)
+    error = torch.zeros(shape, **at)
+    goes_on = torch.zeros(shape, **at)
+    step = torch.zeros(1, dtype=torch.int64, **at)
+    last_loss = torch.zeros((), **at)
 
     @torch.no_grad()
     def act() -> None:
@@ -122,7 +133,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         replay.sample_(batch)
         log_probabilities = actor(batch["observation"]).log_softmax(1)
         chosen = log_probabilities.gather(1, batch["action"].unsqueeze(1)).squeeze(1)
-        ratio, advantage = (chosen - batch["log_probability"]).exp(), batch["advantage"]
+        ratio = (chosen - batch["log_probability"]).exp()
+        advantage = batch["advantage"]
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).mean()
         entropy = -(log_probabilities.exp() * log_probabilities).sum(1).mean()

@@ -26,7 +26,8 @@ from deepspeed_gear.data.ingest.source_checks import DAMAGED, optional
 from deepspeed_gear.errors import DataError
 from deepspeed_gear.schema import Rows
 
-_FEATURES, _INFO = "features.json", "dataset_info.json"
+_FEATURES = "features.json"
+_INFO = "dataset_info.json"
 _FLAGS = ("is_first", "is_last", "is_terminal")
 _BLOCK_STEPS = 256
 
@@ -66,7 +67,8 @@ class RldsReader(Reader):
             raise DataError(
                 str(self.path), "must hold at least one episode", 0, "the data set is empty"
             )
-        self._episodes, (name, steps) = chain([first], episodes), first
+        self._episodes = chain([first], episodes)
+        (name, steps) = first
         groups = {key: key.split(".")[0] for key in steps}
         for key in sorted({"observation", *_FLAGS} - set(groups.values())):
             raise DataError(f"{self.path}: {name}: {key}", "must be in every step", sorted(steps))
@@ -77,7 +79,8 @@ class RldsReader(Reader):
             if rows.dtype.kind in "OSU":
                 self.notes.append(f"{key} is text per step, which no column holds: left out")
                 continue
-            where, role = f"{self.path}: {name}: {key}", groups[key]
+            where = f"{self.path}: {name}: {key}"
+            role = groups[key]
             role = role if role in ("observation", "action", "reward") else "other"
             count: Rows = "T+1" if role == "observation" and self.ends_with_observation else "T"
             columns.append(make_column(where, key, rows.dtype, rows.shape[1:], role, count))
@@ -85,12 +88,14 @@ class RldsReader(Reader):
 
     def _read(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         """Yield the name of each episode, and its steps: [N, ...] by the name of the column."""
-        rule, packages = "must be read with tensorflow-datasets", "tensorflow tensorflow-datasets"
+        rule = "must be read with tensorflow-datasets"
+        packages = "tensorflow tensorflow-datasets"
         tf, tfds = (
             optional(str(self.path), rule, packages, m)
             for m in ("tensorflow", "tensorflow_datasets")
         )
-        kinds, num_bytes = (tf.errors.OpError, tfds.core.DatasetNotFoundError, OSError), 0
+        kinds = (tf.errors.OpError, tfds.core.DatasetNotFoundError, OSError)
+        num_bytes = 0
         with DataError.on(
             str(self.path), "must be a readable data set of TFDS", *kinds, remedy=DAMAGED
         ):

@@ -96,13 +96,13 @@ class Generation:
         seed: int = 0,
         step_s: float = 0.0,
     ) -> None:
-        self._model, self._board, self._places, self._max_tokens = (
-            model.eval(),
-            board,
-            places,
-            max_tokens,
-        )
-        self._temperature, self._step_s, self._device = temperature, step_s, model.device
+        self._model = model.eval()
+        self._board = board
+        self._places = places
+        self._max_tokens = max_tokens
+        self._temperature = temperature
+        self._step_s = step_s
+        self._device = model.device
         self._ends = np.atleast_1d(model.config.eos_token_id).tolist()  # one or several
         self._words = torch.Generator(self._device).manual_seed(seed)
         names = inspect.signature(model.forward).parameters
@@ -186,7 +186,8 @@ class Generation:
             cache = [
                 (_joined(k, key, dim=2), _joined(v, value, dim=2)) for (k, v), (key, value) in pairs
             ]
-        self._mask, self._cache = mask, cache
+        self._mask = mask
+        self._cache = cache
         self._rows += [row for _, rows in self._new for row in rows]
         self._new = []
         return logits[spread]
@@ -254,10 +255,16 @@ class Worker:
         drop_truncated: bool = False,
         heartbeat_s: float = 30.0,
     ) -> None:
-        self._worker, self._generator, self._reward, self._size = worker, generator, reward, size
-        self._max_prompt, self._drops, self._heartbeat_s = max_prompt, drop_truncated, heartbeat_s
+        self._worker = worker
+        self._generator = generator
+        self._reward = reward
+        self._size = size
+        self._max_prompt = max_prompt
+        self._drops = drop_truncated
+        self._heartbeat_s = heartbeat_s
         self._groups: dict[int, Group] = {}
-        self._keys, self._heard = count(), time.monotonic()
+        self._keys = count()
+        self._heard = time.monotonic()
         self.num_groups = 0
 
     def turn(self) -> None:
@@ -359,8 +366,10 @@ def main() -> None:
     task = importlib.import_module(args.task)
     tables = json.loads(args.config.read_text())["gear"]["tables"]
     table = next(table for table in tables.values() if "prompts" in table)
-    most, size = task.MOST_RESPONSE, table["group"]["size"]
-    model, board = task.policy(), PolicyBoard.attach(args.board)
+    most = task.MOST_RESPONSE
+    size = table["group"]["size"]
+    model = task.policy()
+    board = PolicyBoard.attach(args.board)
     sampling = {"temperature": args.temperature, "seed": args.seed, "step_s": args.latency / most}
     generation = Generation(model, board=board, places=args.places, max_tokens=most, **sampling)
     options = {

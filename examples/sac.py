@@ -24,13 +24,19 @@ from torch import Tensor, nn
 
 from deepspeed_gear import TransitionBuffer
 
-GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.005, 1e-3, 256
-LEAST_LOG_STD, MOST_LOG_STD = -5.0, 2.0
-CAPACITY, BATCH = 100_000, 256
+GAMMA = 0.99
+TARGET_STEP = 0.005
+LEARNING_RATE = 1e-3
+HIDDEN = 256
+LEAST_LOG_STD = -5.0
+MOST_LOG_STD = 2.0
+CAPACITY = 100_000
+BATCH = 256
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    first = nn.Linear(inputs, HIDDEN)
+    second = nn.Linear(HIDDEN, HIDDEN)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(HIDDEN, outputs))
 
 
@@ -38,10 +44,12 @@ class SAC:
     """An actor, two critics with targets, and a temperature; actions have elements in [-largest, largest]."""
 
     def __init__(self, observation: int, action: int, largest: float) -> None:
-        self.actor, self.largest = network(observation, 2 * action), largest
+        self.actor = network(observation, 2 * action)
+        self.largest = largest
         self.critics = nn.ModuleList(network(observation + action, 1) for _ in range(2))
         self.targets = copy.deepcopy(self.critics)
-        self.log_temperature, self.entropy = torch.zeros((), requires_grad=True), -float(action)
+        self.log_temperature = torch.zeros((), requires_grad=True)
+        self.entropy = -float(action)
         self.critic_optimizer, self.actor_optimizer, self.temperature_optimizer = (
             torch.optim.Adam(parameters, LEARNING_RATE)
             for parameters in (
@@ -83,7 +91,8 @@ class SAC:
         excess = (log_density.detach() + self.entropy).mean()
         self._descend(self.temperature_optimizer, -self.log_temperature.exp() * excess)
         with torch.no_grad():
-            slow, fast = list(self.targets.parameters()), list(self.critics.parameters())
+            slow = list(self.targets.parameters())
+            fast = list(self.critics.parameters())
             torch._foreach_lerp_(slow, fast, TARGET_STEP)
         return loss.item()
 
@@ -97,13 +106,16 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Act and learn; return the mean return of the last episodes, the last loss and the transitions held."""
     torch.manual_seed(args.seed)
     env = gymnasium.make("Pendulum-v1")
-    space, actions = env.observation_space, env.action_space
+    space = env.observation_space
+    actions = env.action_space
     actions.seed(args.seed)
     agent = SAC(space.shape[0], actions.shape[0], float(actions.high[0]))
     buffer = TransitionBuffer(
         CAPACITY, space, actions, n_envs=env, batch_size=BATCH, seed=args.seed
     )
-    returns, total, loss = [], 0.0, math.nan
+    returns = []
+    total = 0.0
+    loss = math.nan
     observation, _ = env.reset(seed=args.seed)
     for step in range(1, args.steps + 1):
         if step <= args.random_steps:

@@ -34,13 +34,19 @@ from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
-GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.005, 1e-3, 256
-CAPACITY, BATCH = 100_000, 256
-LEAST_LOG_STD, MOST_LOG_STD = -5.0, 2.0
+GAMMA = 0.99
+TARGET_STEP = 0.005
+LEARNING_RATE = 1e-3
+HIDDEN = 256
+CAPACITY = 100_000
+BATCH = 256
+LEAST_LOG_STD = -5.0
+MOST_LOG_STD = 2.0
 
 
 def network(inputs: int, outputs: int) -> nn.Sequential:
-    first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    first = nn.Linear(inputs, HIDDEN)
+    second = nn.Linear(HIDDEN, HIDDEN)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(HIDDEN, outputs))
 
 
@@ -52,7 +58,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
     torch.manual_seed(args.seed)
     envs = Environments("Pendulum-v1", args.envs, args.seed, args.device)
-    inputs, outputs, largest = envs.shape[0], envs.action.shape[1], envs.largest
+    inputs = envs.shape[0]
+    outputs = envs.action.shape[1]
+    largest = envs.largest
     entropy = -float(outputs)  # what the temperature aims at
     actor = network(inputs, 2 * outputs).to(args.device)
     critics = nn.ModuleList(network(inputs + outputs, 1) for _ in range(2)).to(args.device)
@@ -72,7 +80,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     def draw(observation: Tensor) -> tuple[Tensor, Tensor]:
         """Draw actions and return them with their log densities. [B, A] and [B]."""
         mean, log_std = actor(observation).chunk(2, 1)
-        middle, reach = (MOST_LOG_STD + LEAST_LOG_STD) / 2, (MOST_LOG_STD - LEAST_LOG_STD) / 2
+        middle = (MOST_LOG_STD + LEAST_LOG_STD) / 2
+        reach = (MOST_LOG_STD - LEAST_LOG_STD) / 2
         log_std, noise = middle + reach * torch.tanh(log_std), torch.randn_like(mean)
         raw = mean + log_std.exp() * noise
         log_density = -noise.square() / 2 - log_std - math.log(2 * math.pi) / 2

@@ -26,14 +26,17 @@ from torch import Tensor, nn
 
 from deepspeed_gear import TransitionBuffer
 
-GAMMA, TARGET_STEP, LEARNING_RATE = 0.99, 0.005, 1e-3
+GAMMA = 0.99
+TARGET_STEP = 0.005
+LEARNING_RATE = 1e-3
 EXPLORATION, SMOOTHING, CLIP = (
     0.1,
     0.2,
     0.5,
 )  # deviations of noise as parts of the largest action, and a limit
 DELAY = 2  # critic steps for each step of the actor
-CAPACITY, BATCH = 100_000, 256
+CAPACITY = 100_000
+BATCH = 256
 
 
 class Plain:
@@ -50,12 +53,10 @@ class Plain:
         }
         shapes |= {"rewards": (1,), "dones": (1,)}
         self.rows = {name: np.zeros((size, *shape), np.float32) for name, shape in shapes.items()}
-        self.random, self.size, self.count, self.batch_size = (
-            np.random.default_rng(seed),
-            size,
-            0,
-            batch_size,
-        )
+        self.random = np.random.default_rng(seed)
+        self.size = size
+        self.count = 0
+        self.batch_size = batch_size
 
     def add(
         self, obs: Any, next_obs: Any, action: Any, reward: Any, terminated: Any, truncated: Any
@@ -102,7 +103,8 @@ class TD3(nn.Module):
     def critic_targets(self, data: Any) -> Tensor:
         """Return the critics' targets: the smaller target value of a smoothed action. [B, 1]."""
         actor, critics = self.targets
-        following, noise = data.next_observations, torch.randn_like(data.actions)
+        following = data.next_observations
+        noise = torch.randn_like(data.actions)
         noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * self.largest
         action = (actor(following) * self.largest + noise).clamp(-self.largest, self.largest)
         value = torch.stack(self.values(critics, following, action)).amin(0)
@@ -118,10 +120,8 @@ class TD3(nn.Module):
         action = self.actor(data.observations) * self.largest
         self._descend(1, -self.values(self.critics[:1], data.observations, action)[0].mean())
         with torch.no_grad():
-            slow, fast = (
-                self.targets.parameters(),
-                [*self.actor.parameters(), *self.critics.parameters()],
-            )
+            slow = self.targets.parameters()
+            fast = [*self.actor.parameters(), *self.critics.parameters()]
             torch._foreach_lerp_(list(slow), fast, TARGET_STEP)
 
     def _descend(self, which: int, loss: Any) -> None:
@@ -141,7 +141,9 @@ def train(kind: type[Plain] | type[TransitionBuffer], args: argparse.Namespace) 
     observation, _ = envs.reset(seed=args.seed)
     spaces = envs.single_observation_space, envs.single_action_space
     buffer = kind(CAPACITY, *spaces, n_envs=envs, batch_size=BATCH, seed=args.seed)
-    returns, total, in_buffer = [], np.zeros(args.envs), 0.0
+    returns = []
+    total = np.zeros(args.envs)
+    in_buffer = 0.0
     begin = time.perf_counter()
     for step in range(1, args.steps + 1):
         if step <= args.random_steps:

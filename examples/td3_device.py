@@ -31,14 +31,22 @@ from torch import Tensor, nn
 
 from deepspeed_gear import DeviceReplay
 
-GAMMA, TARGET_STEP, LEARNING_RATE, HIDDEN = 0.99, 0.005, 1e-3, 256
-CAPACITY, BATCH = 100_000, 256
-EXPLORATION, SMOOTHING, CLIP = 0.1, 0.2, 0.5  # deviations of noise and a limit, in largest actions
+GAMMA = 0.99
+TARGET_STEP = 0.005
+LEARNING_RATE = 1e-3
+HIDDEN = 256
+CAPACITY = 100_000
+BATCH = 256
+# deviations of noise and a limit, in largest actions
+EXPLORATION = 0.1
+SMOOTHING = 0.2
+CLIP = 0.5
 DELAY = 2  # critic steps for each step of the actor
 
 
 def network(inputs: int, outputs: int, *last: nn.Module) -> nn.Sequential:
-    first, second = nn.Linear(inputs, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+    first = nn.Linear(inputs, HIDDEN)
+    second = nn.Linear(HIDDEN, HIDDEN)
     return nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), nn.Linear(HIDDEN, outputs), *last)
 
 
@@ -50,7 +58,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     """Act and learn; return the returns of the last episodes and of a test, and turns per second."""
     torch.manual_seed(args.seed)
     envs = Environments("Pendulum-v1", args.envs, args.seed, args.device)
-    inputs, outputs, largest = envs.shape[0], envs.action.shape[1], envs.largest
+    inputs = envs.shape[0]
+    outputs = envs.action.shape[1]
+    largest = envs.largest
     actor = network(inputs, outputs, nn.Tanh()).to(args.device)
     critics = nn.ModuleList(network(inputs + outputs, 1) for _ in range(2)).to(args.device)
     targets = copy.deepcopy(nn.ModuleList([actor, critics]))
@@ -70,7 +80,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     def critic_goals() -> Tensor:
         """Return what the critics aim at: the smaller target value of a smoothed action. [B]."""
         target_actor, target_critics = targets
-        following, noise = batch["next_observation"], torch.randn_like(batch["action"])
+        following = batch["next_observation"]
+        noise = torch.randn_like(batch["action"])
         noise = (noise * SMOOTHING).clamp(-CLIP, CLIP) * largest
         action = (target_actor(following) * largest + noise).clamp(-largest, largest)
         value = torch.stack(values_of(target_critics, following, action)).amin(0)

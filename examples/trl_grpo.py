@@ -34,7 +34,9 @@ from trl import GRPOConfig, GRPOTrainer
 import deepspeed_gear
 from deepspeed_gear import MicroBatch, TrainStep
 
-RANKS, LETTERS, VOWELS = 2, "abcdefghijklmnopqrstuvwxyz", set("aeiou")
+RANKS = 2
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+VOWELS = set("aeiou")
 NORMALIZE = {
     "dapo": "token",
     "grpo": "sequence",
@@ -81,10 +83,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         table = gear["tables"]["rollouts"]
         table |= {"remove": "fifo", "max_times_sampled": 1, "schema": {"columns": columns}}
         table["group"] = {"column": "group", "size": self.num_generations}
-        groups, steps = (
-            args.generation_batch_size // self.num_generations,
-            args.steps_per_generation,
-        )
+        groups = args.generation_batch_size // self.num_generations
+        steps = args.steps_per_generation
         normalize = NORMALIZE.get(args.loss_type, {"constant": self.max_completion_length})
         gear["sampler"] = {"kind": "fifo", "unit": "group"}
         gear["rollout"] = {"groups": groups, "minibatches": steps, "epochs": self.num_iterations}
@@ -95,7 +95,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Train the next step of the rollout batch, after generating one where it has ended."""
-        begin, engine = time.perf_counter(), self.deepspeed
+        begin = time.perf_counter()
+        engine = self.deepspeed
         engine.train()
         step = next(self._steps, None)
         if step is None:
@@ -108,7 +109,8 @@ class PackedGRPOTrainer(GRPOTrainer):
             rollout.set("advantage", rollout.values("score"))
             self._steps = iter(rollout)
             step = next(self._steps)
-        total, sums = 0.0, 0.0
+        total = 0.0
+        sums = 0.0
         for micro in step:
             loss, metrics = self.packed_loss(engine, micro)
             part = micro.sum(loss)
@@ -129,7 +131,8 @@ class PackedGRPOTrainer(GRPOTrainer):
         if "pixel_values" in scored:
             raise ValueError("PackedGRPOTrainer trains text; leave images out of the data set")
         scored = {name: values.cpu() for name, values in scored.items()}
-        prompts, mask = scored["prompt_mask"].bool(), scored["completion_mask"].bool()
+        prompts = scored["prompt_mask"].bool()
+        mask = scored["completion_mask"].bool()
         values = {
             "loss_mask": mask & scored.get("tool_mask", mask).bool()
         }  # of completions, with padding
@@ -139,7 +142,8 @@ class PackedGRPOTrainer(GRPOTrainer):
             name: torch.cat([torch.zeros_like(prompts), own], 1) for name, own in values.items()
         }
         columns["tokens"] = torch.cat([scored["prompt_ids"], scored["completion_ids"]], 1).int()
-        is_there, rows = torch.cat([prompts, mask], 1), len(mask)
+        is_there = torch.cat([prompts, mask], 1)
+        rows = len(mask)
         first = (
             self.state.global_step * self.args.generation_batch_size
             + self.args.process_index * rows
@@ -157,13 +161,15 @@ class PackedGRPOTrainer(GRPOTrainer):
         """Return TRL's clipped loss, and ones with the METRICS, of each place. [1, N] each."""
         labels = micro.targets.masked_fill(~micro.loss_mask, -100)
         output = engine(**micro.model_inputs(engine), shift_labels=labels, fused_lm_head=True)
-        logp, old = output.log_probs, micro["old_logp"]
+        logp = output.log_probs
+        old = micro["old_logp"]
         log_ratio = logp - torch.where(
             old.isnan(), logp.detach(), old
         )  # nan: the policy has not changed
         if self.importance_sampling_level == "sequence":
             log_ratio = micro.per_sequence(log_ratio, "mean").view_as(logp)
-        ratio, advantage = log_ratio.exp(), micro["advantage"]
+        ratio = log_ratio.exp()
+        advantage = micro["advantage"]
         clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
         bounded = ratio if self.args.delta is None else ratio.clamp(max=self.args.delta)
         loss = -torch.minimum(bounded * advantage, clipped * advantage) * micro["is_ratio"]
@@ -187,10 +193,8 @@ def save_model(folder: Path) -> None:
     """Save a small model with random weights and its tokenizer of letters."""
     words = {word: number for number, word in enumerate(["<pad>", "<eos>", *LETTERS])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.Split("", "isolated"),
-        decoders.Fuse(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "eos_token": "<eos>"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     sizes = {

@@ -38,7 +38,8 @@ class StepBuffer:
     """Single transitions of one system, as cases see them; what is not here is the system's own."""
 
     def __init__(self, need: Steps, made: Buffer) -> None:
-        self._need, self._made = need, made
+        self._need = need
+        self._made = made
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._made, name)
@@ -133,7 +134,8 @@ class System:
 def _episode(obs: Array) -> Rows:
     """Return an episode whose states are numbers, which pursues its last one."""
     states = np.append(obs, obs[-1:] + 1)[:, None]
-    ends, actions = np.arange(len(obs)) == len(obs) - 1, np.zeros((len(obs), 1), np.float32)
+    ends = np.arange(len(obs)) == len(obs) - 1
+    actions = np.zeros((len(obs), 1), np.float32)
     found = {"observation": states, "achieved": states, "action": actions, "done": ends}
     return {**found, "pursued": states[-1]}
 

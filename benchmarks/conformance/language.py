@@ -33,7 +33,8 @@ def the_mean_over_all_tokens(system: System) -> None:
 
 @case("huggingface/trl#6804", "a response's baseline is that of its own group")
 def advantages_by_group(system: System) -> None:
-    rewards, groups = np.array([1.0, 0.0, 5.0, 7.0, 1.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
+    rewards = np.array([1.0, 0.0, 5.0, 7.0, 1.0, 0.0])
+    groups = np.array([0, 0, 1, 1, 2, 2])
     found = system.advantages(rewards, groups)
     assert np.allclose(found, [0.5, -0.5, -1.0, 1.0, 0.5, -0.5]), f"got {found.tolist()}"
 

@@ -134,7 +134,8 @@ def alpha_changes(system: System) -> None:
 
 @case("instadeepai/flashbax#52", "after 1,000 updates the draws still follow the latest priorities")
 def many_updates(system: System) -> None:
-    rng, known = np.random.default_rng(0), np.ones(32)
+    rng = np.random.default_rng(0)
+    known = np.ones(32)
     buffer = prepared(system, known)
     for _ in range(1000):
         sampled = buffer.sample()
@@ -189,7 +190,8 @@ def a_late_report_changes_no_other_item(system: System) -> None:
     "131,072 equal items: each part of the table is drawn equally often",
 )
 def a_large_table(system: System) -> None:
-    count, envs = 1 << 17, 1 << 10
+    count = 1 << 17
+    envs = 1 << 10
     buffer = system.steps(Steps(capacity=count, num_envs=envs, prioritized=True, batch=4096))
     for first in range(0, count, envs):
         buffer.add(moment(np.arange(first, first + envs), np.arange(first, first + envs) + envs))

@@ -134,7 +134,8 @@ def n_step_in_a_full_table(system: System) -> None:
     for _ in range(40):
         sampled = buffer.sample()
         steps = np.rint(np.log2(1 / sampled.discount)).astype(int)
-        first, weights = np.rint(sampled.obs), 0.5 ** np.arange(3)
+        first = np.rint(sampled.obs)
+        weights = 0.5 ** np.arange(3)
         wanted = [
             sum((f + k) * weights[k] for k in range(n)) for f, n in zip(first, steps, strict=True)
         ]
@@ -169,7 +170,8 @@ def n_step_of_several_environments(system: System) -> None:
 def hindsight_stays_in_the_episode(system: System) -> None:
     episodes = [np.arange(100 * k, 100 * k + 8, dtype=np.float32) for k in range(6)]
     found = system.goals(episodes, 256)
-    obs, goal = np.rint(found["obs"]), np.rint(found["goal"])
+    obs = np.rint(found["obs"])
+    goal = np.rint(found["goal"])
     assert (obs // 100 == goal // 100).all(), "a goal is of another episode"
     assert (goal >= obs).all(), "a goal lies before its step"
 
@@ -186,7 +188,8 @@ def drawn(buffer: StepBuffer) -> set[int]:
 
 def holds_newest(buffer: StepBuffer, end: int, capacity: int) -> None:
     """Fail unless the newest items, up to `end`, are drawn, and none that is twice as old as they may be."""
-    found, newest = drawn(buffer), set(range(end - capacity, end))
+    found = drawn(buffer)
+    newest = set(range(end - capacity, end))
     assert newest <= found, f"lacks {sorted(newest - found)[:4]}"
     assert min(found) >= end - 2 * capacity, f"still holds {min(found)}"
 
@@ -228,10 +231,8 @@ def capacity_and_environments(system: System) -> None:
     "16 environments add episodes to a full prioritized buffer: no error, and only new steps are drawn",
 )
 def many_environments_in_a_full_buffer(system: System) -> None:
-    buffer, rng = (
-        system.steps(Steps(capacity=256, num_envs=16, prioritized=True)),
-        np.random.default_rng(0),
-    )
+    buffer = system.steps(Steps(capacity=256, num_envs=16, prioritized=True))
+    rng = np.random.default_rng(0)
     offsets = 1000.0 * np.arange(16)
     for number in range(80):
         ends = (number + np.arange(16)) % 7 == 6
@@ -299,7 +300,8 @@ def reloaded(
 
 @case("pytorch/rl#3056", "priorities are as before after a load")
 def priorities_after_a_load(system: System) -> None:
-    priorities, need = np.array([1.0, 2.0, 4.0, 8.0]), Steps(capacity=64, prioritized=True)
+    priorities = np.array([1.0, 2.0, 4.0, 8.0])
+    need = Steps(capacity=64, prioritized=True)
     buffer = system.steps(need)
     add_episode(buffer, 0, 4)
     prioritize(buffer, priorities)

@@ -20,7 +20,8 @@ from speed import summary
 from conformance.check import CASES
 from conformance.run import CASE_S, LATE
 
-BEGIN, END = "<!-- the table of results/conformance.json -->\n", "<!-- end of the table -->\n"
+BEGIN = "<!-- the table of results/conformance.json -->\n"
+END = "<!-- end of the table -->\n"
 COMMAND = "bash benchmarks/conformance.sh"
 MARKS = {
     "right": "right",
@@ -82,7 +83,8 @@ def report(name: str, version: str | None, cases: list[Row]) -> list[Row]:
 
 def main() -> None:
     """Run the systems that the arguments name, or all; the rows of others stay."""
-    disturbance, out = Disturbance(), ROOT / "benchmarks" / "results" / "conformance.json"
+    disturbance = Disturbance()
+    out = ROOT / "benchmarks" / "results" / "conformance.json"
     before = json.loads(out.read_text())["rows"] if out.exists() else []
     peers = {peer.module: peer.name for peer in PEERS if peer.has_cases}
     known = {"gear": "deepspeed_gear", **peers}

@@ -22,7 +22,8 @@ def columns_of(rows: Rows) -> dict[str, Any]:
 
 class CpprbSteps(Buffer):
     def __init__(self, need: Steps, buffer: Any = None) -> None:
-        self._need, self._options = need, {"beta": need.beta} if need.prioritized else {}
+        self._need = need
+        self._options = {"beta": need.beta} if need.prioritized else {}
         self._buffer = self._made(need) if buffer is None else buffer
         np.random.seed(need.seed)
 
@@ -99,7 +100,8 @@ class CpprbGoals(CpprbSteps):
 
     def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
         parts = list(episodes)
-        first, horizon = parts[0], len(parts[0]["done"])
+        first = parts[0]
+        horizon = len(parts[0]["done"])
         self._width = first["observation"].shape[1]
         goal = first["pursued"].shape
         columns = {

@@ -33,7 +33,8 @@ def write(count: int, folder: Path) -> None:
 class Stored(Buffer):
     def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
         self._data = Dataset.from_file(str(next(folder.rglob("*.arrow")))).with_format("numpy")
-        self._batch, self._length = batch, length
+        self._batch = batch
+        self._length = length
         self._random = np.random.default_rng(0)
 
     def sample(self) -> Any:

@@ -22,9 +22,13 @@ class FlashbaxBuffer(Buffer):
     """A buffer of flashbax and its state; a batch of several draws is joined."""
 
     def __init__(self, made: Any, need: Steps | Windows, draws: int = 1) -> None:
-        self._need, self._draws, self._added = need, draws, 0
-        self._add, self._sample = jax.jit(made.add, donate_argnums=0), jax.jit(made.sample)
-        self._can, self._key = made.can_sample, jax.random.PRNGKey(need.seed or 0)
+        self._need = need
+        self._draws = draws
+        self._added = 0
+        self._add = jax.jit(made.add, donate_argnums=0)
+        self._sample = jax.jit(made.sample)
+        self._can = made.can_sample
+        self._key = jax.random.PRNGKey(need.seed or 0)
         self._state = made.init({name: values[0] for name, values in _given(need.columns).items()})
 
     def add(self, rows: Rows) -> None:

@@ -35,7 +35,8 @@ PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.6, "beta": 0.4}
 
 class GearSteps(Buffer):
     def __init__(self, need: Steps) -> None:
-        rows, action = need.columns["observation"], need.columns["action"].shape[1:]
+        rows = need.columns["observation"]
+        action = need.columns["action"].shape[1:]
         low, high = (0, 255) if rows.dtype == np.uint8 else (-np.inf, np.inf)
         spaces = Box(low, high, rows.shape[1:], rows.dtype.type), Box(-1, 1, action)
         options: dict[str, Any] = {"batch_size": need.batch, "autoreset": need.autoreset}
@@ -53,7 +54,8 @@ class GearSteps(Buffer):
             options["seed"] = need.seed
         if need.capacity < 1000:
             options["table"] = {"max_length": 8}
-        self._need, self._alpha = need, need.alpha
+        self._need = need
+        self._alpha = need.alpha
         self._buffer = TransitionBuffer(need.capacity, *spaces, n_envs=need.num_envs, **options)
 
     def add(self, rows: Rows) -> None:
@@ -111,7 +113,8 @@ class GearBatches(Buffer):
     def of(cls, replay: Replay) -> GearBatches:
         """Take batches of a replay that is there."""
         made = cls.__new__(cls)
-        made.names, made.replay = {}, replay
+        made.names = {}
+        made.replay = replay
         return made
 
     def sample(self) -> Any:

@@ -109,9 +109,7 @@ def _packs(lengths: Array, tokens: int) -> list[Pack]:
             for micro in step:
                 number = micro["number"][0].numpy().copy()
                 number[micro.sequence[0].numpy() < 0] = -1
-                position, bounds = (
-                    micro.position_ids[0].numpy().copy(),
-                    micro.cu_seqlens.numpy().copy(),
-                )
+                position = micro.position_ids[0].numpy().copy()
+                bounds = micro.cu_seqlens.numpy().copy()
                 found.append(Pack(number, position, bounds))
         return found

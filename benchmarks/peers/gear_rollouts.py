@@ -64,7 +64,8 @@ class GearRollouts(Rollouts):
     def micro(self, found: Any) -> Micro:
         sequence = found.sequence[0].numpy()
         is_last = sequence != np.append(sequence[1:], -1)  # it predicts no token
-        has_value, tokens = (sequence >= 0) & ~is_last, found["tokens"][0].numpy()
+        has_value = (sequence >= 0) & ~is_last
+        tokens = found["tokens"][0].numpy()
         begins = found.cu_seqlens.numpy()[: len(found.lengths)]
         values = (found.targets, found.loss_mask, found["logp"], found["ref_logp"])
         return Micro(

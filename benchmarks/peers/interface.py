@@ -202,7 +202,8 @@ class System:
     kinds: frozenset[str] = frozenset()
 
     def __init__(self, package: str, **own: Callable[..., Any]) -> None:
-        self.package, self.own = package, own
+        self.package = package
+        self.own = own
 
     def version(self) -> str:
         """Return its version."""

@@ -22,7 +22,9 @@ class Loop(Buffer):
     """A loop that times itself; `block` takes the place of single steps."""
 
     def __init__(self, names: list[str], outs: list[list[torch.Tensor]], run: Any) -> None:
-        self._names, self._outs, self._run = names, outs, run
+        self._names = names
+        self._outs = outs
+        self._run = run
 
     def sample(self) -> Any:
         self._run(1)
@@ -43,7 +45,8 @@ class Loop(Buffer):
 
 def _loop(rows: Rows, batch: int, prioritized: bool) -> Buffer:
     columns = [torch.from_numpy(values) for values in rows.values()]
-    random, count = np.random.default_rng(0), len(columns[0])
+    random = np.random.default_rng(0)
+    count = len(columns[0])
     masses = random.integers(1, 1 << 30, count) if prioritized else None
     fresh = random.integers(1, 1 << 30, (64, batch))
     outs = _outs(columns, batch)
@@ -61,7 +64,8 @@ def n_step(count: int, batch: int) -> Buffer:
 
 def _copies(rows: Rows, length: int, batch: int, longest: int, kind: type[Loop] = Loop) -> Buffer:
     columns = [torch.from_numpy(values) for values in rows.values()]
-    count, random = len(columns[0]), np.random.default_rng(0)
+    count = len(columns[0])
+    random = np.random.default_rng(0)
     outs = _outs(columns, batch, length)
     limit = CopyLimit(columns, outs, length)
     draws = random.integers(0, count // longest, (4096, batch)) * longest
@@ -109,8 +113,11 @@ class Reads(Buffer):
 
     def __init__(self, count: int, batch: int, length: int, folder: Path) -> None:
         self._file = os.open(folder / "rows", os.O_RDONLY)
-        self._random, self._width = np.random.default_rng(0), _row().itemsize
-        self._count, self._batch, self._length = count // work.EPISODE, batch, length
+        self._random = np.random.default_rng(0)
+        self._width = _row().itemsize
+        self._count = count // work.EPISODE
+        self._batch = batch
+        self._length = length
 
     def sample(self) -> Any:
         first = self._random.integers(self._count, size=self._batch) * work.EPISODE

@@ -15,7 +15,10 @@ from peers.numpy_rollouts import NumpyRollouts
 
 class NumpyBatches(Buffer):
     def __init__(self, rows: Rows, batch: int, length: int = 1, longest: int = 1) -> None:
-        self._rows, self._batch, self._length, self._longest = rows, batch, length, longest
+        self._rows = rows
+        self._batch = batch
+        self._length = length
+        self._longest = longest
         self._count = len(next(iter(rows.values())))
 
     def sample(self) -> Any:
@@ -79,7 +82,9 @@ class NumpyRing(Buffer):
     """Arrays [capacity / N, N, ...]."""
 
     def __init__(self, need: Steps) -> None:
-        self._need, self._at, self._full = need, 0, False
+        self._need = need
+        self._at = 0
+        self._full = False
         self._size = need.capacity // need.num_envs
         shapes = {
             name: (self._size, need.num_envs, *v.shape[1:]) for name, v in need.columns.items()
@@ -91,7 +96,8 @@ class NumpyRing(Buffer):
             ring[self._at] = np.array(rows[name])
         self._at += 1
         if self._at == self._size:
-            self._full, self._at = True, 0
+            self._full = True
+            self._at = 0
 
     def sample(self) -> Any:
         at = np.random.randint(0, self._size if self._full else self._at, self._need.batch)
@@ -120,7 +126,8 @@ class NumpyWhole(NumpyRing):
 
 def n_step(count: int, batch: int) -> Buffer:
     """Add returns instead of rewards, as CleanRL's Rainbow does, from a window of the latest steps."""
-    rows, length = work.steps(0, count), work.EPISODE
+    rows = work.steps(0, count)
+    length = work.EPISODE
     rewards = rows.pop("reward").reshape(-1, length)
     shifted = [np.pad(rewards[:, k:], ((0, 0), (0, k))) for k in range(derived.N)]
     rows["return"] = sum(derived.GAMMA**k * values for k, values in enumerate(shifted)).reshape(-1)
@@ -142,7 +149,9 @@ class NumpyGoals(NumpyBatches):
         )
 
     def sample(self) -> Any:
-        rows, count, steps = self._rows, self._count, derived.HORIZON
+        rows = self._rows
+        count = self._count
+        steps = derived.HORIZON
         episode = np.random.randint(0, count, self._batch)
         at = np.random.randint(0, steps, self._batch)
         relabelled = np.random.rand(self._batch) < derived.RATIO

@@ -26,7 +26,8 @@ STATE = ("observation", "next_observation", "reward", "done")
 
 def table_of(name: str, capacity: int, alpha: float | None, signature: Any = None) -> Any:
     """Return a table of the newest items, with priorities or without."""
-    selectors, limiter = reverb.selectors, reverb.rate_limiters.MinSize(1)
+    selectors = reverb.selectors
+    limiter = reverb.rate_limiters.MinSize(1)
     sampler = selectors.Uniform() if alpha is None else selectors.Prioritized(alpha)
     return reverb.Table(name, sampler, selectors.Fifo(), capacity, limiter, signature=signature)
 
@@ -46,7 +47,8 @@ class Served(Buffer):
     ) -> None:
         keeper = None if folder is None else reverb.checkpointers.DefaultCheckpointer(str(folder))
         table = table_of(TABLE, capacity, alpha, signature)
-        self.server, self.folder = reverb.Server([table], port=None, checkpointer=keeper), folder
+        self.server = reverb.Server([table], port=None, checkpointer=keeper)
+        self.folder = folder
         self.client = reverb.Client(f"localhost:{self.server.port}")
 
     def __len__(self) -> int:
@@ -192,7 +194,10 @@ class ReverbBatches(Served):
     def __init__(
         self, capacity: int, batch: int, prioritized: bool = False, client: Any = None
     ) -> None:
-        self._batch, self.count, self._table, self.server = batch, capacity, TABLE, None
+        self._batch = batch
+        self.count = capacity
+        self._table = TABLE
+        self.server = None
         if client is None:
             self.serve(capacity, 0.6 if prioritized else None)
         else:
@@ -200,7 +205,8 @@ class ReverbBatches(Served):
 
     def of(self, table: str, names: Iterable[str]) -> ReverbBatches:
         """Take another table of the server, with these columns."""
-        self._table, self._names = table, sorted(names)
+        self._table = table
+        self._names = sorted(names)
         return self
 
     def insert(self, parts: Any, length: int) -> None:
@@ -311,7 +317,8 @@ class Reverb(System):
     windows = ReverbWindows
 
     def shared(self, priorities: Array, processes: int, batches: int) -> list[Array]:
-        held, context = Numbers(priorities), multiprocessing.get_context("spawn")
+        held = Numbers(priorities)
+        context = multiprocessing.get_context("spawn")
         results: Any = context.Queue()
         arguments = held.server.port, batches, results
         workers = [context.Process(target=_draw, args=arguments) for _ in range(processes)]

@@ -27,18 +27,21 @@ class Sb3Steps(Buffer):
         if need.prioritized:
             raise NotOfferedError
         spaces_of = _box(need.columns["observation"]), _box(need.columns["action"], 1)
-        kind, options = ReplayBuffer, {"n_envs": need.num_envs}
+        kind = ReplayBuffer
+        options = {"n_envs": need.num_envs}
         if need.n_step > 1:
             kind, options = (
                 NStepReplayBuffer,
                 {**options, "n_steps": need.n_step, "gamma": need.gamma},
             )
-        self._need, self._buffer = need, kind(need.capacity, *spaces_of, **options)
+        self._need = need
+        self._buffer = kind(need.capacity, *spaces_of, **options)
         self._going = [{"TimeLimit.truncated": False}] * need.num_envs
         np.random.seed(need.seed)
 
     def add(self, rows: Rows) -> None:
-        ends, infos = rows["done"], self._going
+        ends = rows["done"]
+        infos = self._going
         if "truncated" in rows:
             ends = ends | rows["truncated"]
             infos = [{"TimeLimit.truncated": cut} for cut in rows["truncated"].tolist()]
@@ -88,7 +91,8 @@ class Task(gymnasium.Env[Any, Any]):
 class Sb3Goals(Buffer):
     def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
         parts = list(episodes)
-        num_envs, task = max(1, len(parts) // 10), Task(parts[0])
+        num_envs = max(1, len(parts) // 10)
+        task = Task(parts[0])
         given = task.observation_space, task.action_space, DummyVecEnv([lambda: task])
         self._batch = batch
         self._buffer = HerReplayBuffer(count, *given, n_envs=num_envs, n_sampled_goal=4)

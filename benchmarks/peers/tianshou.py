@@ -40,7 +40,8 @@ class TianshouSteps(Buffer):
             raise NotOfferedError
         kind: Any = PrioritizedVectorReplayBuffer if need.prioritized else VectorReplayBuffer
         options = {"alpha": need.alpha, "beta": need.beta} if need.prioritized else {}
-        self._need, self._value = need, 0.0
+        self._need = need
+        self._value = 0.0
         self._buffer = kind(need.capacity, need.num_envs, **options)
         np.random.seed(need.seed)
 
@@ -97,7 +98,8 @@ class TianshouSteps(Buffer):
 class TianshouGoals(Buffer):
     def __init__(self, episodes: Iterable[Rows], count: int, batch: int) -> None:
         parts = list(episodes)
-        num_envs, horizon = min(8, max(1, len(parts) // 10)), len(parts[0]["done"])
+        num_envs = min(8, max(1, len(parts) // 10))
+        horizon = len(parts[0]["done"])
         self._batch = batch
         self._buffer = HERVectorReplayBuffer(
             count, num_envs, compute_reward_fn=derived.reward, horizon=horizon, future_k=5.0

@@ -48,7 +48,8 @@ class TorchrlSteps(Buffer):
         if need.prioritized:
             kind = TensorDictPrioritizedReplayBuffer
             options |= {"alpha": need.alpha, "beta": need.beta, "priority_key": "td_error"}
-        self._need, self._buffer = need, kind(**options)
+        self._need = need
+        self._buffer = kind(**options)
         if need.seed is not None:
             self._buffer.set_rng(torch.Generator().manual_seed(need.seed))
 
@@ -79,7 +80,8 @@ class TorchrlSteps(Buffer):
     def rows(self, found: Any) -> Rows:
         if self._need.n_step > 1:
             following = found["next"]
-            steps, ends = found["steps_to_next_obs"].flatten(), following["terminated"].flatten()
+            steps = found["steps_to_next_obs"].flatten()
+            ends = following["terminated"].flatten()
             return {
                 "observation": found["observation"].numpy(),
                 "next_observation": following["observation"].numpy(),
@@ -110,7 +112,8 @@ class TorchrlWindows(Buffer):
         pads = {} if need.whole else {"pad_output": True}
         options = {"strict_length": need.whole, "cache_values": True, **pads}
         sampler = SliceSampler(slice_len=need.length, traj_key="episode", **options)
-        self._need, self._count = need, 0
+        self._need = need
+        self._count = 0
         self._buffer = TensorDictReplayBuffer(
             storage=LazyTensorStorage(need.capacity) if storage is None else storage,
             sampler=sampler,

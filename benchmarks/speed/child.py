@@ -52,7 +52,8 @@ class Job:
     latest: Any = None  # a loop holds a batch until the next one is there
 
     def __init__(self, system: System, kind: str, options: dict[str, Any]) -> None:
-        self.turn, self.notes = 0, dict[str, float]()
+        self.turn = 0
+        self.notes = dict[str, float]()
         self.made: Buffer = contents.made(system, kind, options)
 
     def step(self) -> None:
@@ -73,7 +74,8 @@ class Sampled(Job):
         before = resident()
         super().__init__(system, kind, options)
         self.bytes = (resident() - before) / (self.made.count or options["count"])
-        batch, length = options["batch"], options.get("length", 1)
+        batch = options["batch"]
+        length = options.get("length", 1)
         self.fresh = fresh_priorities(batch) if options.get("prioritized") else None
         for _ in range(checked):
             found = self.made.sample()
@@ -99,7 +101,8 @@ class Derived(Job):
         options: dict[str, Any],
     ) -> None:
         super().__init__(system, kind, options)
-        batch, count = options["batch"], options["count"]
+        batch = options["batch"]
+        count = options["count"]
         found = (self.made.rows(self.made.sample()) for _ in range(DERIVED_CHECKED))
         counts = np.array([check(rows, batch, count) for rows in found])
         share = float(counts[:, 1].sum() / max(1, counts[:, 0].sum()))
@@ -114,11 +117,13 @@ class Stepped(Job):
     def __init__(self, system: System, options: dict[str, Any]) -> None:
         self.beside = options.pop("beside")
         super().__init__(system, "adding", options)
-        num_envs, capacity = options["num_envs"], options["capacity"]
+        num_envs = options["num_envs"]
+        capacity = options["capacity"]
         self.steps = work.environment_steps(num_envs)
         for _ in range(2 * work.LONGEST):
             self.made.add(next(self.steps))
-        held, given = self.made.held(), min(2 * work.LONGEST * num_envs, capacity)
+        held = self.made.held()
+        given = min(2 * work.LONGEST * num_envs, capacity)
         most_open = work.LONGEST * num_envs  # a system may hold back the steps of open episodes
         assert given - most_open <= held <= 1.5 * capacity, f"holds {held} of {given} transitions"
         for _ in range(max(0, capacity // num_envs - 2 * work.LONGEST)):
@@ -265,7 +270,8 @@ class Child:
     """Carries out the orders of `run.py`."""
 
     def __init__(self, name: str) -> None:
-        self._name, self.job = name, None
+        self._name = name
+        self.job = None
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
         if order["do"] == "version":
@@ -292,7 +298,8 @@ class Child:
         if order["do"] == "trainers":
             found: Any = Team(importlib.import_module(f"speed.{self._name}"), order["options"])
         else:
-            kind, system = KINDS[order["do"]], load(self._name)
+            kind = KINDS[order["do"]]
+            system = load(self._name)
             if not system.offers(kind.offered):
                 raise NotOfferedError
             found = kind.make(system, order["options"])

@@ -29,7 +29,8 @@ def transitions(
     buffer = system.steps(
         Steps(**sizes, prioritized=prioritized, alpha=0.6, beta=0.4, columns=columns)
     )
-    buffer.count, end = count, fill or count
+    buffer.count = count
+    end = fill or count
     for first in range(0, end, system.fills):
         buffer.add(work.steps(first, min(system.fills, end - first)))
     return buffer
@@ -40,7 +41,8 @@ def n_step(system: System, count: int, batch: int) -> Buffer:
     count = min(count, system.most_items or count)
     num_envs = 10 if system.most_items else count // work.EPISODE
     if system.fills == System.fills:  # steps that follow each other are those of one environment
-        num_envs, parts = 1, (work.steps(at, work.EPISODE) for at in range(0, count, work.EPISODE))
+        num_envs = 1
+        parts = (work.steps(at, work.EPISODE) for at in range(0, count, work.EPISODE))
     else:
         parts = derived.trajectory_steps(count, num_envs)
     sizes = {"capacity": count, "num_envs": num_envs, "batch": batch, "seed": None}
@@ -58,13 +60,15 @@ def hindsight(system: System, count: int, batch: int) -> Buffer:
 
 def windows(system: System, count: int, batch: int, length: int) -> Buffer:
     """Return trajectories."""
-    parts, columns = work.trajectories(count // work.EPISODE), next(work.trajectories(1))
+    parts = work.trajectories(count // work.EPISODE)
+    columns = next(work.trajectories(1))
     return _windows(system, Windows(count, length, batch, seed=None, columns=columns), parts)
 
 
 def frames(system: System, count: int, batch: int, length: int) -> Buffer:
     """Return trajectories of frames."""
-    parts, columns = work.frames(count // 500, 500), next(work.frames(1, 500))
+    parts = work.frames(count // 500, 500)
+    columns = next(work.frames(1, 500))
     return _windows(system, Windows(count, length, batch, seed=None, columns=columns), parts)
 
 
@@ -90,7 +94,8 @@ def whole(system: System, capacity: int) -> Buffer:
 
 def numbered(system: System, count: int, batch: int) -> Buffer:
     """Return items that are their number, of equal priorities."""
-    columns, most = {"number": np.zeros(1, np.int32)}, 1 << 20
+    columns = {"number": np.zeros(1, np.int32)}
+    most = 1 << 20
     buffer = system.steps(Steps(count, most, batch, prioritized=True, seed=None, columns=columns))
     for first in range(0, count, most):
         buffer.add({"number": np.arange(first, min(first + most, count), dtype=np.int32)})

@@ -13,8 +13,11 @@ from peers.interface import Array, Rows
 
 from speed import work
 
-N, GAMMA = 3, 0.99
-HORIZON, GOAL, RATIO = 50, 3, 0.8
+N = 3
+GAMMA = 0.99
+HORIZON = 50
+GOAL = 3
+RATIO = 0.8
 
 
 def returns(number: Array) -> Rows:

@@ -7,7 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-WIDTH, LEFT, RIGHT, TOP, ROW, HEIGHT = 860, 220, 130, 74, 30, 300
+WIDTH = 860
+LEFT = 220
+RIGHT = 130
+TOP = 74
+ROW = 30
+HEIGHT = 300
 STYLE = """<style>
 text { font: 12px sans-serif; fill: #24292f } .page { fill: #ffffff } line { stroke: #d0d7de }
 .gear { font-weight: bold }
@@ -41,7 +46,8 @@ class Scale:
     def __init__(self, values: list[float], a: float, b: float) -> None:
         self._low = math.floor(math.log10(min(values)))
         self._high = max(math.ceil(math.log10(max(values))), self._low + 1)
-        self._a, self._b = a, b
+        self._a = a
+        self._b = b
 
     def at(self, value: float) -> float:
         share = (math.log10(value) - self._low) / (self._high - self._low)
@@ -62,7 +68,8 @@ def _line(a: float, b: float, c: float, d: float) -> str:
 
 
 def _mark(x: float, y: float, at: int) -> str:
-    shape, color = SHAPES[at % len(SHAPES)], COLORS[at % len(COLORS)]
+    shape = SHAPES[at % len(SHAPES)]
+    color = COLORS[at % len(COLORS)]
     return f'<path d="{shape}" transform="translate({x} {y})" fill="{color}"/>'
 
 
@@ -95,7 +102,8 @@ def multiples(rows: list[Row], names: Names) -> str:
         body.append(_text(x, bottom + 16, words, 'text-anchor="middle"'))
     heights = {kind: TOP + ROW * number + ROW / 2 for number, kind in enumerate(limits)}
     body += [_text(LEFT - 14, y + 4, kind, 'text-anchor="end"') for kind, y in heights.items()]
-    used, x = {row["system"]: list(names).index(row["system"]) for row in shown}, 22.0
+    used = {row["system"]: list(names).index(row["system"]) for row in shown}
+    x = 22.0
     for row in sorted(
         shown, key=lambda row: -used[row["system"]]
     ):  # this project's mark comes last, on top

@@ -84,7 +84,8 @@ def budget_packs(lengths: list[int]) -> Iterator[list[int]]:
     for at, length in enumerate(lengths):
         if length > left:
             yield pack
-            pack, left = [], BUDGET
+            pack = []
+            left = BUDGET
         pack.append(at)
         left -= length
     yield pack
@@ -103,7 +104,8 @@ class Data:
         prompts = np.repeat(random.integers(*PROMPT, num_groups), MEMBERS)
         answers = np.exp(random.normal(np.log(400) - 0.32, 0.8, len(prompts))).astype(np.int64)
         self.begins = np.cumsum([0, *(prompts + np.clip(answers, 1, LONGEST))])
-        self.prompts, self.rewards = prompts, random.random(len(prompts), np.float32)
+        self.prompts = prompts
+        self.rewards = random.random(len(prompts), np.float32)
         self.num_tokens = int(self.begins[-1])
         responses = [self._response(at) for at in range(len(prompts))]
         self.groups = [responses[at : at + MEMBERS] for at in range(0, len(responses), MEMBERS)]
@@ -154,7 +156,9 @@ class RolloutJob:
 
     def __init__(self, system: System, options: dict[str, Any]) -> None:
         self.data = Data(options["groups"])
-        self.size, self.bytes, self.added = options["step"], 0, 0
+        self.size = options["step"]
+        self.bytes = 0
+        self.added = 0
         self.system: Rollouts = system.own["rollouts"](self.data.num_tokens, **options)
         self._add(options["groups"])
         for _ in range(CHECKED):
@@ -170,7 +174,8 @@ class RolloutJob:
         return perf_counter() - begun
 
     def _turn(self, checked: list[Micro] | None = None) -> dict[str, float]:
-        spent, system = dict.fromkeys(PARTS, 0.0), self.system
+        spent = dict.fromkeys(PARTS, 0.0)
+        system = self.system
         begun = perf_counter()
         step = system.select()
         spent["select"] += perf_counter() - begun

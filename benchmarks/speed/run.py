@@ -41,7 +41,8 @@ READERS = (
     "streaming",
 )  # what reads files at random
 ONLY_READERS = ("datasets", "streaming")
-TURNS, TURN_S = 5, 0.2
+TURNS = 5
+TURN_S = 0.2
 STARTS = 3  # the first may read from a disk what later ones find in memory
 QUICK = (
     *OWN,
@@ -71,11 +72,20 @@ class Work(NamedTuple):
 
 def plan(quick: bool) -> list[Work]:
     """Return what is timed in turns."""
-    items, windows, num_frames, capacity = 1_000_000, 2_000_000, 20_000, 20_000
-    batches, lengths, vectors = (256, 4096), (20, 100, EPISODE), (1, 8, 64)
+    items = 1_000_000
+    windows = 2_000_000
+    num_frames = 20_000
+    capacity = 20_000
+    batches = (256, 4096)
+    lengths = (20, 100, EPISODE)
+    vectors = (1, 8, 64)
     if quick:
-        items, windows, num_frames = 100_000, 200_000, 4_000
-        batches, lengths, vectors = (256,), (20, EPISODE), (1, 64)
+        items = 100_000
+        windows = 200_000
+        num_frames = 4_000
+        batches = (256,)
+        lengths = (20, EPISODE)
+        vectors = (1, 64)
     found = [
         Work(f"{'prioritized' if prioritized else 'uniform'} transitions, B = {batch:,}", "transitions",
              {"count": items, "batch": batch, "prioritized": prioritized})
@@ -113,7 +123,8 @@ class Systems:
     """The processes of all systems; one that ended is started again for the next work."""
 
     def __init__(self, pythons: dict[str, Path | str], core: int) -> None:
-        self._pythons, self._core = pythons, core
+        self._pythons = pythons
+        self._core = core
         self._children: dict[str, Child] = {}
 
     def __getitem__(self, name: str) -> Child:
@@ -327,7 +338,8 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="kinds of work whose name contains this")
     options = parser.parse_args()
-    disturbance, core = Disturbance(), max(os.sched_getaffinity(0))
+    disturbance = Disturbance()
+    core = max(os.sched_getaffinity(0))
     wanted = options.systems or (
         QUICK if options.quick else [*OWN, *(peer.module for peer in PEERS)]
     )

@@ -9,7 +9,8 @@ from typing import Any
 from support import pages
 from peers.environments import PEERS, ROOT
 
-BEGIN, END = "<!-- the table of benchmarks/results -->\n", "<!-- end of the table -->\n"
+BEGIN = "<!-- the table of benchmarks/results -->\n"
+END = "<!-- end of the table -->\n"
 RESULTS = ROOT / "benchmarks" / "results"
 SHOWN = (
     "uniform transitions, B = 256",
@@ -25,7 +26,8 @@ Row = dict[str, Any]
 
 def table(peers: Row, cases: list[Row]) -> str:
     """Return the table: times of this project, the C loop, and the fastest two of the others."""
-    rows, cpu = peers["rows"], peers["machine"]["cpu"]
+    rows = peers["rows"]
+    cpu = peers["machine"]["cpu"]
     count = len(peers["systems"].keys() - {"gear", "limit", "numpy_ring"})
     names = {peer.module: peer.name for peer in PEERS} | {"numpy_ring": "NumPy arrays"}
     text = f"This project, a C loop, NumPy arrays and {count} other systems take turns at the same work, "

@@ -16,7 +16,8 @@ from peers.environments import PEERS, ROOT
 from speed import figures, summary
 from speed.rollouts import PARTS
 
-BEGIN, END = "<!-- the tables of results/peers.json -->\n", "<!-- end of the tables -->\n"
+BEGIN = "<!-- the tables of results/peers.json -->\n"
+END = "<!-- end of the tables -->\n"
 NAMES = {
     "gear": "deepspeed_gear",
     "limit": "C loop",
@@ -96,7 +97,8 @@ def _on_disk(rows: list[Row], systems: list[str]) -> Iterator[str]:
 
 def tables(content: Row) -> str:
     """Return the tables of a result file."""
-    rows, machine = content["rows"], content["machine"]
+    rows = content["rows"]
+    machine = content["machine"]
     # Only the first content of a process: later ones are put where earlier ones were.
     filled = [r for r in rows if r["work"] == FIRST and r["system"] not in FEWER]
     systems = [one for one in NAMES if one in content["systems"]]

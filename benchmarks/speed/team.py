@@ -78,7 +78,8 @@ class _Member:
                 made.update(found, fresh_priorities(key[2], 1)[0])
 
     def run(self, key: Any, steps: int) -> tuple[float, float]:
-        made, fresh = self._opened[key], fresh_priorities(key[2])
+        made = self._opened[key]
+        fresh = fresh_priorities(key[2])
         begun = perf_counter()
         for step in range(steps):
             made.update(made.sample(), fresh[step % len(fresh)])
@@ -125,7 +126,8 @@ class Team:
         self._count = options["count"]
         self._shared: Shared = module.Shared(MOST, self._count)
         self._steps: dict[Any, int] = {}
-        self._pipes, self._members = [], []
+        self._pipes = []
+        self._members = []
         for rank in range(MOST):
             pipe, theirs = context.Pipe()
             arguments = (module.__name__, rank, MOST, self._shared.given, theirs)

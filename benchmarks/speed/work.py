@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 from peers.interface import Array, Rows
 
-OBSERVATION, ACTION = 11, 3
+OBSERVATION = 11
+ACTION = 3
 EPISODE = 1000  # steps of a trajectory
 FRAME = (84, 84)
 LONGEST = 200  # steps of an episode whose steps are added one by one
@@ -21,7 +22,8 @@ def _table(width: int, seed: int) -> Array:
     return np.random.default_rng(seed).standard_normal((_DISTINCT, width), np.float32)
 
 
-_OBSERVATIONS, _ACTIONS = _table(OBSERVATION, 0), _table(ACTION, 1)
+_OBSERVATIONS = _table(OBSERVATION, 0)
+_ACTIONS = _table(ACTION, 1)
 
 
 def observation(number: Array) -> Array:

@@ -39,7 +39,8 @@ class _Limit:
         self, columns: Sequence[torch.Tensor], outs: Sequence[Sequence[torch.Tensor]]
     ) -> None:
         self._keep = columns, outs
-        self._num_sets, self._batch = len(outs), len(outs[0][0])
+        self._num_sets = len(outs)
+        self._batch = len(outs[0][0])
         self._columns = np.array([column.data_ptr() for column in columns], np.uint64)
         self._row_bytes = np.array([c[0].numel() * c.element_size() for c in columns], np.int64)
         self._outs = np.array([[out.data_ptr() for out in batch] for batch in outs], np.uint64)
@@ -111,7 +112,8 @@ class SelectLimit(_Limit):
         num_items: int,
     ) -> None:
         super().__init__(columns, outs)
-        self._new_masses, self._num_items = new_masses, num_items
+        self._new_masses = new_masses
+        self._num_items = num_items
         self._library = library("select_limit")
         self.items = np.empty(self._batch, np.int64)  # of the last batch
         self.sums: np.ndarray | None = None if masses is None else self._tree(masses)

@@ -20,7 +20,8 @@ if __name__ == "__main__":
 from support import ROOT
 
 SCRIPT = ROOT / "tests" / "cluster" / "cluster.sh"
-INTERFACE, PORT = "eth0", 29500
+INTERFACE = "eth0"
+PORT = 29500
 _POLL_S = 0.05
 
 
@@ -46,7 +47,8 @@ class Nodes:
     """
 
     def __init__(self, count: int, folder: Path) -> None:
-        self.count, self._folder = count, folder
+        self.count = count
+        self._folder = folder
         self._environment = {**os.environ, "GEAR_CLUSTER_DIR": str(folder / "cluster")}
         self._num_runs = 0
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from deepspeed_gear import Column, DatasetWriter, Schema
 
-NUM_TRAJECTORIES, MOST_STEPS = 61, 40
+NUM_TRAJECTORIES = 61
+MOST_STEPS = 40
 SAMPLERS: dict[str, dict[str, Any]] = {
     "uniform trajectory": {"kind": "uniform", "unit": "trajectory"},
     "uniform step": {"kind": "uniform", "unit": "step"},

@@ -62,7 +62,8 @@ def start_ranks(
     world_size: int, function: Callable[..., Any], *arguments: Any, results: Any = None
 ) -> list[multiprocessing.process.BaseProcess]:
     """Start the processes of `run_ranks` and return them; their end is the caller's business."""
-    context, port = multiprocessing.get_context("spawn"), free_port()
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
     processes = [
         context.Process(target=_rank, args=(rank, world_size, port, results, function, arguments))
         for rank in range(world_size)

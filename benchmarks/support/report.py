@@ -170,7 +170,8 @@ class Report:
     def meanwhile(self) -> None:
         """Print how much other work the machine did."""
         taken = self._disturbance.taken()
-        others, stolen = taken["other_cores"], taken["stolen_cores"]
+        others = taken["other_cores"]
+        stolen = taken["stolen_cores"]
         print(f"\nmeanwhile others used {others} cores, the hypervisor took {stolen}")
 
 

@@ -10,7 +10,9 @@ from support.turns import Times, timed
 from support.workloads import Workload
 from deepspeed_gear.batching.gather import Gatherer, GatherOptions
 
-FIRST_ROW, ANCHOR = 3, 5  # words of a resolution, ops/csrc/common/slot.h
+# words of a resolution, ops/csrc/common/slot.h
+FIRST_ROW = 3
+ANCHOR = 5
 _POOL_BYTES = 240e6  # batches that are rotated over: more than any cache holds, as in training
 _MOST_BATCHES = 4096
 RING = 2  # batches in a Replay's ring without accumulation and prefetch
@@ -63,7 +65,9 @@ class Subject:
 
     def op(self, count: int) -> Times:
         """Gather batches by the op alone: fields and masks."""
-        records, chosen, fill = self._pool[0].clone(), self._choose(count), self._gatherer.fill
+        records = self._pool[0].clone()
+        chosen = self._choose(count)
+        fill = self._gatherer.fill
         # A selection has just written its resolutions when they are gathered: they are in the cache.
         return timed(
             lambda turn: fill(self.ring[turn % RING], records),

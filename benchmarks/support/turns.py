@@ -23,7 +23,8 @@ def timed(
     for turn in range(count):
         if prepare is not None:
             prepare(turn)
-        wall, cpu = perf_counter_ns(), thread_time_ns()
+        wall = perf_counter_ns()
+        cpu = thread_time_ns()
         run(turn)
         times[0, turn] = thread_time_ns() - cpu
         times[1, turn] = perf_counter_ns() - wall

@@ -28,7 +28,8 @@ class Trainer:
 
     def __init__(self, num_steps: int, width: int, layers: int, heads: int) -> None:
         torch.manual_seed(0)
-        self._steps, self._tokens = num_steps, work.EPISODE // num_steps
+        self._steps = num_steps
+        self._tokens = work.EPISODE // num_steps
         sizes = (work.OBSERVATION, work.ACTION, self._tokens, width, layers, heads)
         self._model = DistributedDataParallel(DecisionTransformer(*sizes))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3, fused=True)

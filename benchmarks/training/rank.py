@@ -17,7 +17,8 @@ from speed import work
 
 from training.model import SIZES, Trainer
 
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
 
 
 def take_own_process_id() -> None:
@@ -35,7 +36,8 @@ class Rank:
         dist.init_process_group("gloo")
         self._system = import_module(f"training.{name}")
         self._version = version({"gear": "deepspeed_gear", "reverb": "dm-reverb"}[name])
-        self._folder, self._count = folder, count
+        self._folder = folder
+        self._count = count
         self._trainers = {point: Trainer(*size) for point, size in SIZES.items()}
         self._sources: dict[str, Any] = {}
         if hasattr(self._system, "serve"):
@@ -62,11 +64,14 @@ class Rank:
 
     def turn(self, mode: str, point: str, steps: int, fresh: bool) -> dict[str, Any]:
         """Train, or collect where the point has no model; after a warm-up, on fresh batches or on one."""
-        source, trainer, loss = self._sources[mode], self._trainers.get(point), None
+        source = self._sources[mode]
+        trainer = self._trainers.get(point)
+        loss = None
         for number in range(steps + 1):
             if number == 1:
                 dist.barrier()
-                begun, cpu = time.perf_counter(), time.process_time()
+                begun = time.perf_counter()
+                cpu = time.process_time()
             if fresh or number == 0:
                 rows = source.next()
             if trainer is not None:

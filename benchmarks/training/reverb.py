@@ -11,7 +11,9 @@ from torch import Tensor
 
 from training.model import COLUMNS, MODES
 
-TABLE, PORT, PORT_OF_ALL = "main", 8000, 8001
+TABLE = "main"
+PORT = 8000
+PORT_OF_ALL = 8001
 _servers: list[reverb.Server] = []
 
 
@@ -44,7 +46,8 @@ class Source:
     """Batches of whole trajectories that a rank draws by itself."""
 
     def __init__(self, mode: str, batch: int, rank: int, world: int, folder: str) -> None:
-        one, own = [f"{address(0)}:{PORT_OF_ALL}"], [f"localhost:{PORT}"]
+        one = [f"{address(0)}:{PORT_OF_ALL}"]
+        own = [f"localhost:{PORT}"]
         every = [f"{address(node)}:{PORT}" for node in range(world)]
         servers = dict(zip(MODES["reverb"], (one, own, every), strict=True))[mode]
         at_once = 2 * batch // len(servers)
@@ -57,7 +60,8 @@ class Source:
 
     def next(self) -> dict[str, Tensor]:
         """Return a batch, whose memory torch shares."""
-        data, shared = next(self._batches).data, tf.experimental.dlpack.to_dlpack
+        data = next(self._batches).data
+        shared = tf.experimental.dlpack.to_dlpack
         return {name: torch.from_dlpack(shared(data[name])).squeeze(1) for name in COLUMNS}
 
     def close(self) -> None:

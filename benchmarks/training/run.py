@@ -64,7 +64,8 @@ class Ranks:
     """All ranks of a system, which get the same order at once."""
 
     def __init__(self, ranks: list[Rank]) -> None:
-        self.ranks, self._pool = ranks, ThreadPoolExecutor(len(ranks))
+        self.ranks = ranks
+        self._pool = ThreadPoolExecutor(len(ranks))
 
     def order(self, do: str, **options: Any) -> list[Row]:
         """Return every rank's answer; raise RuntimeError if one failed."""
@@ -156,7 +157,9 @@ def main() -> None:
     if reason:
         sys.exit(f"nodes.sh: cannot run on this machine: {reason}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("nodes.sh: ended"))  # takes the nodes down
-    disturbance, rows, sizes = Disturbance(), [], QUICK if options.quick else Sizes()
+    disturbance = Disturbance()
+    rows = []
+    sizes = QUICK if options.quick else Sizes()
     with tempfile.TemporaryDirectory(prefix="gear-nodes-") as name:
         arguments = str(Path(name) / "set"), str(sizes.count)
         write_dataset(Path(arguments[0]), sizes.count)

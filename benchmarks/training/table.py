@@ -10,7 +10,8 @@ from typing import Any
 from support import pages
 from speed.table import NAMES
 
-BEGIN, END = "<!-- the tables of results/nodes.json -->\n", "<!-- end of the tables -->\n"
+BEGIN = "<!-- the tables of results/nodes.json -->\n"
+END = "<!-- end of the tables -->\n"
 Row = dict[str, Any]
 
 
@@ -42,7 +43,10 @@ def _training(rows: list[Row], point: str, text: str) -> Iterator[str]:
 
 def tables(content: Row) -> str:
     """Return the tables of a result file."""
-    rows, machine, goals, cells = content["rows"], content["machine"], [], []
+    rows = content["rows"]
+    machine = content["machine"]
+    goals = []
+    cells = []
     text = "{mb_per_s:,.0f} MB/s between two of {nodes} nodes"
     network = " and ".join(text.format(**row) for row in rows if row["point"] == "network")
     for row in rows:

@@ -66,7 +66,8 @@ class ActorColumns:
         for role in ("observation", "action"):
             if not of_role[role]:
                 raise DataError("schema", f"must have a column of role {role!r}", schema.names)
-        self.observations, self.action = of_role["observation"], of_role["action"][0]
+        self.observations = of_role["observation"]
+        self.action = of_role["action"][0]
         self._nested = self.observations[0].partition(".")[0]  # the name that nests `observation.a`
         self._others = [
             (role, of_role[role][0]) for role in ("reward", "truncated") if of_role[role]
@@ -124,8 +125,11 @@ def act_in(job: ActorJob, stop: threading.Event) -> dict[str, Any]:
     seed = (
         job.seed + job.index * job.num_envs
     )  # gymnasium gives the next ones to the other environments
-    returns, num_episodes, num_steps = deque[float](maxlen=_LAST), 0, 0
-    writer, board = None, None
+    returns = deque[float](maxlen=_LAST)
+    num_episodes = 0
+    num_steps = 0
+    writer = None
+    board = None
     try:
         board = None if job.board is None else PolicyBoard.attach(job.board)
         act: Act = imported(job.policy, "policy")(Actor(job.index, job.count, seed, envs, board))
@@ -161,8 +165,10 @@ def _steps(
     writer: TrajectoryWriter, envs: Any, act: Act, seed: int
 ) -> Iterator[tuple[int, list[float]]]:
     """Take steps without end; yield how many, of all environments, and the returns of episodes that end."""
-    names, vector = ActorColumns(writer.schema), writer.vector_writer(envs)
-    mode, sums = vector.autoreset, np.zeros(vector.num_envs)
+    names = ActorColumns(writer.schema)
+    vector = writer.vector_writer(envs)
+    mode = vector.autoreset
+    sums = np.zeros(vector.num_envs)
     observation, _ = envs.reset(seed=seed)
     vector.reset(**names.state(observation))
     while True:
@@ -190,7 +196,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops actors through stdin
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # a policy's prints must not be read as the report
-    source, stop, ended = sys.stdin.buffer, threading.Event(), threading.Event()
+    source = sys.stdin.buffer
+    stop = threading.Event()
+    ended = threading.Event()
 
     def end(*_: Any) -> None:
         ended.set()

@@ -57,10 +57,12 @@ class InferenceClient(VectorWriter):
         with undo_on_error(lambda: slots.leave(places)):
             staging = Staging(schema.step_columns, slots.columns, places, slots.native)
             super().__init__(writer, count, mode, staging)
-        self._slots, self._places = slots, places
+        self._slots = slots
+        self._places = places
         answered = [schema[name] for name in slots.places.answers]
         self._done_by = [column for column in self._done_by if column not in answered]
-        self._done_rows, self._answer_rows = staging.rows(self._done_by), staging.rows(answered)
+        self._done_rows = staging.rows(self._done_by)
+        self._answer_rows = staging.rows(answered)
         self._timesteps = np.zeros(len(places), np.int64)  # within the episode
         self._aside: dict[
             int, list[dict[str, np.ndarray]]
@@ -251,6 +253,7 @@ def attach_places(store: str, num_envs: int, wait_s: float) -> tuple[InferenceMa
         return claimed
     what = f"an inference loader of {store}"
     if most < 0:
-        rule, remedy = f"must be open within {wait_s:g} s", "make an InferenceLoader in a rank"
+        rule = f"must be open within {wait_s:g} s"
+        remedy = "make an InferenceLoader in a rank"
         raise StoreError(what, rule, None, remedy)
     raise StoreError(what, f"must have {num_envs} free places", most, "raise num_simulators")

@@ -34,8 +34,11 @@ class InferenceRequest:
 
     def __init__(self, loader: InferenceLoader, places: np.ndarray) -> None:
         slots = loader._slots
-        self._loader, self._places, self._open = loader, places, True
-        self._rows, self._stamps = slots.rows[places], slots.stamps[places]
+        self._loader = loader
+        self._places = places
+        self._open = True
+        self._rows = slots.rows[places]
+        self._stamps = slots.stamps[places]
         self.simulators = torch.from_numpy(
             places
         )  # numbers for as long as they are attached: [n], int64
@@ -70,7 +73,9 @@ class InferenceRequest:
             DataError: A column is missing, unknown or does not fit; nothing has changed.
             StoreError: It was answered before, or the loader is closed.
         """
-        slots, answers, places = self._loader._slots, self._loader._answers, self._places
+        slots = self._loader._slots
+        answers = self._loader._answers
+        places = self._places
         if not self._loader._finalizer.alive:
             raise StoreError(slots.name, "must be open", None, "it was closed")
         if not self._open:
@@ -135,7 +140,9 @@ class InferenceLoader(ProcessBound):
     ) -> None:
         store = replay.store(table)
         refuse_read_only(store)
-        name, schema, config = store.spec.name, store.spec.schema, replay.config
+        name = store.spec.name
+        schema = store.spec.schema
+        config = replay.config
         if not store.spec.num_writers:
             raise ConfigError(
                 f"gear.tables.{name}.writers", "must be positive for simulators to attach", 0
@@ -150,7 +157,8 @@ class InferenceLoader(ProcessBound):
         library = str(store.ops.native.__file__)
         steps = steps if limit is None else min(steps, limit)
         places = MailboxPlaces(name, schema, count, steps, *columns, config.timeout_s, library)
-        peer, huge_pages = store.memory.peer, config.shared_memory.huge_pages
+        peer = store.memory.peer
+        huge_pages = config.shared_memory.huge_pages
         slots = self._slots = InferenceMailbox.create(places, store, peer, huge_pages)
         self.device = replay.device
         # Values of the columns that are asked for: by place if a column has one per trajectory, else by row.

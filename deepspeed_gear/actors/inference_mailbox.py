@@ -70,7 +70,8 @@ class MailboxPlaces:
             Region("places", "int64", (4, self.count)),
         ]
         for column in self.schema:
-            dtype, kind = str(column.numpy_dtype), "value" if column.rows == "1" else "column"
+            dtype = str(column.numpy_dtype)
+            kind = "value" if column.rows == "1" else "column"
             rows = (self.count,) if kind == "value" else (self.count, self.length + 1)
             if kind == "column" or column.name in self.asks:
                 regions.append(Region(f"{kind}/{column.name}", dtype, (*rows, *column.shape)))
@@ -83,7 +84,9 @@ class InferenceMailbox:
     def __init__(
         self, places: MailboxPlaces, memory: SharedMemory, ops: Ops, layout: Layout
     ) -> None:
-        self.places, self.memory, self.native = places, memory, ops.native
+        self.places = places
+        self.memory = memory
+        self.native = ops.native
         views = layout.views(memory.buffer)
         self.control: np.ndarray = views["control"]
         self.states: np.ndarray = views["states"]
@@ -180,7 +183,8 @@ class InferenceMailbox:
 
     def wait(self, places: np.ndarray, least: int, timeout_s: float) -> np.ndarray:
         """Wait until at least so many of some places are ready; return which are. [n], bool."""
-        until, peer = time.monotonic() + check_timeout("timeout_s", timeout_s), self.memory.peer
+        until = time.monotonic() + check_timeout("timeout_s", timeout_s)
+        peer = self.memory.peer
         while True:
             seen = self.bells.count(peer)
             ready = self.are_ready(places)

@@ -29,7 +29,9 @@ MAX_READERS = 1024
 _SLOTS = 3  # a reader can copy a version until the publisher begins the third one after it
 _PUBLISHER = 0  # its peer index; readers have the next ones
 _NEWEST = 0  # word of the board
-_VERSION, _CHECKSUM = 0, 1  # words of a stored policy
+# words of a stored policy
+_VERSION = 0
+_CHECKSUM = 1
 _POLL_S = 50e-6
 _PATIENCE_S = 10.0
 
@@ -47,9 +49,11 @@ class PolicyBoard(ProcessBound):
     """
 
     def __init__(self, memory: SharedMemory, layout: Layout) -> None:
-        self._memory, self._views = memory, layout.views(memory.buffer)
+        self._memory = memory
+        self._views = layout.views(memory.buffer)
         self._shapes: list[tuple[str, list[int]]] = [(n, s) for n, s in layout.meaning["board"]]
-        self._words, self._slots = self._views["words"], self._views["slots"]
+        self._words = self._views["words"]
+        self._slots = self._views["slots"]
         self._copy = np.empty_like(self._views["values"][0])
         self.loaded = 0  # version that this process has loaded last
         self._finalizer = weakref.finalize(self, memory.close)
@@ -73,7 +77,8 @@ class PolicyBoard(ProcessBound):
             Region("slots", "int64", (_SLOTS, 8)),
             Region("values", "float32", (_SLOTS, length)),
         ]
-        layout, run = Layout.of(regions, {"board": shapes}), RunIdentity(os.urandom(16).hex())
+        layout = Layout.of(regions, {"board": shapes})
+        run = RunIdentity(os.urandom(16).hex())
         memory = SharedMemory.create(layout.total_bytes, _PUBLISHER, huge_pages=False)
         with undo_on_error(memory.close):
             write_header(memory.buffer, layout, run)

@@ -47,7 +47,8 @@ class Actors(ProcessBound):
         self._processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, _kill, self._processes)
         self.results: list[dict[str, Any]] = []  # of each actor, once it was stopped
-        path, pipe = [entry or os.getcwd() for entry in sys.path], subprocess.PIPE
+        path = [entry or os.getcwd() for entry in sys.path]
+        pipe = subprocess.PIPE
         work = [pickle.dumps(path) + _pickled(job) for job in jobs]
         environment = {
             name: value for name, value in os.environ.items() if name not in _OF_RANKS.split()
@@ -109,7 +110,8 @@ class Actors(ProcessBound):
         process = self._processes[index]
         status = process.wait()
         assert process.stdout is not None
-        lines, report = process.stdout.read().splitlines(), dict[str, Any]()
+        lines = process.stdout.read().splitlines()
+        report = dict[str, Any]()
         with contextlib.suppress(ValueError):
             report = dict(json.loads(lines[-1])) if lines else {}
         if status == 0 and "error" not in report:
@@ -164,7 +166,8 @@ def start_actors(
     run = None
     attach: dict[str, Any] = {"config": replay, "table": table}
     if not isinstance(replay, str | Path | Mapping):
-        store, run = replay.store(table), replay.run
+        store = replay.store(table)
+        run = replay.run
         if store.spec.num_writers < num_actors:
             option = f"gear.tables.{store.spec.name}.writers"
             raise ConfigError(option, f"must admit {num_actors} actors", store.spec.num_writers)

@@ -55,7 +55,9 @@ class BatchSamples:
 
     def place(self, first_index: int, index_step: int, source: torch.Tensor | None) -> None:
         """Set the position of the samples in their global batch, and their tables."""
-        self.first_index, self.index_step, self.source = first_index, index_step, source
+        self.first_index = first_index
+        self.index_step = index_step
+        self.source = source
 
 
 # What `BatchSamples` has for each sample, and for all of them.
@@ -97,9 +99,12 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
     def __init__(
         self, tensors: dict[str, torch.Tensor], mask: dict[str, torch.Tensor], samples: BatchSamples
     ) -> None:
-        self._tensors, self.mask, self._samples = tensors, mask, samples
+        self._tensors = tensors
+        self.mask = mask
+        self._samples = samples
         # These stay in host memory when the batch moves.
-        self.host_records, self._host_origin = samples.records, samples.origin
+        self.host_records = samples.records
+        self._host_origin = samples.origin
         self.host_source = samples.source
         self.arrival: Any = None  # event that the device's stream must wait for
 
@@ -318,8 +323,10 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
 
     def _taken(self, key: Samples) -> Batch:
         take = _taker(key, self.num_samples)
-        index, batch = take(self.sample_index), self.map(take)
-        samples, opaque = batch._samples, self._samples.opaque
+        index = take(self.sample_index)
+        batch = self.map(take)
+        samples = batch._samples
+        opaque = self._samples.opaque
         samples.index = index
         if opaque is not None:
             places = take(torch.arange(self.num_samples)).tolist()
@@ -374,7 +381,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
             ShapeError: Their fields differ.
         """
         batches = _alike(batches)
-        first, done = batches[0], dict[tuple[int, ...], torch.Tensor]()
+        first = batches[0]
+        done = dict[tuple[int, ...], torch.Tensor]()
 
         def cat(tensors: list[torch.Tensor]) -> torch.Tensor:
             """Concatenate tensors once, so that shared masks stay shared."""
@@ -425,7 +433,8 @@ class Batch(PublicNames, Mapping[str, torch.Tensor]):
         done = {tensor: function(tensor) for tensor in dict.fromkeys(values)}  # by identity
         batch = _unflatten([done[tensor] for tensor in values], context)
         batch._samples.opaque = self._samples.opaque
-        batch.host_records, batch._host_origin = self.host_records, self._host_origin
+        batch.host_records = self.host_records
+        batch._host_origin = self._host_origin
         batch.host_source = self.host_source
         # A lifetime is another object for each batch: reading it would guard the compiled code on it.
         if not torch.compiler.is_compiling() and self.lifetime is not None:
@@ -628,7 +637,8 @@ def _index_of(key: torch.Tensor, num_samples: int) -> torch.Tensor:
         raise ShapeError("the indices of samples", "must have shape [n]", list(key.shape), remedy)
     index = key.long()
     if not torch.compiler.is_compiling() and key.numel():
-        low, high = index.min().item(), index.max().item()
+        low = index.min().item()
+        high = index.max().item()
         if low < -num_samples or high >= num_samples:
             rule = f"must be in [{-num_samples}, {num_samples})"
             raise ShapeError("an index of samples", rule, low if low < -num_samples else high)

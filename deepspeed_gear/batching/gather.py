@@ -111,15 +111,18 @@ class FieldRows:
             source = COMPUTED[field.derived]
             column = torch.empty(0, dtype=torch.int64, device=table.device)
         elif field.derived == "return_to_go":
-            source, column = SOURCES["T"], table.gather_source(RETURN_TO_GO)
+            source = SOURCES["T"]
+            column = table.gather_source(RETURN_TO_GO)
         else:
             assert field.column is not None
-            source, column = SOURCES[field.column.rows], table.gather_source(field.column.name)
+            source = SOURCES[field.column.rows]
+            column = table.gather_source(field.column.name)
             shape = field.column.shape
         dtype = engine_dtype if field.dtype == "engine" else DTYPES[field.dtype]
         if field.mask_only and field.derived not in COMPUTED:
             column, stored = _bytes_for(stored or column, table), None
-            shape, dtype = (1,), torch.uint8
+            shape = (1,)
+            dtype = torch.uint8
         shift, gain = (part.to(table.device) for part in affine(field, statistics, shape))
         pad = float(field.pad_value) if field.pad_kind == "value" else 0.0
         return cls(source, column, shape, dtype, shift, gain, pad, stored)
@@ -204,8 +207,11 @@ class CompressedFields:
         self, records: torch.Tensor, steps: torch.Tensor | None
     ) -> list[tuple[FieldGroup, torch.Tensor]]:
         """Decode the rows of a batch; return groups, and the records that they are gathered with."""
-        first, is_sample = records[:, Resolution.FIRST_ROW, None], ~is_no_sample(records)[:, None]
-        windows, read, given = [], [], []
+        first = records[:, Resolution.FIRST_ROW, None]
+        is_sample = ~is_no_sample(records)[:, None]
+        windows = []
+        read = []
+        given = []
         for window, group in self._groups.items():
             step, real = rows_of(window, records, steps)
             windows.append(
@@ -312,11 +318,16 @@ class Gatherer:
     )
 
     def __init__(self, options: GatherOptions, table: Rows, depth: int) -> None:
-        fields, n_step, num_samples = options.fields, options.n_step, options.num_samples
-        self._table, self._ops, self._threads = table, table.ops, options.threads
+        fields = options.fields
+        n_step = options.n_step
+        num_samples = options.num_samples
+        self._table = table
+        self._ops = table.ops
+        self._threads = options.threads
         self._gather_into: Any = self._ops.native.gather_into
         self._device = table.device
-        self._of_batch, self._fields = list(fields), read_fields(fields)
+        self._of_batch = list(fields)
+        self._fields = read_fields(fields)
         self._estimated = next((field for field in fields if field.inputs), None)
         self._estimates_here = self._estimated is not None  # computed by `fill`
         if (of := self._estimated) is not None:
@@ -467,19 +478,20 @@ class Gatherer:
         ]
 
     def _named(self, every: list[torch.Tensor]) -> Buffers:
-        first, end = len(self._shapes), len(self._shapes) + len(self._mask_lengths)
+        first = len(self._shapes)
+        end = len(self._shapes) + len(self._mask_lengths)
         last = end + (len(N_STEP_NAMES) if self._n_step else 0)
-        outs, masks, n_step, estimates = (
-            every[:first],
-            every[first:end],
-            every[end:last],
-            every[last:],
-        )
+        outs = every[:first]
+        masks = every[first:end]
+        n_step = every[end:last]
+        estimates = every[last:]
         known = {field.name: out for field, out in zip(self._fields, outs, strict=True)}
-        tensors, mask = {}, {}
+        tensors = {}
+        mask = {}
         for field in self._of_batch:
             if not field.inputs:
-                own, real = known[field.name], masks[self._mask_of[field.name]]
+                own = known[field.name]
+                real = masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
                 part = slice(field.part_first, field.part_first + (field.collected_length or 1))
                 whole = (
@@ -515,7 +527,8 @@ class Gatherer:
         These are gatherers of equal fields, each with the records of its table ([n, 8], B together) and their
         goals, as in `gather`.
         """
-        buffers, first = self._next(), 0
+        buffers = self._next()
+        first = 0
         if buffers.addresses:  # they fill whole batches only
             note_overwritten(buffers.all)
         for gatherer, records, goal_step in parts:
@@ -600,7 +613,8 @@ def affine(
         varies = varies | (np.abs(low) > 2.0**53)  # float64 has rounded differences away
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         if field.normalize == "min_max":
-            mean, spread = low + (high - low) / 2, (high - low) / 2
+            mean = low + (high - low) / 2
+            spread = (high - low) / 2
         gain = field.scale / np.where(varies, spread, 1.0)
         holds = (spread >= LEAST_SPREAD * np.spacing(np.abs(mean))) & np.isfinite(gain)
         holds &= np.isfinite(1 / spread) & (1 / spread >= np.finfo(np.float64).tiny)
@@ -652,7 +666,8 @@ class PackGatherer:
         self._group = FieldGroup(list(range(len(rows))), specs, rows)
         self._outputs: list[tuple[str, tuple[int, ...], np.ndarray, bool]] = []  # with its padding
         for field, row in zip(self.fields, rows, strict=True):
-            pad, are_bits = torch.full((1,), row.pad, dtype=row.dtype), row.dtype == torch.bfloat16
+            pad = torch.full((1,), row.pad, dtype=row.dtype)
+            are_bits = row.dtype == torch.bfloat16
             pad = pad.view(torch.uint16) if are_bits else pad  # as NumPy has it
             self._outputs.append((field.name, row.shape, pad.numpy(), are_bits))
 
@@ -683,7 +698,8 @@ class PackGatherer:
         """
         if not self.fields or not records.size(0):
             return
-        group, into = self._group, [outs[field.name] for field in self.fields]
+        group = self._group
+        into = [outs[field.name] for field in self.fields]
         converted = group.columns, group.shifts, group.gains
         self._ops.pack_(
             into, *converted, records, places, group.spec, group.pads, first, into[0].size(1)
@@ -713,12 +729,12 @@ class SharedRows(NamedTuple):
         The first `skipped` steps, [n], have no places. A prompt's run has one row more, at a place that the
         own run writes after it: so a place at its end reads the step after its own.
         """
-        own, at, front = (
-            records.numpy().copy(),
-            places.numpy(),
-            np.flatnonzero(self.steps > skipped),
-        )
-        before, left = own[front], np.maximum(self.steps - skipped, 0)  # places of the prompt
+        own = records.numpy().copy()
+        at = places.numpy()
+        front = np.flatnonzero(self.steps > skipped)
+        # places of the prompt
+        before = own[front]
+        left = np.maximum(self.steps - skipped, 0)
         before[:, Resolution.FIRST_ROW] = self.first_row[front] + skipped[front]
         before[:, Resolution.NUM_STEPS] = np.minimum(
             left[front] + 1, own[front, Resolution.NUM_STEPS]
@@ -747,7 +763,8 @@ def steps_of(
     """
     lengths = records[:, Resolution.NUM_STEPS]
     out = torch.empty(int(lengths.sum()), dtype=dtype)
-    places, none = torch.cumsum(lengths, 0) - lengths, torch.empty(0)
+    places = torch.cumsum(lengths, 0) - lengths
+    none = torch.empty(0)
     if shared is not None:
         records, places = shared.runs(records, places, np.zeros(len(records), np.int64))
     spec = lower([GatherSpec(SOURCES[rows], offset)])
@@ -766,8 +783,6 @@ def read_opaque(table: Table, column: Column, records: torch.Tensor) -> list[Any
         records: Resolutions. [n, 8], int64, in host memory.
     Cost: a copy and, of JSON, a parse for each record, in Python.
     """
-    rows, name = (
-        table.gather_source(column.name).numpy(),
-        f"table {table.spec.name}: column {column.name}",
-    )
+    rows = table.gather_source(column.name).numpy()
+    name = f"table {table.spec.name}: column {column.name}"
     return [decode(rows[slot], column, name) for slot in records[:, Resolution.SLOT].tolist()]

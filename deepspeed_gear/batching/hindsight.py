@@ -35,7 +35,9 @@ class HindsightRelabelling:
         fields: Sequence[ResolvedField],
         needed: Sequence[ResolvedField],
     ) -> None:
-        self._config, self._seed, self._draw_goals = config, seed, ops.draw_goals_
+        self._config = config
+        self._seed = seed
+        self._draw_goals = ops.draw_goals_
         rows = [field.hindsight.rows for field in fields if field.hindsight is not None]
         self._final_row = int("T+1" in rows)
         self._reward: Reward | None = None
@@ -61,7 +63,8 @@ class HindsightRelabelling:
         """Replace rewards by those of the program's function; ShapeError unless it keeps their shape."""
         if self._reward is None:
             return
-        found, field = self._reward(batch), batch[self._name]
+        found = self._reward(batch)
+        field = batch[self._name]
         if not isinstance(found, torch.Tensor) or found.shape != field.shape:
             what = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             rule = f"must return a tensor of the shape of field {self._name} ({list(field.shape)})"

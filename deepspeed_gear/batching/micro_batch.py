@@ -156,7 +156,8 @@ class ForwardPass:
     """
 
     def __init__(self, names: Sequence[str], num_packs: int, writer: ColumnWriter) -> None:
-        self._num_packs, self._writer = num_packs, writer
+        self._num_packs = num_packs
+        self._writer = writer
         self._filled: dict[str, set[int]] = {name: set() for name in names}  # numbers of packs
 
     def fill(self, micro: MicroBatch, columns: Mapping[str, torch.Tensor]) -> None:
@@ -226,8 +227,13 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
         token: str | None,
         device: torch.device,
     ) -> None:
-        self._tensors, self.pack_shape, self._loss, self.sources = tensors, shape, loss, sources
-        self._device, self._token, self.targets = device, token, targets
+        self._tensors = tensors
+        self.pack_shape = shape
+        self._loss = loss
+        self.sources = sources
+        self._device = device
+        self._token = token
+        self.targets = targets
         self.index = torch.from_numpy(sources.index)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -455,7 +461,8 @@ class MicroBatch(PublicNames, Mapping[str, torch.Tensor]):
             raise ConfigError("gear.loss.by", rule, self._loss.by, remedy)
         if how not in ("mean", "sum"):
             raise ConfigError("how", "must be mean or sum", how)
-        kept, mask = self._kept(values), self._loss.mask[0]
+        kept = self._kept(values)
+        mask = self._loss.mask[0]
         owner = torch.from_numpy(self.pack_shape.owners()).to(kept.device)
         owner = torch.where(owner == PADDING, self.num_trajectories, owner)
         sums = kept.new_zeros(self.num_trajectories + 1).index_add(0, owner, kept)

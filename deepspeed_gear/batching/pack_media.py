@@ -65,10 +65,8 @@ class MediaReader:
             for number, content in table.media.contents(missing, table.lock).items():
                 rows[number] = spec.rows(content)
         if len(rows) < len(every):
-            rule, remedy = (
-                "must be read while its rollout batch is trained",
-                "read micro.media in the loop",
-            )
+            rule = "must be read while its rollout batch is trained"
+            remedy = "read micro.media in the loop"
             raise StoreError("micro.media", rule, None, remedy)
         columns: dict[str, torch.Tensor] = {}
         counts: dict[str, torch.Tensor] = {}

@@ -111,7 +111,8 @@ class PackedModel:
 
     def inputs(self, micro: Pack, is_slice: bool) -> dict[str, Any]:
         """Return the arguments that keep a pack's (slice's) sequences apart; ConfigError if none do."""
-        lengths, sequence = micro.lengths, micro.sequence
+        lengths = micro.lengths
+        sequence = micro.sequence
         given: dict[str, Any] = {}
         if len(lengths) <= 1 and not is_slice:  # padding after one trajectory suits every model
             is_step = sequence >= 0
@@ -243,7 +244,8 @@ class PackedModel:
         from transformers import masking_utils
 
         make = masking_utils.create_masks_for_generate
-        dtype, device = next(self._inner.parameters()).dtype, position_ids.device
+        dtype = next(self._inner.parameters()).dtype
+        device = position_ids.device
         shape = torch.empty(*position_ids.shape, 0, dtype=dtype, device=device)
         given = {
             "config": self.config,
@@ -285,7 +287,8 @@ def named_inputs(attention: str, micro: Pack) -> dict[str, Any]:
 
 
 def _flash_inputs(micro: Pack) -> dict[str, Any]:
-    ends, longest = micro.cu_seqlens, micro.max_seqlen
+    ends = micro.cu_seqlens
+    longest = micro.max_seqlen
     return {
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
@@ -296,11 +299,14 @@ def _flash_inputs(micro: Pack) -> dict[str, Any]:
 
 def mask_inputs(model: Any, micro: Pack) -> dict[str, Any]:
     """Return the arguments of a model, or of an attention by its name, where prefixes may be shared."""
-    attention, positions, dtype = model, micro.position_ids, torch.float32
+    attention = model
+    positions = micro.position_ids
+    dtype = torch.float32
     if not isinstance(model, str):
         packed = PackedModel(model)
         packed.check_shared(micro.lengths, positions.shape[1])
-        attention, dtype = packed.attention, next(model.parameters()).dtype
+        attention = packed.attention
+        dtype = next(model.parameters()).dtype
     if attention not in ("flex_attention", "sdpa", "eager"):
         rule = 'must be flex_attention, sdpa or eager with "prefix": "share" of gear.pack'
         raise ConfigError(

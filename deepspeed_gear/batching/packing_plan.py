@@ -62,13 +62,18 @@ class Prefixes(NamedTuple):
 
     def bundled(self, lengths: np.ndarray, size: int, most: int) -> Prefixes:
         """Divide those of one leader into bundles, of `size` trajectories and `most` places at most."""
-        leader, latest = np.arange(len(lengths)), dict[int, tuple[int, int, int]]()
+        leader = np.arange(len(lengths))
+        latest = dict[int, tuple[int, int, int]]()
         given = zip(self.leader.tolist(), self.steps.tolist(), lengths.tolist(), strict=True)
         for i, (key, steps, length) in enumerate(given):
             first, members, places = latest.get(key, (i, size, 0))
             if members == size or not steps or places + length - steps > most:
-                first, members, places, steps = i, 0, 0, 0
-            leader[i], latest[key] = first, (first, members + 1, places + length - steps)
+                first = i
+                members = 0
+                places = 0
+                steps = 0
+            leader[i] = first
+            latest[key] = (first, members + 1, places + length - steps)
         return Prefixes(np.where(leader == np.arange(len(leader)), 0, self.steps), leader)
 
 
@@ -118,10 +123,8 @@ def plan_packs(lengths: torch.Tensor, budget: PackBudget, width: int, ops: Ops) 
         i = int(lengths.argmin())
         raise DataError(f"trajectory {i}", "must have at least 1 token to be packed", shortest)
     if longest > budget.room:
-        i, rule = (
-            int(lengths.argmax()),
-            f"must have at most {budget.room} tokens, the budget of a pack",
-        )
+        i = int(lengths.argmax())
+        rule = f"must have at most {budget.room} tokens, the budget of a pack"
         raise DataError(
             f"trajectory {i}", rule, longest, "raise gear.pack.tokens or truncate when writing"
         )
@@ -153,7 +156,8 @@ class PlannedPacks:
         (linear, quadratic), most = pack.cost, pack.max_trajectories or MOST_PACK_TOKENS
         budget = PackBudget(pack.room, linear, quadratic, pack.pad.multiple, most)
         width = pack.plan_width or replicas
-        self.prefixes, places = prefixes, lengths
+        self.prefixes = prefixes
+        places = lengths
         squares = np.square(lengths.astype(np.float64))
         if prefixes is None:
             plan = plan_packs(torch.from_numpy(lengths.copy()), budget, width, ops)
@@ -167,7 +171,8 @@ class PlannedPacks:
         self.plan = plan
         #: Packs of a replica in each micro step: with a plan for more ranks it trains several in turn.
         self.per_rank = width // replicas
-        size, shape = plan.num_micro * width, (plan.num_micro, width)
+        size = plan.num_micro * width
+        shape = (plan.num_micro, width)
         # For a width of 2, micro steps [0, 1] and ranks [1, 0] are the packs [1, 2].
         bins = plan.micro * width + plan.rank
         costs = np.bincount(bins, linear * places + quadratic * squares, size)
@@ -191,7 +196,8 @@ class PlannedPacks:
         With packs padded to the step, they are as long as there.
         """
         most = np.array([max(rows) for rows in zip_longest(*longest, fillvalue=0)], np.int64)
-        missing, num_micro = len(most) - self.plan.num_micro, len(most)
+        missing = len(most) - self.plan.num_micro
+        num_micro = len(most)
         if missing:
             self.plan = replace(self.plan, num_micro=num_micro)
             self.rows = np.pad(self.rows, ((0, missing), (0, 0)), constant_values=self._least)
@@ -210,5 +216,6 @@ class PlannedPacks:
     @property
     def imbalance(self) -> float:
         """Cost of the slowest rank in each micro step, summed, / the mean over ranks, minus 1."""
-        total, replicas = self.costs.sum(), self.costs.shape[1]
+        total = self.costs.sum()
+        replicas = self.costs.shape[1]
         return float(self.costs.max(axis=1).sum() * replicas / total - 1) if total else 0.0

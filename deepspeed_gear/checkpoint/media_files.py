@@ -22,8 +22,10 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.store.media_pages import MediaPages, chain, inside
 from deepspeed_gear.store.records import MediaPage, PageState
 
-WORDS, KIND = "media_pages.npy", "media"
-_SEGMENTS, _LEAST_BYTES = 256, 4 << 20
+WORDS = "media_pages.npy"
+KIND = "media"
+_SEGMENTS = 256
+_LEAST_BYTES = 4 << 20
 _MOST_BYTES = 64 << 20  # of items that are added at once
 
 
@@ -35,7 +37,8 @@ def saved(
     """
     heads = media.find(media.needed(with_arrivals=False))
     heads = heads[heads >= 0]
-    owner, order = np.full(len(media.words), -1), np.zeros(len(media.words), np.int64)
+    owner = np.full(len(media.words), -1)
+    order = np.zeros(len(media.words), np.int64)
     owner[heads] = heads
     for place, pages in enumerate(chain(media.words, heads)):
         order[pages], following = place, media.words[pages, MediaPage.NEXT]
@@ -48,7 +51,8 @@ def saved(
     keys = np.column_stack([used, words[owner[used], MediaPage.DIGEST :], order[used]])
     size = max(-(-len(words) // _SEGMENTS), _LEAST_BYTES // media.spec.page_bytes, 1)
     numbers, begins = np.unique(used // size, return_index=True)
-    segments, of_segment = dict[str, str](), dict[str, np.ndarray]()
+    segments = dict[str, str]()
+    of_segment = dict[str, np.ndarray]()
     for number, first, end in zip(numbers.tolist(), begins, [*begins[1:], len(used)], strict=False):
         key = keys[first:end].astype("<i8").tobytes() + str(media.spec.page_bytes).encode()
         segments[f"{number:06d}"] = hashlib.sha256(key).hexdigest()
@@ -78,8 +82,11 @@ class SavedMedia:
         named: np.ndarray,
     ) -> None:
         """Check that all `named` items are there, [n], int64, and fit; nothing changes."""
-        self._media, self._folders, self._manifests = media, folders, manifests
-        self._named, self._at = named, str(folders[0])
+        self._media = media
+        self._folders = folders
+        self._manifests = manifests
+        self._named = named
+        self._at = str(folders[0])
         self._words = list[np.ndarray]()
         self._found: dict[int, tuple[int, int]] = {}  # shard and first page
         self._opened: dict[
@@ -132,10 +139,12 @@ class SavedMedia:
         in their way. Requires the lock.
         """
         self._media.arrivals[:] = 0
-        items, num_bytes = dict[int, MediaItem](), 0
+        items = dict[int, MediaItem]()
+        num_bytes = 0
         for number in self._named.tolist():
             shard, head = self._found[number]
-            words, parts = self._words[shard], list[np.ndarray]()
+            words = self._words[shard]
+            parts = list[np.ndarray]()
             for (page,) in chain(words, np.array([head])):
                 pages, data = self._open(shard, page)
                 parts.append(data[np.searchsorted(pages, page)])
@@ -146,7 +155,8 @@ class SavedMedia:
                 self._media.add(
                     items, np.array(list(items)), nullcontext(), release, keep=self._named
                 )
-                items, num_bytes = {}, 0
+                items = {}
+                num_bytes = 0
 
 
 def named_by(files: list[np.ndarray], records: np.ndarray) -> np.ndarray:

@@ -51,9 +51,11 @@ def after(tables: Sequence[str], heads: Sequence[Sequence[int]]) -> Position:
 
 def of(state: Mapping[str, Any], tables: Iterable[str] | None = None) -> Position:
     """Return the position of some tables in a state, None: of all; CheckpointError: one is not whole."""
-    train, found = entry(state, "train", dict, AT), Position()
+    train = entry(state, "train", dict, AT)
+    found = Position()
     for table in train if tables is None else tables:
-        words, at = entry(train, table, dict, f"{AT}: train"), f"{AT}: train.{table}"
+        words = entry(train, table, dict, f"{AT}: train")
+        at = f"{AT}: train.{table}"
         found[table] = {word: entry(words, word, int, at, _LEAST.get(word, 0)) for word in WORDS}
     return found
 
@@ -101,7 +103,8 @@ def check(state: Mapping[str, Any], plan: Resolved, may_grow: bool = False) -> N
         )
     if state.get("format") != FORMAT:
         raise CheckpointError(AT, f"must have format {FORMAT}", state.get("format"), ANOTHER)
-    now, data = fingerprint(plan), entry(state, "data", dict, AT)
+    now = fingerprint(plan)
+    data = entry(state, "data", dict, AT)
     is_known = data.keys() == now.keys() and all(
         str(data[name]) in (dataset.versions if may_grow else (now[name],))
         for name, dataset in plan.datasets.items()

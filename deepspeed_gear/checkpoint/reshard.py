@@ -25,10 +25,8 @@ from deepspeed_gear.store.row_allocator import committed_at, look_up
 
 T = TypeVar("T")
 Content = dict[str, np.ndarray]  # of a stream, named as by `export`
-PER_SLOT, PER_ITEM = (
-    ("leaves", "queued", "bases", "born", "steps", "walked"),
-    ("priorities", "draws"),
-)
+PER_SLOT = ("leaves", "queued", "bases", "born", "steps", "walked")
+PER_ITEM = ("priorities", "draws")
 OF_ALL = ("position", "newest_numbers")  # the same in all shards
 SELECTION_NAMES = ("heads", "ring", "epochs", "numbers")
 
@@ -113,7 +111,8 @@ def merge(shards: Sequence[SavedShard]) -> SavedShard:
     # Shard i of S assigns the ids counter * S + i: the next one is above all of them.
     counters = [shard.next_id for shard in shards]
     given = [(count - 1) * len(shards) + i + 1 for i, count in enumerate(counters) if count > 0]
-    slots, next_id = _merged(shards, "slots", _merge_slots), max(given, default=0)
+    slots = _merged(shards, "slots", _merge_slots)
+    next_id = max(given, default=0)
     if slots is not None and len(
         slots
     ):  # an id is never assigned again, even if the counter is damaged
@@ -186,10 +185,8 @@ def _merge_stream(
         counts[UpdateCount.HIGHEST_PRIORITY] = max(highest)
         whole["counts"], whole["alpha"] = counts, contents[0]["alpha"]
         log = np.concatenate([content["log"] for content in contents])
-        shard, slot = (
-            log[:, PriorityUpdate.SLOT] >> SHARD_BITS,
-            log[:, PriorityUpdate.SLOT] & ANY_SLOT,
-        )
+        shard = log[:, PriorityUpdate.SLOT] >> SHARD_BITS
+        slot = log[:, PriorityUpdate.SLOT] & ANY_SLOT
         position = np.full(len(log), -1, np.int64)
         for index, one in enumerate(shards):
             of_it = np.nonzero(shard == index)[0]
@@ -256,12 +253,11 @@ def divide(
         -1
     )  # of the units 7, 3, 7 unit 3 comes first
     count = int(unit.max()) + 1 if len(unit) else 0
-    slots_of, rows_of = np.bincount(unit, minlength=count), np.zeros(count, np.int64)
+    slots_of = np.bincount(unit, minlength=count)
+    rows_of = np.zeros(count, np.int64)
     np.add.at(rows_of, unit, records[:, Slot.NUM_ROWS])
-    ends, wanted = (
-        (_before(slots_of.tolist()), _before(rows_of.tolist())),
-        shards_of(rows_of, len(room)),
-    )
+    ends = (_before(slots_of.tolist()), _before(rows_of.tolist()))
+    wanted = shards_of(rows_of, len(room))
     starts = [
         count
     ]  # where a part must begin at the latest so that it and those after it hold the rest
@@ -289,9 +285,12 @@ def divide(
 def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGroups:
     """Return the groups of a shard; those that were complete and are not held any more count in the first."""
     assert whole.groups is not None
-    records, every = whole.groups.records, whole.groups.counts
-    chosen, leads = division.chosen(index), records[:, 0] - 1 == np.arange(len(records))
-    own, held = records[chosen].copy(), int(leads[chosen].sum())
+    records = whole.groups.records
+    every = whole.groups.counts
+    chosen = division.chosen(index)
+    leads = records[:, 0] - 1 == np.arange(len(records))
+    own = records[chosen].copy()
+    held = int(leads[chosen].sum())
     is_formed = own[:, 0] > 0
     own[is_formed, 0] = division.local[own[is_formed, 0] - 1] + 1
     counts = every.copy() if index == 0 else np.zeros_like(every)
@@ -304,7 +303,8 @@ def groups_of(whole: SavedShard, division: ShardDivision, index: int) -> SavedGr
 
 def items_of(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return the indices of trajectories' rows in an array of all trajectories' rows. [m], int64."""
-    before, rows = _before(records[:, Slot.NUM_ROWS].tolist()), records[chosen, Slot.NUM_ROWS]
+    before = _before(records[:, Slot.NUM_ROWS].tolist())
+    rows = records[chosen, Slot.NUM_ROWS]
     inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
     return np.asarray(np.repeat(before[chosen], rows) + inside)
 
@@ -322,7 +322,8 @@ def part_of(
     items: np.ndarray | slice | None,
 ) -> Content:
     """Return a shard's content of a stream, with slots 0 to m - 1; `items`: its rows where they are steps."""
-    content, chosen = whole.streams[name], division.chosen(index)
+    content = whole.streams[name]
+    chosen = division.chosen(index)
     part = {key: content[key][chosen] for key in PER_SLOT if key in content}
     which = chosen if items is None else items
     part.update({key: content[key][which] for key in PER_ITEM if key in content})
@@ -330,7 +331,8 @@ def part_of(
     ring = part["ring"] = content["ring"].copy()
     drawn = np.arange(ring.shape[1]) < content["heads"][:, Head.COUNT, None]
     owner = owners_of(content, division)
-    own, others = drawn & (owner == index), drawn & (owner != index)
+    own = drawn & (owner == index)
+    others = drawn & (owner != index)
     ring[own, Resolution.SLOT] = division.local[ring[own, Resolution.SLOT]]
     ring[others] = 0
     ring[others, Resolution.ID] = UNKNOWN

@@ -41,7 +41,8 @@ from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.store import writer_options
 from deepspeed_gear.store.shared_memory import try_lock
 
-MANIFEST, POSITION = "manifest.json", "position.json"
+MANIFEST = "manifest.json"
+POSITION = "position.json"
 ANOTHER = "take another checkpoint"
 _EDITED = "it is damaged or was edited: " + ANOTHER
 _MOST_COUNT = 1 << 62  # of integers in a save, all of which count something
@@ -295,12 +296,11 @@ def find(folder: Path, table: str, save: Mapping[str, Any]) -> Path:
 
     `save` is what `save_of` returned. To be called in `while_renamed`.
     """
-    files, save_id = save["tables"].get(table), save["id"]
+    files = save["tables"].get(table)
+    save_id = save["id"]
     if files is None:
-        rule, remedy = (
-            f"must name a save of table {table}",
-            "use the tables of the run that saved it",
-        )
+        rule = f"must name a save of table {table}"
+        remedy = "use the tables of the run that saved it"
         raise CheckpointError("the gear state", rule, list(save["tables"]), remedy)
     if not folder.is_dir():
         rule = f"must be a folder that every rank can read; there is none on host {socket.gethostname()}"

@@ -19,8 +19,10 @@ from pathlib import Path
 from deepspeed_gear.context import LOG
 
 # Of the bytes of a table's segments, a save reads this part again, or so many bytes if they are more.
-_PARTS, _LEAST_CHECKED_BYTES = 64, 4 << 20
-_BLOCK_BYTES, _READERS = 1 << 20, 4
+_PARTS = 64
+_LEAST_CHECKED_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20
+_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ class SegmentLinks:
             self._known.keys() - set(changed), key=lambda name: (-self._known[name].age, name)
         )
         total = sum(known.num_bytes for known in self._known.values())
-        room, due = max(_LEAST_CHECKED_BYTES, total // _PARTS), changed
+        room = max(_LEAST_CHECKED_BYTES, total // _PARTS)
+        due = changed
         for name in rest:
             if room <= 0:
                 break

@@ -57,10 +57,13 @@ _BY_NAME = (
     "moments",
     "shared_prompts",
 )  # arrays of a `SavedShard`
-_MOST_SEGMENTS, _FEWEST_SEGMENTS = 256, 8  # of a table, over all its shards; of a shard
+# of a table, over all its shards; of a shard
+_MOST_SEGMENTS = 256
+_FEWEST_SEGMENTS = 8
 _LEAST_SEGMENT_BYTES = 4 << 20
 _SEGMENT = "rows-"
-_BLOCK_BYTES, _WRITERS = 1 << 18, 4
+_BLOCK_BYTES = 1 << 18
+_WRITERS = 4
 
 
 def save_table(
@@ -76,7 +79,9 @@ def save_table(
     Unchanged segments are linked by `links`, which records those of this save. `batches` are the used global
     batches of the training stream. Returns the SHA-256 of the manifest, by its path in `part`.
     """
-    spec, shard, to = table.spec, table.spec.shard, folder_of(table, part)
+    spec = table.spec
+    shard = table.spec.shard
+    to = folder_of(table, part)
     name = str((to / save_folders.MANIFEST).relative_to(part))
     if shard is not None:
         to.mkdir()
@@ -129,7 +134,8 @@ def _save_rows(
     table: Table, slots: np.ndarray, folder: Path, links: SegmentLinks
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Write slots, groups, rows and media; return their part of the manifest, and the SHA-256 of files."""
-    records, retention = table.slots[slots], table.views["retention"][slots]
+    records = table.slots[slots]
+    retention = table.views["retention"][slots]
     skipped = ~np.isin(records[:, Slot.STATE], (SlotState.COMMITTED, SlotState.EVICTED))
     records[skipped, Slot.STATE] = SlotState.FREE
     records[skipped, Slot.NUM_STEPS : Slot.NUM_ROWS + 1] = 0
@@ -145,20 +151,25 @@ def _save_rows(
         np.save(folder / "consumed_groups.npy", table.groups.consumed)
     for name, array in ({} if table.ledger is None else table.ledger.export()).items():
         np.save(folder / f"{name}.npy", array)
-    schema, known = table.spec.schema, _linkable(table, links.before)
-    segments, digests, files = dict[str, Any](), dict[str, str](), list[tuple[Any, ...]]()
+    schema = table.spec.schema
+    known = _linkable(table, links.before)
+    segments = dict[str, Any]()
+    digests = dict[str, str]()
+    files = list[tuple[Any, ...]]()
     for column in schema.trajectory_columns:
         files.append((file_of(column.name), column, [table.columns[column.name][slots]]))
     order = reshard.in_rows(records)
     order = order[records[order, Slot.NUM_ROWS] > 0]
     # What a trajectory's rows follow from: its id, how far it has grown, and which late columns are filled.
-    ordered, kept = records[order], retention[order][:, [SlotRetention.PRESENT, SlotRetention.OPEN]]
+    ordered = records[order]
+    kept = retention[order][:, [SlotRetention.PRESENT, SlotRetention.OPEN]]
     words = np.column_stack([ordered[:, [Slot.ID, Slot.NUM_STEPS, Slot.NUM_ROWS]], kept])
     extents = ordered[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
     numbers, begins = np.unique(extents[:, 0] // _segment_rows(table), return_index=True)
     ends = np.append(begins[1:], len(order))  # one more than segments where there are none
     for number, first, end in zip(numbers.tolist(), begins, ends, strict=False):
-        segment, own = f"{number:06d}", extents[first:end]
+        segment = f"{number:06d}"
+        own = extents[first:end]
         key = hashlib.sha256(words[first:end].astype("<i8").tobytes()).hexdigest()
         segments[segment] = {"rows": int(own[:, 1].sum()), "trajectories": key}
         names = [file_of(column.name, segment) for column in schema.step_columns]
@@ -211,7 +222,8 @@ def _linkable(table: Table, before: Path | None) -> dict[str, Any]:
 
 def _runs(extents: np.ndarray) -> list[list[int]]:
     """Return first and end of rows without gaps: for extents [[0, 2], [2, 3], [9, 1]], [[0, 5], [9, 10]]."""
-    starts, ends = extents[:, 0], extents.sum(1)
+    starts = extents[:, 0]
+    ends = extents.sum(1)
     begins = np.append(True, starts[1:] != ends[:-1])
     found: list[list[int]] = np.stack([starts[begins], ends[np.roll(begins, -1)]], 1).tolist()
     return found
@@ -219,7 +231,8 @@ def _runs(extents: np.ndarray) -> list[list[int]]:
 
 def _write_array(path: Path, column: Column, parts: list[np.ndarray]) -> str:
     """Write parts as one NumPy file, hashed block by block while they are cached; return its SHA-256."""
-    digest, header = hashlib.sha256(), io.BytesIO()
+    digest = hashlib.sha256()
+    header = io.BytesIO()
     described = np.lib.format.dtype_to_descr(column.numpy_dtype)
     rows = sum(len(part) for part in parts)
     form = {"descr": described, "fortran_order": False, "shape": (rows, *column.shape)}
@@ -341,7 +354,8 @@ def open_rows(
         owner = None if division is None else division.owner[before : before + shard.num_slots]
         before += shard.num_slots
         is_read = owner is None or bool((owner == index).any())
-        at, files = str(folder / save_folders.MANIFEST), manifest["files"]
+        at = str(folder / save_folders.MANIFEST)
+        files = manifest["files"]
         segments = {name: int(one["rows"]) for name, one in sorted(manifest["segments"].items())}
         num_rows = 0 if shard.slots is None else int(shard.slots[:, Slot.NUM_ROWS].sum())
         if min(segments.values(), default=0) < 0 or sum(segments.values()) != num_rows:
@@ -386,7 +400,8 @@ def load_rows(
 
     Returns the slots of the trajectories, besides retired groups of a kept store.
     """
-    whole, shard = found.whole, table.spec.own_shard
+    whole = found.whole
+    shard = table.spec.own_shard
     chosen = division.chosen(shard.index)
     assert whole.slots is not None
     records = whole.slots[chosen]
@@ -394,7 +409,8 @@ def load_rows(
         table.ledger.begin()
         slots, placed = table.ledger.place(records, whole.prompts)
     else:
-        slots, placed = np.arange(len(chosen)), reshard.packed(records)
+        slots = np.arange(len(chosen))
+        placed = reshard.packed(records)
         table.slots[:, Slot.STATE] = 0
     order = reshard.in_rows(records)
     in_files = records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]]
@@ -435,7 +451,8 @@ def load_rows(
         words[slots] = groups.records
         table.groups.restore(words, groups.counts, groups.consumed)
     if table.ledger is not None and whole.prompts is not None:
-        is_drawn, numbers = whole.slots[:, Slot.STATE] == SlotState.EVICTED, division.numbers
+        is_drawn = whole.slots[:, Slot.STATE] == SlotState.EVICTED
+        numbers = division.numbers
         table.ledger.restore(
             whole.prompts, [] if numbers is None else np.unique(numbers[is_drawn]).tolist()
         )
@@ -444,7 +461,8 @@ def load_rows(
 
 def _check_prompts(spec: PromptSpec, found: SavedTable) -> None:
     """Raise CheckpointError unless a saved ledger is of the data set of prompts, and fits into this one."""
-    at, saved = str(found.folders[0]), found.whole.prompts
+    at = str(found.folders[0])
+    saved = found.whole.prompts
     given = found.manifests[0].get("prompts")
     if saved is None or given != spec.fingerprint:
         rule = f"must hold the ledger of the prompts of {spec.data} ({spec.fingerprint})"
@@ -475,7 +493,8 @@ def _copy_rows(to: np.ndarray, files: Sequence[np.ndarray], extents: np.ndarray)
         starts = np.flatnonzero(np.append(True, ~follows))
         ends = np.append(starts[1:], len(own))
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):  # runs in both
-            first, source = int(own[start, 0]), int(own[start, 1] - after[index] + len(file))
+            first = int(own[start, 0])
+            source = int(own[start, 1] - after[index] + len(file))
             count = int(own[start:end, 2].sum())
             to[first : first + count] = file[source : source + count]
 
@@ -489,7 +508,9 @@ class TableLoader:
         tables: Mapping[str, Table],
         streams: Mapping[str, Mapping[str, BatchStream]],
     ) -> None:
-        self._plan, self._names, self._streams = plan, list(tables), streams
+        self._plan = plan
+        self._names = list(tables)
+        self._streams = streams
         self._tables = tables if plan.leads_shard else {}
         self._spread = sorted(name for name in tables if name in plan.placement.spread)
         self._found: dict[str, SavedTable] = {}
@@ -505,7 +526,8 @@ class TableLoader:
 
     def _of_nodes(self, mine: T) -> list[T]:
         """Return what the leader of each node's shards gives, in the order of shards. Collective."""
-        placement, nodes = self._plan.placement, self._plan.topology.nodes
+        placement = self._plan.placement
+        nodes = self._plan.topology.nodes
         of_ranks = self._plan.exchange.gather(mine if self._plan.leads_shard else None)
         by_node = {nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
         return [by_node[node] for node in placement.order]
@@ -532,12 +554,11 @@ class TableLoader:
         dataset = table.spec.dataset
         schema = table.spec.schema if dataset is None else None  # it may have got a column
         found = self._found[name] = read_table(folder, schema, save_id)
-        slots, groups = found.whole.slots, table.groups
+        slots = found.whole.slots
+        groups = table.groups
         if groups is not None and slots is not None and found.whole.groups is None:
-            rule, remedy = (
-                "must hold the groups of its trajectories",
-                "it is of a table without groups",
-            )
+            rule = "must hold the groups of its trajectories"
+            remedy = "it is of a table without groups"
             raise CheckpointError(str(found.folders[0]), rule, None, remedy)
         if table.ledger is not None:
             _check_prompts(table.ledger.spec, found)
@@ -577,7 +598,8 @@ class TableLoader:
             ]  # first id of each shard, and the number of ids
             owner = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
             return reshard.ShardDivision.of(owner[: whole.num_slots])
-        numbers, room = None, [sizes[name] for sizes in self._room]
+        numbers = None
+        room = [sizes[name] for sizes in self._room]
         if table.groups is not None and whole.groups is not None:
             file = file_of(table.groups.spec.column)
             both = zip(found.folders, found.manifests, strict=True)
@@ -597,7 +619,8 @@ class TableLoader:
 
     def replace(self) -> None:
         for name, table in self._tables.items():
-            found, division = self._found[name], self._divisions[name]
+            found = self._found[name]
+            division = self._divisions[name]
             slots = np.arange(len(division.chosen(table.spec.own_shard.index)))
             with quiet(table, table.lock.timeout_s, Control.PENDING):
                 if found.whole.slots is not None:
@@ -611,7 +634,8 @@ class TableLoader:
                     table.ledger.update()
 
     def _content(self, name: str, stream: BatchStream) -> reshard.Content:
-        whole, division = self._found[name].whole, self._divisions[name]
+        whole = self._found[name].whole
+        division = self._divisions[name]
         if name not in self._spread:
             return dict(whole.streams[stream.spec.name])
         index = stream.table.spec.own_shard.index
@@ -636,7 +660,8 @@ class TableLoader:
                         self._deliver(name, stream, selector)
 
     def _deliver(self, name: str, stream: BatchStream, selector: ShardedSelector) -> None:
-        whole, part = self._found[name].whole.streams[TRAIN], self._content(name, stream)
+        whole = self._found[name].whole.streams[TRAIN]
+        part = self._content(name, stream)
         if not stream.state.keeps_selections(part):
             return
         owners = reshard.owners_of(whole, self._divisions[name])
@@ -648,14 +673,16 @@ class TableLoader:
             records[:, Resolution.FIRST_ROW] = stream.table.slots[
                 records[:, Resolution.SLOT], Slot.FIRST_ROW
             ]
-            entry, records_of = key % stream.spec.depth, torch.from_numpy(records)
+            entry = key % stream.spec.depth
+            records_of = torch.from_numpy(records)
             selector.deliver(key, entry, after - count, owners[at, :count], own, records_of)
         with stream.table.lock:
             stream.state.keep_selections(part)
 
     def announce(self) -> None:
         """Exchange which node holds each loaded trajectory, for all ranks. Collective."""
-        placement, mine = self._plan.placement, {}
+        placement = self._plan.placement
+        mine = {}
         for name, table in self._tables.items():
             if name in self._spread and table.spec.dataset is None:
                 ids = table.slots[self._placed[name], Slot.ID]
@@ -663,15 +690,14 @@ class TableLoader:
         found = self._of_nodes(mine)
         for name, (_, next_id) in found[0].items():
             ids = [one[name][0] for one in found]
-            every, shards = (
-                np.concatenate(ids),
-                np.repeat(np.arange(len(ids)), [len(one) for one in ids]),
-            )
+            every = np.concatenate(ids)
+            shards = np.repeat(np.arange(len(ids)), [len(one) for one in ids])
             order = np.argsort(every)
             placement.loaded[name] = every[order], shards[order], next_id
 
 
-_PREFIX, _SUFFIX = "rollout.", ".npz"
+_PREFIX = "rollout."
+_SUFFIX = ".npz"
 
 
 def write_rollout(

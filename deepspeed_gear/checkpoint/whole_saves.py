@@ -41,7 +41,8 @@ def name_others(exchange: ControlPlane, load: Callable[[], T], others: Callable[
 
 def others_in(folder: Path) -> str:
     """Describe the whole saves of a folder."""
-    newest, whole = newest_in(folder), whole_in(folder)
+    newest = newest_in(folder)
+    whole = whole_in(folder)
     if not whole:
         return f"no save in {folder} is whole"
     if newest in whole:
@@ -83,7 +84,9 @@ def is_whole(folder: Path) -> bool:
 
 def _whole_ids(folder: Path) -> set[str]:
     """Return the id of the save whose table a folder holds, if each file of it is as it was saved."""
-    ids, counts, manifests = set[str](), set[int](), save_folders.manifests_in(folder)
+    ids = set[str]()
+    counts = set[int]()
+    manifests = save_folders.manifests_in(folder)
     with contextlib.suppress(CheckpointError):
         for path in manifests:
             manifest = save_folders.read_json(path)
@@ -91,10 +94,8 @@ def _whole_ids(folder: Path) -> set[str]:
             for name, digest in files.items():
                 save_folders.open_checked(path.parent / name, digest).close()
             ids.add(save_folders.entry(manifest, "save", str, str(path)))
-            shard, at = (
-                manifest.get("shard", {"count": manifest.get("replicas", 1)}),
-                f"{path}: shard",
-            )
+            shard = manifest.get("shard", {"count": manifest.get("replicas", 1)})
+            at = f"{path}: shard"
             counts.add(save_folders.entry(shard, "count", int, at))
         if len(ids) == 1 and counts == {len(manifests)}:
             return ids

@@ -108,7 +108,8 @@ def read_answer(host: str, stdout: str) -> dict[str, Any]:
     """Return a host's report, found in its standard output among that of its shell and libraries."""
     line = next((line for line in stdout.splitlines() if line.startswith(_MARK)), None)
     if line is None:
-        rule, remedy = "must have a deepspeed_gear with gear doctor", "install this version there"
+        rule = "must have a deepspeed_gear with gear doctor"
+        remedy = "install this version there"
         raise PeerError(f"host {host}", rule, stdout[-200:], remedy)
     facts: dict[str, Any] = json.loads(line[len(_MARK) :])
     return facts
@@ -155,7 +156,8 @@ def examine(data: str | None = None) -> dict[str, Any]:
     ):
         locked = None
     memory = tightest(read_file)
-    boot_id, infiniband = Path("/proc/sys/kernel/random/boot_id"), Path("/sys/class/infiniband")
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    infiniband = Path("/sys/class/infiniband")
     facts: dict[str, Any] = {
         "hostname": socket.gethostname(),
         "boot_id": boot_id.read_text().strip() if boot_id.exists() else "",
@@ -211,7 +213,8 @@ def summary(facts: Facts) -> dict[str, str]:
     """Return devices, driver, memory and limits of a machine, as lines of `gear doctor`: name -> text."""
     gpus = [f"{len(same)} x {same[0]}" for same in grouped(facts["gpus"], str)]
     devices = ", ".join(gpus) or f"none ({facts['no_device']})"
-    shm_free, shm = show_bytes(facts["shm_free_bytes"]), show_bytes(facts["shm_bytes"])
+    shm_free = show_bytes(facts["shm_free_bytes"])
+    shm = show_bytes(facts["shm_bytes"])
     open_files = facts["open_files"] or "unlimited"
     memory, locked = (
         none if facts[name] is None else show_bytes(facts[name])
@@ -244,10 +247,8 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
         yield errors.error_from_json({**parts, "name": f"host {host}: {parts['name']}"})
     if facts["shm_free_bytes"] < MIN_SHM_BYTES:
         free = f"{show_bytes(facts['shm_free_bytes'])} of {show_bytes(facts['shm_bytes'])}"
-        rule, remedy = (
-            f"must have {show_bytes(MIN_SHM_BYTES)} free",
-            f"run gear clean; else {ENLARGE_SHM}",
-        )
+        rule = f"must have {show_bytes(MIN_SHM_BYTES)} free"
+        remedy = f"run gear clean; else {ENLARGE_SHM}"
         yield StoreError(f"host {host}: {SHM}", rule, free, remedy)
     if facts["driver"] and facts["no_device"] and facts["versions"]["CUDA of torch"] != "none":
         name = f"host {host}: torch {facts['versions']['torch']}"
@@ -256,7 +257,8 @@ def _alone(host: str, facts: Facts, slots: int, has_peers: bool) -> Iterator[Gea
         remedy += "CUDA_VISIBLE_DEVICES, or install a driver that has torch's release of CUDA"
         yield GearError(name, rule, facts["no_device"], remedy)
     if facts["open_files"] is not None and facts["open_files"] < MIN_OPEN_FILES:
-        name, rule = f"host {host}: the limit of open files", f"must be at least {MIN_OPEN_FILES}"
+        name = f"host {host}: the limit of open files"
+        rule = f"must be at least {MIN_OPEN_FILES}"
         remedy = "raise it: ulimit -n, or nofile in /etc/security/limits.conf"
         yield GearError(name, rule, facts["open_files"], remedy)
     if facts["infiniband"] and facts["memlock_bytes"] is not None:
@@ -285,7 +287,8 @@ def _compared(reports: Mapping[str, Facts]) -> Iterator[GearError]:
         reports, lambda host: (reports[host]["hostname"], reports[host]["boot_id"])
     ):
         if len(hosts) > 1:
-            name, known = f"hosts {', '.join(hosts)}", reports[hosts[0]]["hostname"]
+            name = f"hosts {', '.join(hosts)}"
+            known = reports[hosts[0]]["hostname"]
             remedy = "name each machine once, with all its slots"
             yield ConfigError(name, "must be different machines", known, remedy)
     versions = {host: facts["versions"] for host, facts in reports.items()}

@@ -63,7 +63,8 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], b
     if args.living is not None:
         stores = {store.table: store for store in living_stores(args.living)}
         store = stores[_chosen(args.table, list(stores))]
-        views, schema = store.views, Schema.from_json(store.layout.meaning["schema"])
+        views = store.views
+        schema = Schema.from_json(store.layout.meaning["schema"])
         if not all(f"column/{column.name}" in views for column in schema):
             rule = "must hold the rows of its table"
             raise DataError(f"process {args.living}", rule, "a mapped file", _COPY)
@@ -79,7 +80,8 @@ def _open(args: argparse.Namespace) -> tuple[Schema, Iterator[dict[str, Any]], b
     by_name = {save_folders.table_in(path): path for path in tables}
     found = read_table(by_name[_chosen(args.table, list(by_name))])
     open_rows(found)
-    schema, whole = Schema.from_json(found.manifests[0]["schema"]), found.whole
+    schema = Schema.from_json(found.manifests[0]["schema"])
+    whole = found.whole
     if whole.slots is None:
         raise DataError(str(found.folders[0]), "must hold rows", "priorities of a data set", _COPY)
     files = {c.name: [*chain.from_iterable(of[c.name] for of in found.columns)] for c in schema}
@@ -127,7 +129,8 @@ def _stored(
         while True:
             steps, holder = (0, slot) if shared_prompts is None else shared_prompts[slot].tolist()
             held = slots[[slot, holder]]
-            record, (first, before) = held[0], held[:, Slot.FIRST_ROW].tolist()
+            record = held[0]
+            (first, before) = held[:, Slot.FIRST_ROW].tolist()
             words = (
                 np.zeros(SlotRetention.NUM_WORDS, np.int64)
                 if retention is None
@@ -153,7 +156,8 @@ def _stored(
                 return trajectory | {c.name: decode(trajectory[c.name], c, c.name) for c in opaque}
 
     def every() -> Iterator[dict[str, Any]]:
-        held, num_left_out = np.nonzero(np.array(slots)[:, Slot.STATE] == SlotState.COMMITTED)[0], 0
+        held = np.nonzero(np.array(slots)[:, Slot.STATE] == SlotState.COMMITTED)[0]
+        num_left_out = 0
         for slot in held[np.argsort(slots[held, Slot.ID])].tolist():
             trajectory = read(slot)
             if trajectory is not None:

@@ -76,16 +76,15 @@ def run(args: argparse.Namespace) -> int:
     if (
         args.hostfile is not None
     ):  # DeepSpeed sends no variables of the shell; hosts may have other devices
-        launch, num_ranks = ["deepspeed", "--hostfile", args.hostfile], sum(slots.values())
+        launch = ["deepspeed", "--hostfile", args.hostfile]
+        num_ranks = sum(slots.values())
     else:
         num_gpus = 0 if os.environ.get("DS_ACCELERATOR") == "cpu" else torch.cuda.device_count()
         settings = [] if num_gpus else ["DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1"]
         num_ranks = num_gpus or min(_MOST_CPU_RANKS, len(os.sched_getaffinity(0)))
         launch = [*settings, "deepspeed", "--num_gpus", str(num_ranks)]
-    config, script = (
-        make_config(dataset, num_ranks),
-        make_script(dataset, shlex.join([*launch, SCRIPT_FILE])),
-    )
+    config = make_config(dataset, num_ranks)
+    script = make_script(dataset, shlex.join([*launch, SCRIPT_FILE]))
     files = {
         args.out / CONFIG_FILE: json.dumps(config, indent=2) + "\n",
         args.out / SCRIPT_FILE: script,

@@ -127,12 +127,11 @@ def _contents(
 
 def of_living(store: LiveStore) -> dict[str, Any]:
     """Return what a store of a running process holds and, if it is sampled, draws from."""
-    views, meaning = store.views, store.layout.meaning
-    train, sizes, schema = (
-        meaning.get("train"),
-        meaning.get("sizes", {}),
-        Schema.from_json(meaning["schema"]),
-    )
+    views = store.views
+    meaning = store.layout.meaning
+    train = meaning.get("train")
+    sizes = meaning.get("sizes", {})
+    schema = Schema.from_json(meaning["schema"])
     groups = prompts = None
     if sizes.get("group") is not None:  # groups are formed on copies
         group = TypeAdapter(GroupSpec).validate_python(sizes["group"])
@@ -141,7 +140,8 @@ def of_living(store: LiveStore) -> dict[str, Any]:
         numbers = views["column/" + sizes["group"]["column"]]
         prompts = stored_books(PromptSpec(**sizes["prompts"]), views, numbers)
     slots = np.array(views["slots"])
-    lengths, is_held = slots[:, Slot.NUM_STEPS], slots[:, Slot.STATE] == SlotState.COMMITTED
+    lengths = slots[:, Slot.NUM_STEPS]
+    is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
     if "shared_prompts" in views:
         lengths = lengths + views["shared_prompts"][:, SharedPrompt.STEPS]
     lengths = lengths[is_held]
@@ -159,7 +159,8 @@ def of_living(store: LiveStore) -> dict[str, Any]:
     excluded, waiting = count_exclusions(
         rule, schema, TRAIN, views, values if is_readable else None
     )
-    priorities, draws = views.get(TRAIN + "priorities"), views.get(TRAIN + "draws")
+    priorities = views.get(TRAIN + "priorities")
+    draws = views.get(TRAIN + "draws")
     leaves = np.array(views[TRAIN + "sums"][: len(slots if priorities is None else priorities)])
     drawable = np.nonzero(leaves > 0)[0]
     counted = drawable
@@ -185,7 +186,8 @@ def drawing(
     The tree draws by `masses` of items or their trajectories, [n], float64, above 0; `priorities` are of the
     items, [n], float32; `draws` how often each was drawn, if counted, [m], int32.
     """
-    total, falling = float(masses.sum()), np.sort(masses)[::-1]
+    total = float(masses.sum())
+    falling = np.sort(masses)[::-1]
     found: dict[str, Any] = {
         "effective": None,
         "share_of_top": {},
@@ -207,7 +209,8 @@ def drawing(
             "mean": float(priorities.mean()),
         }
     if draws is not None and len(draws):
-        mean, never = float(draws.mean()), float((draws == 0).mean())
+        mean = float(draws.mean())
+        never = float((draws == 0).mean())
         found["draws"] = {"mean": mean, "max": int(draws.max()), "never": never}
     return found
 
@@ -222,7 +225,8 @@ def find_saves(folder: Path) -> tuple[Path | None, list[Path]]:
     if latest.is_file():
         folder /= latest.read_text().strip()
         if not folder.is_dir():
-            rule, remedy = "must name a folder beside it", "take another checkpoint"
+            rule = "must name a folder beside it"
+            remedy = "take another checkpoint"
             raise CheckpointError(str(latest), rule, folder.name, remedy)
     if save_folders.manifests_in(folder):
         return None, [folder]
@@ -235,14 +239,19 @@ def of_saved(folder: Path) -> dict[str, Any]:
     """Check the files of a saved table, and return what it holds in all its shards."""
     found = read_table(folder)
     open_rows(found)
-    manifest, slots, saved = found.manifests[0], found.whole.slots, found.whole.groups
-    name, train, groups = save_folders.table_in(folder), manifest.get("train", {}), None
+    manifest = found.manifests[0]
+    slots = found.whole.slots
+    saved = found.whole.groups
+    name = save_folders.table_in(folder)
+    train = manifest.get("train", {})
+    groups = None
     if slots is None:  # only its data set has lengths
         count = found.whole.num_slots
         return _contents(name, train, np.zeros(0), trajectories=count, steps=None, length=None)
     is_held = slots[:, Slot.STATE] == SlotState.COMMITTED
     if saved is not None:
-        column, leaders = manifest["group"]["column"], saved.records[is_held, 0]
+        column = manifest["group"]["column"]
+        leaders = saved.records[is_held, 0]
         numbers = np.concatenate([columns[column][0] for columns in found.columns])[is_held]
         groups = {
             "complete": len(np.unique(leaders[leaders > 0])),
@@ -257,7 +266,8 @@ def of_saved(folder: Path) -> dict[str, Any]:
 
 def returns_of(dataset: Dataset) -> NDArray[Any] | None:
     """Return the return of each trajectory: stored, or the sum of its rewards; None without either."""
-    stored, reward = dataset.schema.role("return"), dataset.schema.role("reward")
+    stored = dataset.schema.role("return")
+    reward = dataset.schema.role("reward")
     if stored is not None:
         return as_numbers(dataset.columns[stored.name], stored)
     if reward is None:
@@ -310,10 +320,12 @@ def _overall(statistics: ColumnStatistics | None) -> dict[str, float | None]:
     if statistics is None or not np.isfinite(statistics.mean).any():
         return dict.fromkeys(("mean", "std", "min", "max"))
     known = np.isfinite(statistics.mean)
-    mean, std = statistics.mean[known], statistics.std[known]
+    mean = statistics.mean[known]
+    std = statistics.std[known]
     center = float(mean.mean())
     spread = float(np.sqrt((std**2 + (mean - center) ** 2).mean()))
-    low, high = float(np.nanmin(statistics.min)), float(np.nanmax(statistics.max))
+    low = float(np.nanmin(statistics.min))
+    high = float(np.nanmax(statistics.max))
     return {"mean": center, "std": spread, "min": low, "max": high}
 
 
@@ -371,7 +383,9 @@ def describe_living(process: int | None) -> tuple[dict[str, Any], list[str]]:
     stores: list[dict[str, Any]] = []
     lines: list[str] = []
     for store in living_stores(process):
-        size, found, shown = store.layout.total_bytes, {"table": store.table}, [ANOTHER]
+        size = store.layout.total_bytes
+        found = {"table": store.table}
+        shown = [ANOTHER]
         with suppress(KeyError, TypeError):  # it was described by other options
             found = of_living(store)
             shown = _lines(found)
@@ -405,7 +419,8 @@ def describe_saved(folder: Path | None, tables: Sequence[Path]) -> tuple[dict[st
         lines += [f"  data set      {table}: {mark}" for table, mark in known["data"].items()]
     found: list[dict[str, Any]] = []
     for path in tables:
-        name, manifest = save_folders.table_in(path), path / "shard-0" / save_folders.MANIFEST
+        name = save_folders.table_in(path)
+        manifest = path / "shard-0" / save_folders.MANIFEST
         lines.append(f"table {name} in {path}")
         replicas = save_folders.read_json(manifest).get("replicas") if manifest.is_file() else None
         if replicas is None:

@@ -19,7 +19,8 @@ def repeated_interrupts() -> Iterator[None]:
 
     It is ignored in callbacks of weak references and in finalizers, such as those of h5py's files.
     """
-    before, waiting = sys.unraisablehook, list[threading.Timer]()
+    before = sys.unraisablehook
+    waiting = list[threading.Timer]()
 
     def send_again(unraisable: Any) -> None:
         if not issubclass(unraisable.exc_type, KeyboardInterrupt):

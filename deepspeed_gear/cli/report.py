@@ -70,7 +70,8 @@ def state(builder: GearBuilder | GearCudaBuilder) -> str:
     prebuilt, why = builder.prebuilt()
     if prebuilt is not None:
         return f"{env_report.OKAY} prebuilt, {prebuilt}"
-    missing, is_finished = builder.missing(), builder.finished() is not None
+    missing = builder.missing()
+    is_finished = builder.finished() is not None
     if missing and not is_finished:
         no = f"{env_report.YELLOW}[NO]{env_report.END}"
         return f"{no} {why}; {', '.join(missing)}: {' and '.join(missing.values())}"

@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         late = one.late + (" (config)" if (one.order, one.late) == (spec.order, spec.late) else "")
         idle = [f"{one.learner_idle:.0%}", f"{one.workers_idle:.0%}"]
         lag = [f"{one.mean_lag:.2f}", str(one.largest_lag)]
-        speed, lost = f"{one.tokens_per_s:,.0f}", [f"{one.dropped:.1%}", f"{one.length_bias:+.1%}"]
+        speed = f"{one.tokens_per_s:,.0f}"
+        lost = [f"{one.dropped:.1%}", f"{one.length_bias:+.1%}"]
         rows.append([one.order, late, speed, *idle, *lag, *lost])
     print("\n".join(grid_of(heads, rows, num_left=2)))
     return 0
@@ -146,7 +147,8 @@ def lengths_of(given: str, seed: int, size: int) -> Lengths:
         median, sigma = (float(part) for part in given.removeprefix("lognormal:").split(","))
         if not (0 < median < np.inf and 0 <= sigma < np.inf):
             raise ValueError("a median above 0, and a deviation of at least 0")
-    words, mean = np.random.default_rng, np.log(median)
+    words = np.random.default_rng
+    mean = np.log(median)
     return functools.cache(
         lambda number: (
             words([seed, number]).lognormal(mean, sigma, size).clip(1, 1 << 31).astype(np.int64)
@@ -158,7 +160,8 @@ class Scene:
     """A ledger, and as much of a store as it reads: a slot for each group, one rank, and a clock."""
 
     def __init__(self, spec: PromptSpec) -> None:
-        self.now, num_slots = 0.0, spec.num_entries + spec.groups
+        self.now = 0.0
+        num_slots = spec.num_entries + spec.groups
         views = {region.name: np.zeros(region.shape, region.dtype) for region in spec.regions()}
         self.slots = views["slots"] = np.zeros((num_slots, Slot.NUM_WORDS), np.int64)
         self.words = views["groups"] = np.zeros((num_slots, SlotGroup.NUM_WORDS), np.int64)
@@ -167,7 +170,9 @@ class Scene:
         self.numbers = np.zeros(num_slots, np.int64)
         memory: Any = SimpleNamespace(peer=0, is_alive=lambda _: True)
         self.ledger = PromptLedger(spec, views, self.numbers, memory, lambda: int(self.now * 1e9))
-        self.num_committed, self.dropped = 0, list[int]()  # numbers of groups that were too old
+        # numbers of groups that were too old
+        self.num_committed = 0
+        self.dropped = list[int]()
 
     @property
     def num_selected(self) -> int:
@@ -187,10 +192,8 @@ class Scene:
 
     def select(self) -> list[int]:
         """Return the numbers of the next rollout batch; none if it must wait."""
-        spec, held = (
-            self.ledger.spec,
-            np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0],
-        )
+        spec = self.ledger.spec
+        held = np.nonzero(self.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         if spec.late == "drop":
             is_old = self.ledger.too_old(held, self.num_selected)
             self.dropped += self.numbers[held[is_old]].tolist()
@@ -211,7 +214,9 @@ def simulate(spec: PromptSpec, lengths: Lengths, pace: Pace, batches: int) -> Pr
     scene = Scene(replace(spec, lease_s=1e9))
     places = free = pace.workers * pace.concurrency
     events: list[tuple[float, int, LeaseRecord | None]] = []  # ends; None: of a batch's training
-    versions, lags, trained = dict[int, int](), list[int](), list[int]()
+    versions = dict[int, int]()
+    lags = list[int]()
+    trained = list[int]()
     generating_s = training_s = 0.0
     is_training = False
     while len(trained) < batches * spec.groups:

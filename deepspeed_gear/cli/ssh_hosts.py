@@ -78,7 +78,8 @@ def start_on(host: str, arguments: Sequence[str], timeout_s: float) -> subproces
     ]
     command = ["timeout", "-k", "5", f"{timeout_s:g}", "env", *settings, sys.executable, *arguments]
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    null = subprocess.DEVNULL
+    pipe = subprocess.PIPE
     return subprocess.Popen([*SSH, host, there], stdin=null, stdout=pipe, stderr=pipe, text=True)
 
 

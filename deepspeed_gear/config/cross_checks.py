@@ -110,7 +110,8 @@ def check_options(config: GearOptions) -> None:
     if config.shared_memory.keep and all(
         one.prompts is None for one in config.resolved_tables.values()
     ):
-        rule, remedy = "must not be true without a table with prompts", "give tables.<name>.prompts"
+        rule = "must not be true without a table with prompts"
+        remedy = "give tables.<name>.prompts"
         Part("gear.shared_memory", config.shared_memory).refuse("keep", rule, remedy)
     media = [
         one
@@ -134,7 +135,8 @@ def check_options(config: GearOptions) -> None:
     if config.exchange == "device":
         remedy = "collectives of a device belong to the main thread, at one place among those of training"
         part.admit("prefetch", [0], 'where gear.exchange is "device"', remedy)
-    micro, steps = config.micro_batch_size or 1, config.gradient_accumulation_steps
+    micro = config.micro_batch_size or 1
+    steps = config.gradient_accumulation_steps
     if config.batch_size is not None and config.batch_size % (micro * steps):
         rule = f"must be a multiple of micro_batch_size * gradient_accumulation_steps ({micro} * {steps})"
         part.refuse("batch_size", rule, "it is their product times the number of ranks")
@@ -151,7 +153,8 @@ def check_options(config: GearOptions) -> None:
 
 
 def _check_table(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    sampler, sampled = config.sampler_of(name), name in config.sampled_tables
+    sampler = config.sampler_of(name)
+    sampled = name in config.sampled_tables
     if table.data is not None:
         part.leave_out(
             "capacity_steps capacity_bytes writers remove keep_best max_times_sampled max_age version "
@@ -245,7 +248,8 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
     if (group.after_s is None) != (group.min_size is None):
         part.refuse("min_size", f"must be given together with {part.at}.after_s, and only then")
     part.at_most("min_size", group.size, f"{part.at}.size")
-    most, held = group.max_trajectories or group.size, table.capacity_trajectories
+    most = group.max_trajectories or group.size
+    held = table.capacity_trajectories
     if held is not None and most > held:
         rule = f"must be at least the trajectories of a group ({most})"
         raise ConfigError(f"{part.at.removesuffix('.group')}.capacity_trajectories", rule, held)
@@ -256,7 +260,8 @@ def _check_group(group: GroupConfig, table: TableConfig, part: Part) -> None:
 
 
 def _check_prompts(config: GearOptions, name: str, table: TableConfig, part: Part) -> None:
-    size, share = config.rollout_size, config.share_of(name)
+    size = config.rollout_size
+    share = config.share_of(name)
     groups = 0.0 if size is None or share is None else share * size.size
     if config.pack is None or table.group is None or config.sampler_of(name).kind != "fifo":
         rule = 'must not be given unless its sampler is {"kind": "fifo", "unit": "group"} with gear.pack'
@@ -312,7 +317,8 @@ def _check_rate(
 
 
 def _check_sampler(config: GearOptions) -> None:
-    sampler, mixture = config.item_sampler, isinstance(config.sampler, MixtureSampler)
+    sampler = config.item_sampler
+    mixture = isinstance(config.sampler, MixtureSampler)
     part = Part("gear.sampler.of" if mixture else "gear.sampler", sampler)
     if mixture:
         part.leave_out("table", "in a mixture, whose shares name the tables")
@@ -397,7 +403,8 @@ def _check_field(config: GearOptions, name: str, field: FieldConfig, part: Part)
 
 
 def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
-    when, sizes = "with gear.pack", "batch_size micro_batch_size gradient_accumulation_steps"
+    when = "with gear.pack"
+    sizes = "batch_size micro_batch_size gradient_accumulation_steps"
     part.leave_out("n_step burn_in hindsight pipeline prefetch verify_every", when, "leave it out")
     part.leave_out("advantage", when, 'call rollout.advantages("gae", value=...)')
     part.leave_out(sizes, when, "give the size as gear.batch or gear.rollout")
@@ -446,7 +453,8 @@ def _check_pack(config: GearOptions, pack: PackConfig, part: Part) -> None:
 
 
 def _check_names(config: GearOptions) -> None:
-    tables, sampler = config.resolved_tables, config.sampler
+    tables = config.resolved_tables
+    sampler = config.sampler
     for name in tables:
         if name.endswith(
             _NOT_OF_TABLES

@@ -141,9 +141,11 @@ def _locate(model: type[BaseModel], where: Sequence[Any]) -> tuple[Any, tuple[An
             within = as_model(member)
             if within is not None and key in options(within):
                 info = options(within)[key]
-                annotation, metadata = info.annotation, tuple(info.metadata)
+                annotation = info.annotation
+                metadata = tuple(info.metadata)
             elif get_origin(bare := parts(member)[0]) in (dict, list):
-                annotation, metadata = get_args(bare)[-1], ()
+                annotation = get_args(bare)[-1]
+                metadata = ()
             else:
                 continue
             path.append(key)
@@ -177,7 +179,8 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
     if error["type"] == "extra_forbidden":
         return _unknown(model, error)
     annotation, metadata, path = _locate(model, error["loc"])
-    name, admitted = dotted("gear", *path), describe(annotation, metadata)
+    name = dotted("gear", *path)
+    admitted = describe(annotation, metadata)
     if isinstance(cause, GearError):  # of a schema
         part = "" if name.endswith(f".{cause.name}") else f": {cause.name}"
         return ConfigError(f"{name}{part}", cause.rule, cause.value, cause.remedy)
@@ -187,10 +190,8 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         kinds = [
             json.dumps(kind_of(m)) for m in map(as_model, alternatives(annotation)) if m is not None
         ]
-        rule, kind = (
-            f"must be {', '.join(kinds[:-1])} or {kinds[-1]}",
-            _short(error["input"].get("kind")),
-        )
+        rule = f"must be {', '.join(kinds[:-1])} or {kinds[-1]}"
+        kind = _short(error["input"].get("kind"))
         return ConfigError(f"{name}.kind", rule, kind, _hint(kind, rule))
     if error["type"] == "gear_conflict":
         context = error["ctx"]
@@ -208,7 +209,8 @@ def _one(model: type[BaseModel], error: Mapping[str, Any]) -> ConfigError:
         )
         return ConfigError(name, f"must be {admitted}", value, remedy)
     if error["type"] == "gear":
-        rule, remedy = error["ctx"]["rule"], error["ctx"]["remedy"]
+        rule = error["ctx"]["rule"]
+        remedy = error["ctx"]["remedy"]
         return ConfigError(name, rule, value, remedy or _hint(value, rule))
     return ConfigError(name, f"must be {admitted}", value, _hint(value, admitted))
 

@@ -167,7 +167,8 @@ def _check_listed(at: str, rule: str, name: str, columns: Iterable[Column]) -> N
 
 
 def _check_columns(config: GearOptions, name: str, schema: Schema) -> None:
-    at, table = dotted("gear", "tables", name), config.resolved_tables[name]
+    at = dotted("gear", "tables", name)
+    table = config.resolved_tables[name]
     opaque = [column for column in schema if column.is_opaque]
     if opaque and table.placement == "device":
         rule = f"must not have a column of dtype {opaque[0].dtype} on devices"
@@ -261,7 +262,8 @@ def _fields(
                 raise ConfigError(dotted("gear", "fields", field.name), rule, field.offset, remedy)
     estimated = [field for field in resolved if field.inputs]
     if config.advantage is not None and not estimated:
-        rule, remedy = "must have a field that is derived from it", '"advantage": {"length": 32}'
+        rule = "must have a field that is derived from it"
+        remedy = '"advantage": {"length": 32}'
         raise ConfigError("gear.advantage", rule, None, f"give gear.fields {remedy}")
     for field in estimated:
         if (field.inputs, field.length) != (estimated[0].inputs, estimated[0].length):
@@ -273,7 +275,8 @@ def _fields(
             )
     seen: dict[ResolvedField, str] = {}
     for field in resolved:
-        at, meaning = dotted("gear", "fields", field.name), replace(field, name="")
+        at = dotted("gear", "fields", field.name)
+        meaning = replace(field, name="")
         if meaning in seen:
             rule = f"must differ from {dotted('gear', 'fields', seen[meaning])}"
             raise ConfigError(at, rule, None, "both hold the same; drop one")
@@ -407,7 +410,8 @@ def _inputs(
         return None if name is None else schema[name]
 
     _need_roles("gear.advantage", ("reward", "terminated"), schema)
-    value, following = named("value", ("T", "T+1")), named("next_value")
+    value = named("value", ("T", "T+1"))
+    following = named("next_value")
     assert value is not None
     if (value.rows == "T") != (following is not None):
         rule = (
@@ -428,10 +432,8 @@ def _check_column(part: Part, column: Column, statistics: Collection[str]) -> No
         part.admit("offset", (None, 0), when, "drop it")
         part.leave_out("length pad", when, "drop it")
     if column.is_opaque:
-        when, remedy = (
-            f"for the dtype {column.dtype}",
-            "drop it: batch.opaque returns values as they are",
-        )
+        when = f"for the dtype {column.dtype}"
+        remedy = "drop it: batch.opaque returns values as they are"
         part.leave_out("normalize scale as hindsight", when, remedy)
     if column.dtype == "bool":
         part.leave_out("normalize", "for a bool column", "drop it")
@@ -479,7 +481,8 @@ def _check_dtype(
         if own in ("int16", "int32", "int64") and not converted:
             part.refuse("as", rule, "large integers would be rounded")
         return
-    target, have = DTYPES[requested], DTYPES[own]
+    target = DTYPES[requested]
+    have = DTYPES[own]
     if target.is_floating_point:
         if exact and target.itemsize < min(4, have.itemsize):
             part.refuse("as", f"must keep the precision of {source}", "use float32")
@@ -535,10 +538,8 @@ def _check_goals(fields: Sequence[ResolvedField]) -> None:
     for field in fields:
         sums = field.column is not None and field.column.role == "return_to_go"
         if sums or field.derived in ("return_to_go", *ESTIMATED):
-            rule, remedy = (
-                "must not be given with gear.hindsight",
-                "it sums rewards for the goal pursued",
-            )
+            rule = "must not be given with gear.hindsight"
+            remedy = "it sums rewards for the goal pursued"
             raise ConfigError(dotted("gear", "fields", field.name), rule, None, remedy)
 
 

@@ -291,7 +291,8 @@ class MixtureSampler(t.GearModel):
             if name not in self.shares:
                 raise t.conflict("must name tables of {at}.shares", option="by_table", value=name)
             for option in ("unit", "anchors", "table"):
-                own, common = getattr(sampler, option), getattr(self.of, option)
+                own = getattr(sampler, option)
+                common = getattr(self.of, option)
                 if own != common:
                     rule = f"must have in table {name} the {option} of {{at}}.of ({common})"
                     raise t.conflict(rule, option="by_table", value=own)

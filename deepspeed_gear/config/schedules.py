@@ -77,7 +77,9 @@ def imported(path: str | Callable[..., Any], name: str) -> Callable[..., Any]:
     if not isinstance(path, str):
         return path
     module, _, attribute = path.partition(":")
-    rule, kind = "must name what can be imported", Exception  # a module of the user's may raise any
+    # a module of the user's may raise any
+    rule = "must name what can be imported"
+    kind = Exception
     with ConfigError.on(name, rule, kind, value=path):
         found: Callable[..., Any] = attrgetter(attribute)(importlib.import_module(module))
     return found

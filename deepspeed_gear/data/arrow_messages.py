@@ -33,7 +33,8 @@ def decompressed_bytes(message: Any) -> int | None:
         return None
     buffers = field(batch, 2)
     first = buffers + number("<I", buffers) + 4
-    body, total = memoryview(message.body), 0
+    body = memoryview(message.body)
+    total = 0
     for index in range(number("<I", first - 4)):
         offset, length = struct.unpack_from("<qq", view, first + 16 * index)
         if length >= _PREFIX.size and 0 <= offset <= len(body) - _PREFIX.size:

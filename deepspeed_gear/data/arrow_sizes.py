@@ -20,7 +20,8 @@ NUMBER_BYTES = 40  # of a number as an element of a list
 _OBJECT_BYTES = 168  # of a decimal, a date or a time
 _LIST_BYTES = 120  # of a list, or of a view of an array
 _TUPLE_BYTES = 64  # of a key and a value
-_MAPPING_BYTES, _KEY_BYTES = 200, 48
+_MAPPING_BYTES = 200
+_KEY_BYTES = 48
 # Of each element: one for all, or one for each. Floats, as sums of untrusted lengths overflow integers.
 Costs: TypeAlias = "float | NDArray[np.float64]"
 
@@ -50,7 +51,8 @@ class ArrowSizes:
 
     def _costs(self, arrow: Any, array: Any, are_objects: bool) -> Costs:
         """Return the bytes of each element, with its place in a list."""
-        kind, types = array.type, arrow.types
+        kind = array.type
+        types = arrow.types
         if isinstance(kind, arrow.BaseExtensionType):
             return self._costs(arrow, array.storage, are_objects)
         if types.is_null(kind):
@@ -109,7 +111,9 @@ class ArrowSizes:
         return _taken(costs, np.searchsorted(np.asarray(array.run_ends), places, side="right"))
 
     def _costs_of_union(self, arrow: Any, array: Any) -> Costs:
-        kind, length, buffers = array.type, len(array), array.buffers()
+        kind = array.type
+        length = len(array)
+        buffers = array.buffers()
         codes = np.frombuffer(buffers[1] or b"", np.int8)[array.offset :][:length]
         places: NDArray[Any] = np.arange(length)
         if kind.mode == "dense":

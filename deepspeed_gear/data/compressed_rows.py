@@ -42,10 +42,8 @@ def zstandard_for(name: str, column: Column) -> Any:
     try:
         return import_module("zstandard")
     except ImportError:
-        rule, remedy = (
-            "must be compressed and decoded by zstandard",
-            "pip install 'deepspeed_gear[zstd]'",
-        )
+        rule = "must be compressed and decoded by zstandard"
+        remedy = "pip install 'deepspeed_gear[zstd]'"
         raise DataError(name, rule, None, remedy) from None
 
 
@@ -59,15 +57,16 @@ class CompressedRows:
     def __init__(
         self, name: str, column: Column, frames: NDArray[np.uint8], offsets: NDArray[np.int64]
     ) -> None:
-        self._zstd, self._name, self._row_bytes = (
-            zstandard_for(name, column),
-            name,
-            column.row_bytes,
-        )
-        self.shape, self.dtype = (len(offsets) - 1, *column.shape), column.numpy_dtype
+        self._zstd = zstandard_for(name, column)
+        self._name = name
+        self._row_bytes = column.row_bytes
+        self.shape = (len(offsets) - 1, *column.shape)
+        self.dtype = column.numpy_dtype
         self.nbytes = frames.nbytes + offsets.nbytes  # as stored
-        self._frames, self._offsets = np.asarray(frames), np.asarray(offsets)
-        self._blob, self._local = self._frames.data, threading.local()
+        self._frames = np.asarray(frames)
+        self._offsets = np.asarray(offsets)
+        self._blob = self._frames.data
+        self._local = threading.local()
         first, end = self._offsets[:2].tolist()
         if not 0 <= first <= DICTIONARY_BYTES:
             rule = f"must begin with a dictionary of at most {DICTIONARY_BYTES} bytes"
@@ -90,8 +89,11 @@ class CompressedRows:
         Cost: a call of zstd and a copy for each row. `multi_decompress_to_buffer`, one call for all, returns
         buffers of the compressed size, and joining them takes longer.
         """
-        begins, ends = self._offsets[rows], self._offsets[rows + 1]
-        least, size, place = len(self._header), self._row_bytes, 0
+        begins = self._offsets[rows]
+        ends = self._offsets[rows + 1]
+        least = len(self._header)
+        size = self._row_bytes
+        place = 0
         wrong = (
             (begins < len(self.dictionary)) | (ends - begins <= least) | (ends > len(self._frames))
         )
@@ -106,7 +108,9 @@ class CompressedRows:
             self._local.decompressor = self._zstd.ZstdDecompressor(
                 dict_data=given, max_window_size=window
             )
-        target, blob, decompress = out.data, self._blob, self._local.decompressor.decompress
+        target = out.data
+        blob = self._blob
+        decompress = self._local.decompressor.decompress
         try:
             for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
                 target[place : place + size] = decompress(blob[begin:end])
@@ -136,7 +140,8 @@ class CompressedRows:
 
     def __array__(self, *arguments: Any, **options: Any) -> NoReturn:
         """Refuse to decode all rows where only some may be meant."""
-        rule, remedy = "must be read by rows", "take columns[name][first:end]"
+        rule = "must be read by rows"
+        remedy = "take columns[name][first:end]"
         raise DataError(self._name, rule, f"all {len(self)} rows", remedy)
 
 
@@ -146,7 +151,8 @@ def compress(folder: Path, column: Column) -> dict[str, FileRecord]:
     The dictionary is trained on rows of equal distance; too few rows make none. The same rows make the same
     bytes. Cost: zstd's at level 3, about 2 us per KiB; memory for a few MiB of rows.
     """
-    zstd, plain = zstandard_for("compress", column), folder / column_file(column)
+    zstd = zstandard_for("compress", column)
+    plain = folder / column_file(column)
     rows = np.load(plain, mmap_mode="r").reshape(-1, column.num_elements)
     samples = [row.tobytes() for row in rows[:: math.ceil(rows.nbytes / _SAMPLE_BYTES)]]
     try:

@@ -73,7 +73,8 @@ class Dataset(MapDataset[dict[str, Any]]):
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         """Map a folder whose manifest has been read; use `open`."""
-        self.path, self.files = path, MappedFiles(path)
+        self.path = path
+        self.files = MappedFiles(path)
         self._records = _check_manifest(path, manifest)
         self.fingerprint: str = manifest["fingerprint"]
         self.split: dict[str, float] = dict(manifest["split"])
@@ -81,7 +82,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         self.num_rows: int = manifest["num_rows"]
         self.num_steps: int = manifest["num_steps"]
         self.num_bytes = sum(record.bytes for record in self._records.values())
-        name, kinds = str(path / SCHEMA_FILE), (SchemaError, AttributeError)
+        name = str(path / SCHEMA_FILE)
+        kinds = (SchemaError, AttributeError)
         with DataError.on(name, "must hold a valid schema", *kinds, remedy=REMAKE):
             self.schema = Schema.from_json(manifest["schema"])
         num_trajectories: int = manifest["num_trajectories"]
@@ -249,7 +251,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         if data.get("split") != self.split:
             rule = f"must have been computed for the split {self.split}"
             raise DataError(str(path), rule, data.get("split"), REMAKE)
-        rule, kinds = "must hold the statistics of every column", (KeyError, TypeError, ValueError)
+        rule = "must hold the statistics of every column"
+        kinds = (KeyError, TypeError, ValueError)
         with DataError.on(str(path), rule, *kinds, remedy=REMAKE):
             entries = data["columns"]
             numeric = [column for column in self.schema if not column.is_opaque]
@@ -293,7 +296,8 @@ class Dataset(MapDataset[dict[str, Any]]):
         """
         if not 0 <= i < len(self):
             raise DataError("trajectory id", f"must be in [0, {len(self)})", i)
-        first, length = int(self.first_rows[i]), int(self.lengths[i])
+        first = int(self.first_rows[i])
+        length = int(self.lengths[i])
         result: dict[str, Any] = {}
         for column in self.schema:
             end = first + length + int(column.rows == "T+1")
@@ -336,10 +340,8 @@ def reopened(path: Path, fingerprint: str) -> Dataset:
     """Open a data set that this or another process had open; DataError: it has changed."""
     dataset = Dataset.open(path)
     if dataset.fingerprint != fingerprint:
-        rule, remedy = (
-            f"must still have the fingerprint {fingerprint}",
-            "open it again in this process too",
-        )
+        rule = f"must still have the fingerprint {fingerprint}"
+        remedy = "open it again in this process too"
         raise DataError(str(path), rule, dataset.fingerprint, remedy)
     return dataset
 
@@ -398,7 +400,8 @@ class MappedFiles:
         self._identities: dict[Path, os.stat_result] = {}
         self._maps: dict[Path, np.memmap] = {}
         self._checked_at = time.monotonic()
-        self._folder, opened = folder, os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        self._folder = folder
+        opened = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         # Descriptors of the folder and its files: none of their inodes is used again.
         self._opened: dict[Path, int] = {folder: opened}
         weakref.finalize(self, lambda opened: [*map(os.close, opened.values())], self._opened)

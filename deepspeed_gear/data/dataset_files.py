@@ -43,7 +43,8 @@ class FileRecord:
 
     @classmethod
     def from_json(cls, name: str, entry: Any) -> FileRecord:
-        rule, kinds = "must record bytes, sha256 and probe", (TypeError, KeyError, ValueError)
+        rule = "must record bytes, sha256 and probe"
+        kinds = (TypeError, KeyError, ValueError)
         with DataError.on(name, rule, *kinds, remedy=REMAKE):
             return cls(int(entry["bytes"]), str(entry["sha256"]), str(entry["probe"]))
 
@@ -107,7 +108,8 @@ def column_file(column: Column) -> str:
 
 def npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     """Return a NumPy 1.0 header, in which NumPy leaves room for any number of rows."""
-    header, descr = io.BytesIO(), np.lib.format.dtype_to_descr(dtype)
+    header = io.BytesIO()
+    descr = np.lib.format.dtype_to_descr(dtype)
     description = {"descr": descr, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(header, description)
     return header.getvalue()
@@ -138,7 +140,8 @@ class ArrayFile:
 
     def __init__(self, path: Path, dtype: np.dtype[Any], row_shape: tuple[int, ...]) -> None:
         self.path = path
-        self._dtype, self._row_shape = dtype, row_shape
+        self._dtype = dtype
+        self._row_shape = row_shape
         self._file: BinaryIO = path.open("wb", buffering=_BLOCK_BYTES // 4)
         self._begin = self._file.write(npy_header(dtype, (0, *row_shape)))
         self._digest = hashlib.sha256()
@@ -192,7 +195,8 @@ def check_file(path: Path, record: FileRecord) -> None:
     """Raise DataError unless size and probe of a file are those that were recorded."""
     if not path.is_file():
         raise DataError(str(path), "must exist", None, "a file of the data set is missing")
-    size, rule = path.stat().st_size, f"must have {record.bytes} bytes"
+    size = path.stat().st_size
+    rule = f"must have {record.bytes} bytes"
     if size != record.bytes:
         what = "truncated" if size < record.bytes else "not the one that was written"
         raise DataError(str(path), rule, size, f"the file is {what}; copy it again")

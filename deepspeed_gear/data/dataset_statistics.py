@@ -146,7 +146,8 @@ class KeptRows:
             return self.keep[low:high]
         first = int(np.searchsorted(self.first_rows, low, side="right")) - 1
         last = int(np.searchsorted(self.first_rows, high, side="left"))
-        starts, lengths = self.first_rows[first:last], self.lengths[first:last]
+        starts = self.first_rows[first:last]
+        lengths = self.lengths[first:last]
         mask = np.repeat(self.keep[first:last], lengths + int(self.has_final_row))
         if self.has_final_row and column.rows == "T":
             mask[starts + lengths - starts[0]] = False
@@ -179,7 +180,9 @@ def column_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
     budget = max(1, min(MAX_SAMPLE_ROWS, MAX_SAMPLE_BYTES // column.row_bytes))
     positions = sample_positions(count, budget)
     sample = np.empty((len(positions), column.num_elements), dtype=column.numpy_dtype)
-    moments, seen, taken = np.zeros((Moment.NUM_WORDS, column.num_elements)), 0, 0
+    moments = np.zeros((Moment.NUM_WORDS, column.num_elements))
+    seen = 0
+    taken = 0
     for block in _blocks(values, column, rows):
         moments = add_rows(moments, _as_float64(block, column))
         until = int(np.searchsorted(positions, seen + len(block)))
@@ -211,14 +214,16 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
     An element with fewer than two finite values is left as it is: mean 0, deviation 1. So is the deviation of
     one that is constant, or whose spread float64 does not hold beside its mean: it may vary later.
     """
-    count, mean = moments[Moment.COUNT], moments[Moment.FIRST] + moments[Moment.MEAN]
+    count = moments[Moment.COUNT]
+    mean = moments[Moment.FIRST] + moments[Moment.MEAN]
     std = np.sqrt(moments[Moment.SQUARES] / np.maximum(count, 1.0))
     least = np.maximum(2 * LEAST_SPREAD * np.spacing(np.abs(mean)), _SPREADS[0])
     varies = (count >= 2) & (std >= least) & (std <= _SPREADS[1])
     mean = np.where((count >= 2) & np.isfinite(mean), mean, 0.0)
     low, high = (np.where(varies, moments[word], mean) for word in (Moment.LEAST, Moment.GREATEST))
     arrays = {"mean": mean, "std": np.where(varies, std, 1.0), "min": low, "max": high}
-    found, first = {}, 0
+    found = {}
+    first = 0
     for column in columns:
         own = slice(first, first + column.num_elements)
         parts = {name: array[own].reshape(column.shape) for name, array in arrays.items()}
@@ -233,14 +238,13 @@ def running_statistics(moments: Float64, columns: Sequence[Column]) -> dict[str,
 def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> ColumnStatistics:
     """Compute the statistics of images per channel: exact, from the numbers of pixels of each value."""
     shape = statistics_shape(column)
-    channels, bins = (
-        np.arange(math.prod(shape)).reshape(shape),
-        np.zeros(256 * math.prod(shape), np.int64),
-    )
+    channels = np.arange(math.prod(shape)).reshape(shape)
+    bins = np.zeros(256 * math.prod(shape), np.int64)
     base = np.broadcast_to(256 * channels, column.shape).reshape(-1)
     for block in _blocks(values, column, rows):
         bins += np.bincount((block + base).reshape(-1), minlength=len(bins))
-    pixels, value = bins.reshape(*shape, 256), np.arange(256.0)
+    pixels = bins.reshape(*shape, 256)
+    value = np.arange(256.0)
     until = pixels.cumsum(axis=-1)  # for pixels [2, 0, 3] it is [2, 2, 5]
     count = int(until.flat[-1])
     mean = pixels @ value / count
@@ -252,7 +256,8 @@ def _image_statistics(values: NDArray[Any], column: Column, rows: KeptRows) -> C
         return np.asarray(low + (high - low) * (place % 1))
 
     found = {"mean": mean, "std": std, "min": quantile(0.0), "max": quantile(1.0)}
-    levels, num_rows = {level: quantile(float(level)) for level in QUANTILES}, rows.count(column)
+    levels = {level: quantile(float(level)) for level in QUANTILES}
+    num_rows = rows.count(column)
     return ColumnStatistics(
         count=num_rows, **found, quantiles=levels, quantile_rows=num_rows, non_finite=0
     )

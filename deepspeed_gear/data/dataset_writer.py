@@ -39,7 +39,9 @@ from deepspeed_gear.file_system import exchange_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import SOURCE, Schema
 
-_LOCK_FILE, _PARTIAL, _REPLACED = ".gear-partial", ".partial", ".replaced"
+_LOCK_FILE = ".gear-partial"
+_PARTIAL = ".partial"
+_REPLACED = ".replaced"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _BLOCK_BYTES = 4 * 1024 * 1024
 
@@ -89,7 +91,8 @@ class DatasetWriter:
             raise SchemaError(
                 f"column {media.name}", rule, None, "only tables with a capacity hold media"
             )
-        self.dest, self.schema = Path(os.path.abspath(arguments.folder("dest", dest))), schema
+        self.dest = Path(os.path.abspath(arguments.folder("dest", dest)))
+        self.schema = schema
         self._split = check_split({} if split is None else arguments.mapping("split", split))
         self._source = dict(source or {})
         with DataError.on(
@@ -193,7 +196,8 @@ class DatasetWriter:
 
     def copy_part(self, whole: Dataset, part: DatasetPart, digests: Mapping[str, Any]) -> None:
         """Make this a part of a data set by copying its rows, which are added to the digests of columns."""
-        self._part, self._statistics = part, dataset_files.read_json(whole.path / STATS_FILE)
+        self._part = part
+        self._statistics = dataset_files.read_json(whole.path / STATS_FILE)
         self._grown_from = {
             name: n for name, n in whole.versions.items() if name != whole.fingerprint
         }
@@ -209,10 +213,8 @@ class DatasetWriter:
                 f"{known.path}: part", "must not be appended to", str(known.part), remedy
             )
         if known.schema.columns != tuple(columns):
-            rule, remedy = (
-                f"must be that of what is appended, {self.schema}",
-                "make a data set of its own",
-            )
+            rule = f"must be that of what is appended, {self.schema}"
+            remedy = "make a data set of its own"
             raise DataError(f"{known.path}: schema", rule, str(known.schema), remedy)
         digests = {column.name: hashlib.sha256() for column in known.schema}
         self._copy(known, 0, len(known), digests)
@@ -228,7 +230,8 @@ class DatasetWriter:
 
     def _copy(self, whole: Dataset, begin: int, stop: int, digests: Mapping[str, Any]) -> None:
         """Copy trajectories [begin, stop) of a data set, which are added to the digests of columns."""
-        first, end = whole.row_of(begin), whole.row_of(stop)
+        first = whole.row_of(begin)
+        end = whole.row_of(stop)
         for column in whole.schema:
             low, high = (begin, stop) if column.rows == "1" else (first, end)
             rows = max(1, _BLOCK_BYTES // max(1, column.row_bytes))
@@ -254,10 +257,8 @@ class DatasetWriter:
             raise DataError(str(self.dest), "must be closed once only")
         with undo_on_error(self.discard), writing(self.dest):
             if not self._lengths:
-                rule, remedy = (
-                    "must get at least one trajectory",
-                    "an empty data set is not written",
-                )
+                rule = "must get at least one trajectory"
+                remedy = "an empty data set is not written"
                 raise DataError(str(self.dest), rule, 0, remedy)
             self._complete()
             check_destination(self.dest, self._overwrite)
@@ -268,7 +269,8 @@ class DatasetWriter:
         return Dataset.open(self.dest)
 
     def _complete(self) -> None:
-        lengths, file_of = np.frombuffer(self._lengths, dtype=np.int64), dataset_files.column_file
+        lengths = np.frombuffer(self._lengths, dtype=np.int64)
+        file_of = dataset_files.column_file
         ends = np.cumsum(lengths + int(self.schema.has_final_row))
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
         file = ArrayFile(self._made / dataset_files.EXTENTS_FILE, extents.dtype, (2,))
@@ -350,9 +352,12 @@ class PartialFolder:
     """
 
     def __init__(self, dest: Path) -> None:
-        self._dest, self._folder = dest, dest.with_name(dest.name + _PARTIAL)
-        self.made, lock_file = self._folder / "made", self._folder / _LOCK_FILE
-        folder, replaced = self._folder, self._folder / _REPLACED
+        self._dest = dest
+        self._folder = dest.with_name(dest.name + _PARTIAL)
+        self.made = self._folder / "made"
+        lock_file = self._folder / _LOCK_FILE
+        folder = self._folder
+        replaced = self._folder / _REPLACED
         with writing(dest):
             is_empty = folder.is_dir() and not any(folder.iterdir())
             if folder.exists() and not is_empty and not lock_file.is_file():
@@ -409,7 +414,8 @@ def writing(dest: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:  # h5py raises either, without a number
-        number, text = getattr(error, "errno", None), str(error)
+        number = getattr(error, "errno", None)
+        text = str(error)
         is_full = number in _FULL or any(os.strerror(one) in text for one in _FULL)
         if isinstance(error, GearError) or not (is_full or isinstance(error, OSError)):
             raise
@@ -436,7 +442,8 @@ def write_parts(
     if not are_ends or (np.diff(bounds) < 1).any():
         rule = f"must divide its {len(dataset)} trajectories into parts of at least one"
         raise DataError(str(dataset.path), rule, np.asarray(bounds).tolist(), "ask for fewer parts")
-    holds, instead = "must hold parts only", "or overwrite it (--overwrite)"
+    holds = "must hold parts only"
+    instead = "or overwrite it (--overwrite)"
     check_destination(folder, overwrite, _holds_parts, holds, instead)
     digests = {column.name: hashlib.sha256() for column in dataset.schema}
     sizes = {"trajectories": len(dataset), "rows": dataset.num_rows, "steps": dataset.num_steps}
@@ -447,7 +454,9 @@ def write_parts(
         partial.made.mkdir()
         for index, (first, end) in enumerate(pairwise(np.asarray(bounds).tolist())):
             part = DatasetPart(index=index, count=len(bounds) - 1, first=first, end=end, **of_whole)
-            path, split, source = partial.made / f"part-{index}", dataset.split, dataset.source
+            path = partial.made / f"part-{index}"
+            split = dataset.split
+            source = dataset.source
             with DatasetWriter(path, dataset.schema, split=split, source=source) as writer:
                 writer.copy_part(dataset, part, digests)
         check_copied(dataset, digests)

@@ -53,7 +53,9 @@ class TrajectoryFile(ABC):
 
     def __init__(self, path: Path, schema: Schema, stated: Mapping[str, Any]) -> None:
         """Start a file of the columns of `schema`; `stated` is what it states of them (`written_schema`)."""
-        self.path, self.schema, self.stated = path, schema, stated
+        self.path = path
+        self.schema = schema
+        self.stated = stated
 
     @abstractmethod
     def add(self, name: str, trajectory: Mapping[str, Any]) -> None:
@@ -126,7 +128,8 @@ class MinariFile(TrajectoryFile):
         (path / "data").mkdir(parents=True)
         self._disk = _Hdf5Disk(path / "data" / "main_data.hdf5")
         self._file = h5py.File(self._disk, "w")
-        self._steps, self._actions = 0, (0, 0)
+        self._steps = 0
+        self._actions = (0, 0)
 
     def _key(self, column: Column) -> list[str]:
         """Return the path of a column's array; raise DataError if it would be read as another column."""
@@ -136,7 +139,8 @@ class MinariFile(TrajectoryFile):
             and replace(column, dtype="int64", rows="1") == column
         ):
             return []
-        name, role = f"column {column.name}", head if head in GROUPS.values() else "other"
+        name = f"column {column.name}"
+        role = head if head in GROUPS.values() else "other"
         read = None
         if not column.is_opaque and column.dtype != "bfloat16" and column.rows != "1":
             rows = "T+1" if role == "observation" else column.rows
@@ -162,7 +166,8 @@ class MinariFile(TrajectoryFile):
         self._disk.check()
         self._steps += steps
         if "action" in trajectory and trajectory["action"].ndim == 1:
-            low, high = int(trajectory["action"].min()), int(trajectory["action"].max())
+            low = int(trajectory["action"].min())
+            high = int(trajectory["action"].max())
             self._actions = min(low, self._actions[0]), max(high, self._actions[1])
 
     def close(self) -> None:
@@ -235,7 +240,8 @@ class ParquetFile(TrajectoryFile):
         table = table.replace_schema_metadata({SCHEMA_KEY: json.dumps(self.stated)})
         self._file = self._file or self._arrow.parquet.ParquetWriter(self.path, table.schema)
         self._file.write_table(table)
-        self._rows, self._num_bytes = [], 0
+        self._rows = []
+        self._num_bytes = 0
 
     def _array(self, column: Column) -> Any:
         values = [row[column.name] for row in self._rows]
@@ -377,15 +383,18 @@ def export(
     if format not in FORMATS:
         rule = f"must be one of {', '.join(FORMATS)}"
         raise DataError("format", rule, format, known_names(format, FORMATS))
-    kind, select = FORMATS[format], ColumnSelection(columns)
+    kind = FORMATS[format]
+    select = ColumnSelection(columns)
     names = (LENGTH,) if schema.role("reward") is None else (LENGTH, RETURN)
     derived = [c for c in schema if replace(c, allow_nan=False) in names]
     needed = (*GROUPS.values(), *NEEDED)
     kept = Schema([c for c in schema if c not in derived and (c.role in needed or select(c.name))])
     select.check_used(dest)
-    rule, instead = f"must be of the format {format}", "or overwrite it (--overwrite)"
+    rule = f"must be of the format {format}"
+    instead = "or overwrite it (--overwrite)"
     check_destination(dest, overwrite, kind.replaces, rule, instead)
-    partial, count = PartialFolder(dest), 0
+    partial = PartialFolder(dest)
+    count = 0
     with ExitStack() as stack, writing(dest):
         stack.callback(partial.discard)
         whole = (
@@ -416,8 +425,6 @@ def _check_derived(
             wanted = as_numbers(trajectory[reward.name], reward).astype(np.float64).sum()
         value = trajectory[column.name]
         if np.asarray(wanted, value.dtype).tobytes() != value.tobytes():
-            rule, remedy = (
-                f"must be {wanted}, as gear ingest derives it",
-                "ingest the data set's own sources",
-            )
+            rule = f"must be {wanted}, as gear ingest derives it"
+            remedy = "ingest the data set's own sources"
             raise DataError(f"{name}: column {column.name}", rule, value.item(), remedy)

@@ -96,7 +96,8 @@ class MediaSpec:
         taken = dict(trajectory)
         if SENT in taken:
             items.update((item.number, item) for item in self.received(name, taken.pop(SENT)))
-        given, at = taken.get(self.column, {}), f"{name}: column {self.column}"
+        given = taken.get(self.column, {})
+        at = f"{name}: column {self.column}"
         if not isinstance(given, Mapping):
             if np.asarray(given).dtype.kind not in "iu":
                 rule = "must be {step: Media}, or numbers of what is stored"
@@ -148,7 +149,8 @@ class MediaSpec:
 
     def rows(self, content: np.ndarray) -> dict[str, np.ndarray]:
         """Return the rows of each column of an item's content, as views. [rows, *shape]."""
-        at, found = _WORD * len(self.columns), {}
+        at = _WORD * len(self.columns)
+        found = {}
         for column, count in zip(self.columns, content[:at].view(np.int64).tolist(), strict=True):
             size = count * column.row_bytes
             flat = content[at : at + size].view(column.numpy_dtype)

@@ -34,10 +34,8 @@ def encode(value: Any, column: Column, name: str) -> np.ndarray:
         return value
     content = json_text(value, name) if column.dtype == "json" else byte_string(value, name)
     if len(content) > column.max_bytes:
-        rule, remedy = (
-            f"must have at most max_bytes = {column.max_bytes} bytes",
-            "raise it, or store less",
-        )
+        rule = f"must have at most max_bytes = {column.max_bytes} bytes"
+        remedy = "raise it, or store less"
         raise DataError(name, rule, len(content), remedy)
     row = np.zeros(column.shape, np.uint8)
     content = len(content).to_bytes(LENGTH_BYTES, "little") + content

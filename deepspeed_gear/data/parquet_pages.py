@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-DATA, DICTIONARY, DATA_V2 = 0, 2, 3  # types of pages
+# types of pages
+DATA = 0
+DICTIONARY = 2
+DATA_V2 = 3
 _BY_DICTIONARY = (2, 8)  # encodings: indices into the dictionary
 _BY_PREFIX = 7  # and values that share the beginning of the one before
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 12, "FLOAT": 4, "DOUBLE": 8}
@@ -91,7 +94,8 @@ def value_width(column: Any) -> int:
 def _pages(content: memoryview, chunk: Any) -> Iterator[_Page]:
     """Yield the pages of a column chunk, as many as pyarrow reads."""
     kinds = {DATA: 5, DATA_V2: 8, DICTIONARY: 7}  # the field that has the header of its type
-    at, first = chunk.data_page_offset, chunk.dictionary_page_offset
+    at = chunk.data_page_offset
+    first = chunk.dictionary_page_offset
     at = first if chunk.has_dictionary_page and first and 0 < first < at else at
     end = min(len(content), at + chunk.total_compressed_size)
     seen = 0
@@ -101,7 +105,8 @@ def _pages(content: memoryview, chunk: Any) -> Iterator[_Page]:
         of_data = header.get(kinds.get(kind, 0), {})
         if not isinstance(of_data, dict):
             raise ValueError("a page header with other fields than Parquet's")
-        count, encoding = of_data.get(1, 0), of_data.get(4 if kind == DATA_V2 else 2, 0)
+        count = of_data.get(1, 0)
+        encoding = of_data.get(4 if kind == DATA_V2 else 2, 0)
         if not all(
             isinstance(one, int) and one >= 0 for one in (kind, size, length, count, encoding)
         ):
@@ -119,7 +124,9 @@ def _longest(arrow: Any, compression: str, page: _Page) -> int:
             plain = arrow.Codec(compression).decompress(page.body, page.size)
         except (ValueError, OSError, NotImplementedError):  # such as the framed LZ4 of Hadoop
             return page.size
-    words, at, longest = memoryview(plain), 0, 0
+    words = memoryview(plain)
+    at = 0
+    longest = 0
     while at + 4 <= len(words):
         length = int.from_bytes(words[at : at + 4], "little")
         longest, at = max(longest, length), at + 4 + length
@@ -134,7 +141,8 @@ def _struct(content: memoryview, at: int, depth: int) -> tuple[dict[int, Any], i
         head, at = _byte(content, at)
         if head == 0:
             return fields, at
-        kind, step = head & 15, head >> 4
+        kind = head & 15
+        step = head >> 4
         if step:
             number += step
         else:

@@ -44,7 +44,8 @@ def merge(parts: Sequence[Float64]) -> Float64:
     """Merge moments, [6, elements], in order; those without rows change no bit."""
     total = np.array(parts[0])
     for part in parts[1:]:
-        known, added = total[Moment.COUNT], part[Moment.COUNT]
+        known = total[Moment.COUNT]
+        added = part[Moment.COUNT]
         share = added / np.maximum(known + added, 1.0)
         away = (part[Moment.FIRST] - total[Moment.FIRST]) + (part[Moment.MEAN] - total[Moment.MEAN])
         mean = total[Moment.MEAN] + away * share

@@ -119,7 +119,8 @@ def as_stored(value: Any, column: Column, table: str, num_rows: int | None = Non
             array = np.asarray(value)
         are_bits = array.dtype == np.uint16
     if array.dtype.kind not in "biuf":
-        rule, remedy = f"must be convertible to {column.dtype}", ""
+        rule = f"must be convertible to {column.dtype}"
+        remedy = ""
         if isinstance(value, Mapping):
             remedy = f"name the columns {column.name}.<key> to store its parts"
         raise DataError(name, rule, str(array.dtype), remedy)

@@ -46,7 +46,8 @@ def check_trajectories(
     table: RingTable, columns: Columns, lengths: Tensor | None
 ) -> tuple[int, int]:
     """Raise if trajectories cannot be added, from shapes and dtypes alone; return their number and steps."""
-    schema, device = table.schema, table.state.device
+    schema = table.schema
+    device = table.state.device
     _check_names("columns", columns, schema.names, schema.names)
     # Of the first column that has them: those of all.
     count = next(
@@ -117,8 +118,10 @@ def check_step(
     """Raise if a step of every environment cannot be added, from shapes and dtypes alone."""
     if mode not in MODES:
         raise ConfigError("autoreset", f"must be one of {', '.join(MODES)}", mode)
-    schema, of_step = table.schema, (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
-    known, needed = {column.name: column for column in schema}, [*schema.names]
+    schema = table.schema
+    of_step = (table.state.device, [table.num_envs], _PER_ENVIRONMENT)
+    known = {column.name: column for column in schema}
+    needed = [*schema.names]
     for role in ("terminated", "truncated"):
         if schema.role(role) is None and role not in known:
             known[role] = Column(role, "bool")
@@ -165,8 +168,11 @@ class AddFilter:
         self._tests: list[tuple[str, float | None, float | None, Tensor | None]] = []
         limits = torch.iinfo(torch.int64)
         for condition in conditions:
-            name, dtype = condition.column, DTYPES[schema[condition.column].dtype]
-            least, most, among = condition.minimum, condition.maximum, condition.among
+            name = condition.column
+            dtype = DTYPES[schema[condition.column].dtype]
+            least = condition.minimum
+            most = condition.maximum
+            among = condition.among
             if schema[name].late:
                 rule = "must not be late where gear.sampler.where names it, in a table on devices"
                 raise SchemaError(f"column {name}", rule)
@@ -177,7 +183,9 @@ class AddFilter:
                 if among is not None:
                     among = tuple(n for n in among if limits.min <= n <= limits.max and n == int(n))
                 if (least or 0) > limits.max or (most or 0) < limits.min:
-                    least, most, among = None, None, ()
+                    least = None
+                    most = None
+                    among = ()
                 least = None if least is None else max(math.ceil(least), limits.min)
                 most = None if most is None else min(math.floor(most), limits.max)
             number = float if dtype.is_floating_point else int

@@ -93,7 +93,8 @@ def save(
             written[name] = {f"{part.name}/{save_folders.MANIFEST}": digest}
         return written
 
-    state, is_first = partial(position_of, plan, tables), plan.topology.rank == 0
+    state = partial(position_of, plan, tables)
+    is_first = plan.topology.rank == 0
     return save_folders.write_save(
         plan.exchange, folder, list(tables), kept, is_first, write, state
     )
@@ -105,11 +106,15 @@ def load(plan: Resolved, tables: Tables, folder: Path, state: save_folders.State
     On another number the trajectories are dealt anew (`deal`; rank 0 logs what does not fit); of a data set's
     priorities, replica r gets those of saved replica r modulo their number.
     """
-    exchange, what = plan.exchange, "loading the table on the device"
-    replica, replicas = plan.topology.place.data_rank, plan.info.data_world
+    exchange = plan.exchange
+    what = "loading the table on the device"
+    replica = plan.topology.place.data_rank
+    replicas = plan.info.data_world
 
     def read() -> tuple[dict[str, dict[str, Tensor]], dict[str, int]]:
-        save, content, left_out = save_folders.save_of(state), {}, {}
+        save = save_folders.save_of(state)
+        content = {}
+        left_out = {}
         for name, table in tables.items():
             of_save = save_folders.find(folder, name, save)
             count = len(save["tables"][name])
@@ -167,10 +172,8 @@ def deal(
     every = [content["slots"].numpy() for content in saved]
     stored = [np.flatnonzero(records[:, Slot.STATE] == SlotState.COMMITTED) for records in every]
     slots = np.concatenate([records[which] for records, which in zip(every, stored, strict=True)])
-    shard, places = (
-        np.repeat(np.arange(len(saved)), [len(which) for which in stored]),
-        np.concatenate(stored),
-    )
+    shard = np.repeat(np.arange(len(saved)), [len(which) for which in stored])
+    places = np.concatenate(stored)
     order = np.lexsort((shard, slots[:, Slot.ID], slots[:, Slot.BORN]))
     # Of 2 replicas with 3 environments, replica 0 gets the trajectories 0, 1, 2, 6, 7, 8, 12, ... by age.
     envs = max(table.num_envs, 1)
@@ -182,17 +185,21 @@ def deal(
 
     new = {name: torch.zeros_like(tensor, device="cpu") for name, tensor in table.content.items()}
     # Ids go on at a multiple of the slots, so that id modulo slots is the number of the slot.
-    count, following = len(slots), max(int(content["state"][RingState.NEXT]) for content in saved)
+    count = len(slots)
+    following = max(int(content["state"][RingState.NEXT]) for content in saved)
     base = -(-following // table.num_slots) * table.num_slots
-    records, ids = slots.copy(), base + np.arange(count)
-    records[:, Slot.GENERATION], records[:, Slot.ID] = ids // table.num_slots, ids
+    records = slots.copy()
+    ids = base + np.arange(count)
+    records[:, Slot.GENERATION] = ids // table.num_slots
+    records[:, Slot.ID] = ids
     records[:, Slot.FIRST_ROW] = first_rows
     new["slots"][:count], new["begins"][:count] = (
         torch.from_numpy(records),
         torch.from_numpy(first_rows),
     )
     if table.num_envs:
-        part, ends = table.num_rows // envs, np.zeros(envs, np.int64)
+        part = table.num_rows // envs
+        ends = np.zeros(envs, np.int64)
         np.maximum.at(ends, first_rows // part, first_rows % part + records[:, Slot.NUM_ROWS])
         new["opened"][:, OpenTrajectory.NEXT_ROW] = torch.from_numpy(ends)
 
@@ -219,7 +226,8 @@ def deal(
     table.ops.tree_build_(new["sums"], table.num_items)
     if len(new["minima"]):
         table.ops.minima_build_(new["minima"], new["sums"], table.num_items)
-    state, states = new["state"], torch.stack([content["state"] for content in saved])
+    state = new["state"]
+    states = torch.stack([content["state"] for content in saved])
     for word in _COUNTED if replica == 0 else ():  # those of the whole run are the first replica's
         state[word] = states[:, word].sum()
     for word in (RingState.BATCH, RingState.TOTAL, RingState.INITIAL, _HIGHEST):
@@ -227,7 +235,8 @@ def deal(
     # Sample i of a replica has number i * replicas + replica.
     state[RingState.SAMPLES] = -(-states[:, RingState.SAMPLES].sum() // replicas)
     state[_DRAWABLE] = torch.count_nonzero(new["sums"][: table.num_items])
-    state[RingState.TAIL], state[RingState.NEXT] = base, base + count
+    state[RingState.TAIL] = base
+    state[RingState.NEXT] = base + count
     state[RingState.HEAD] = int(records[:, Slot.NUM_ROWS].sum())
     state[RingState.STEPS] = int(records[:, Slot.NUM_STEPS].sum())
     return new, num_left_out

@@ -33,7 +33,8 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     Between GPUs it is NCCL's, queued on the current CUDA stream: the host does not wait, and it can be
     captured. Ranks that share a GPU, which NCCL refuses, use gloo and host memory.
     """
-    topology, group = plan.topology, plan.group
+    topology = plan.topology
+    group = plan.group
     mine = [
         rank
         for rank, place in enumerate(topology.places)
@@ -68,12 +69,14 @@ class DeviceLoader:
     def __init__(
         self, plan: Resolved, mixture: TableMixture, burn_in: BurnIn | None, owner: object
     ) -> None:
-        self._mixture, self._data_rank = mixture, plan.topology.place.data_rank
+        self._mixture = mixture
+        self._data_rank = plan.topology.place.data_rank
         #: Of this replica's ranks; None: it is one rank, or nothing is reported.
         self._broadcast = (
             replica_broadcast(plan, mixture.device) if mixture.is_prioritized else None
         )
-        self._burn_in, self._owner = burn_in, owner
+        self._burn_in = burn_in
+        self._owner = owner
         info = self._info = plan.info
         count = info.micro * info.accumulation
         self._all = torch.zeros(
@@ -93,8 +96,10 @@ class DeviceLoader:
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def new_batch(self) -> DeviceBatch:
-        micro, mixture = self._info.micro, self._mixture
-        records, weight = torch.zeros_like(self._all[:micro]), None
+        micro = self._info.micro
+        mixture = self._mixture
+        records = torch.zeros_like(self._all[:micro])
+        weight = None
         if mixture.is_prioritized:
             weight = torch.ones(micro, device=mixture.device)
         facts = mixture.has_step_items, mixture.totals()[0], self._burn_in
@@ -108,10 +113,13 @@ class DeviceLoader:
         """Fill a batch with this rank's next micro batch; see `DeviceReplay.sample_`."""
         if not torch.compiler.is_compiling():
             note_overwritten(out.written)
-        mixture, info, micro = self._mixture, self._info, self.next_micro
+        mixture = self._mixture
+        info = self._info
+        micro = self.next_micro
         if micro == 0:
             self.apply_updates()
-        first, source = self._data_rank + micro * info.data_world, mixture.sources[micro]
+        first = self._data_rank + micro * info.data_world
+        source = mixture.sources[micro]
         if info.accumulation == 1:
             mixture.select_(
                 out.records, self._all_weights if out.importance is None else out.importance
@@ -199,10 +207,13 @@ class DeviceBatch(Batch):
         owner: object = None,
         mixture: TableMixture | None = None,
     ) -> None:
-        self.buffers, self.micro, self.owner = buffers, 0, owner
+        self.buffers = buffers
+        self.micro = 0
+        self.owner = owner
         self._mixture = mixture
         #: What the samples resolved to, [B, 8], int64, and their PER weights; None: they are all 1.
-        self.records, self.importance = records, weight
+        self.records = records
+        self.importance = weight
         self.written = [*buffers.all, records, *([] if weight is None else [weight])]
         epoch = torch.zeros(len(records), dtype=torch.int64, device=records.device)
         valid = records[:, Resolution.ID] >= 0
@@ -269,7 +280,10 @@ class DeviceEvaluation:
         splits: Mapping[str, StreamSpec],
         burn_in: BurnIn | None,
     ) -> None:
-        self._plan, self._table, self._splits, self._burn_in = plan, table, splits, burn_in
+        self._plan = plan
+        self._table = table
+        self._splits = splits
+        self._burn_in = burn_in
         self._items: dict[str, tuple[Tensor, int]] = {}
         self._begun: dict[str, int] = {}
 
@@ -286,11 +300,9 @@ class DeviceEvaluation:
     def _pass(
         self, spec: StreamSpec, records: Tensor, size: int, number: int
     ) -> Iterator[DeviceBatch]:
-        micro, place, gatherer = (
-            self._plan.info.micro,
-            self._plan.topology.place,
-            self._table.gatherer,
-        )
+        micro = self._plan.info.micro
+        place = self._plan.topology.place
+        gatherer = self._table.gatherer
         total = torch.tensor(size, device=records.device)
         facts = spec.rule.unit == "step", total, self._burn_in
         ring = [
@@ -298,7 +310,8 @@ class DeviceEvaluation:
             for _ in range(_RING)
         ]
         for index in range(len(records) // spec.batch):
-            batch, first = ring[index % _RING], index * spec.batch
+            batch = ring[index % _RING]
+            first = index * spec.batch
             batch.records.copy_(
                 records[first : first + spec.batch][place.data_rank :: place.data_world]
             )
@@ -315,7 +328,9 @@ class DeviceEvaluation:
                 "stream", f"must be one of {known}", split, "give the data set a split"
             )
         if split not in self._items:
-            spec, table, ops = self._splits[split], self._table.table, self._plan.ops
+            spec = self._splits[split]
+            table = self._table.table
+            ops = self._plan.ops
             masses = torch.from_numpy(masses_of(self._plan, self._table.name, spec))
             sums = torch.zeros(tree_size(len(masses)), dtype=torch.int64)
             sums[: len(masses)] = masses
@@ -324,7 +339,8 @@ class DeviceEvaluation:
             count = -(-size // spec.batch) * spec.batch
             records = torch.zeros(count, Resolution.NUM_WORDS, dtype=torch.int64)
             if count:
-                rule, unit = spec.rule.anchors.as_list(), UNIT_CODES[spec.rule.unit]
+                rule = spec.rule.anchors.as_list()
+                unit = UNIT_CODES[spec.rule.unit]
                 known_items = (table.slots.cpu(), torch.arange(count) % size)
                 ops.resolve_(records, sums, *known_items, rule, unit, spec.seed, spec.key, 0)
             self._items[split] = records.to(table.device), size

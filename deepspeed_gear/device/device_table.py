@@ -92,13 +92,14 @@ class DeviceTable:
         spec: StreamSpec,
         engine_dtype: torch.dtype,
     ) -> None:
-        config, needs, options = plan.config, plan.needs, plan.tables[name].options
-        self.name, self.table, self.betas = (
-            name,
-            table,
-            WeightExponents(config.item_sampler, table.device),
-        )
-        self.seed, self.key = spec.seed, spec.key
+        config = plan.config
+        needs = plan.needs
+        options = plan.tables[name].options
+        self.name = name
+        self.table = table
+        self.betas = WeightExponents(config.item_sampler, table.device)
+        self.seed = spec.seed
+        self.key = spec.key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
         # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no guard.
@@ -140,7 +141,9 @@ class DeviceTable:
 
     def select_(self, records: Tensor, weights: Tensor) -> None:
         """Draw the next global batch into records, [B, 8], int64, and PER weights, [B], float32, or [0]."""
-        table, ops, most = self.table, self.table.ops, self._most
+        table = self.table
+        ops = self.table.ops
+        most = self._most
         how = (table.items.anchors, table.shape, self._draw, self._unit)
         given = (table.state, records, weights, table.slots, table.sums)
         if self._takes_highest:
@@ -154,13 +157,15 @@ class DeviceTable:
                 *given, table.minima, table.row_slots, self.betas.next_(table.state), *how
             )
         if most:
-            slots, ids = records[:, Resolution.SLOT], records[:, Resolution.ID]
+            slots = records[:, Resolution.SLOT]
+            ids = records[:, Resolution.ID]
             times = table.slots[:, Slot.TIMES_SAMPLED][slots.clamp(min=0)]
             table.remove_(torch.where(times >= most, ids, Resolution.NO_SAMPLE))
 
     def update_(self, records: Tensor, values: Tensor) -> None:
         """Set the priorities of samples; of equal items the last wins. [B, 8], int64; [B], float32."""
-        table, items = self.table, self.table.items
+        table = self.table
+        items = self.table.items
         known = (table.state, table.sums, table.minima, table.priorities, table.slots)
         unit = MassUnit.STEP if items.by_row else MassUnit.TRAJECTORY
         rest = (items.anchors, table.shape, unit, items.alpha, items.most_bits)
@@ -199,11 +204,10 @@ class TableMixture:
         owners = np.repeat(np.arange(len(tables)), self._counts)
         by_part = (owners[part::num_parts] for part in range(num_parts))
         self.sizes = [np.bincount(own, minlength=len(tables)).tolist() for own in by_part]
-        self.is_prioritized, self.buffers = (
-            tables[0].table.items.has_priorities,
-            tables[0].gatherer.buffers,
-        )
-        self.has_step_items, self.device = tables[0].has_step_items, tables[0].table.device
+        self.is_prioritized = tables[0].table.items.has_priorities
+        self.buffers = tables[0].gatherer.buffers
+        self.has_step_items = tables[0].has_step_items
+        self.device = tables[0].table.device
         #: Table of each sample of each micro batch; None: there is one. [B], int64.
         self.sources: list[Tensor | None] = [
             torch.repeat_interleave(torch.tensor(sizes)).to(self.device)
@@ -291,18 +295,20 @@ def table_of(
     plan: Resolved, name: str, spec: StreamSpec, ops: Ops, device: torch.device
 ) -> RingTable:
     """Return this rank's table: with the whole data set, or empty and with the whole capacity."""
-    options, schema, dataset = (
-        plan.tables[name].options,
-        plan.schemas[name],
-        plan.datasets.get(name),
-    )
-    items, final, envs = ItemRule.of(spec), int(schema.has_final_row), options.num_envs
+    options = plan.tables[name].options
+    schema = plan.schemas[name]
+    dataset = plan.datasets.get(name)
+    items = ItemRule.of(spec)
+    final = int(schema.has_final_row)
+    envs = options.num_envs
     longest = options.max_length or 0
     if dataset is not None:
         if len(dataset) != dataset.num_trajectories_of_whole:
             at = f"gear.tables.{name}.data"
             raise ConfigError(at, "must be whole on every node for a table on devices")
-        rows, slots, longest = dataset.num_rows, len(dataset), int(dataset.lengths.max())
+        rows = dataset.num_rows
+        slots = len(dataset)
+        longest = int(dataset.lengths.max())
     elif envs is not None:
         partial = [str(field.derived) for field in plan.fields if field.needs_episode]
         if partial:

@@ -63,17 +63,18 @@ class ItemRule:
 
     @classmethod
     def of(cls, spec: StreamSpec) -> ItemRule:
-        rule, priorities = spec.rule, spec.priorities
-        unit, anchors = (
-            MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit],
-            rule.anchors.as_list(),
-        )
+        rule = spec.rule
+        priorities = spec.priorities
+        unit = MassUnit.LENGTH if rule.by_length else UNIT_CODES[rule.unit]
+        anchors = rule.anchors.as_list()
         if priorities is None:
             return cls(False, False, False, anchors, unit)
-        alpha, initial = int(priorities.alpha(0) * ONE_Q62), HIGHEST_SO_FAR
+        alpha = int(priorities.alpha(0) * ONE_Q62)
+        initial = HIGHEST_SO_FAR
         if priorities.initial is not None:
             initial = int(np.float32(priorities.initial).view(np.int32))
-        by_row, has_minima = rule.unit == "step", priorities.normalize == "table"
+        by_row = rule.unit == "step"
+        has_minima = priorities.normalize == "table"
         return cls(by_row, True, has_minima, anchors, unit, alpha, initial, priorities.most_bits)
 
 
@@ -157,10 +158,18 @@ class RingTable:
     """
 
     def __init__(self, spec: RingTableSpec, ops: Ops, device: torch.device) -> None:
-        self.schema, self.items, self.ops, self.device = spec.schema, spec.items, ops, device
+        self.schema = spec.schema
+        self.items = spec.items
+        self.ops = ops
+        self.device = device
         self.compressed: dict[str, CompressedRows] = {}  # a data set with such columns is refused
-        schema, items, num_rows, num_slots = spec.schema, spec.items, spec.num_rows, spec.num_slots
-        self.num_rows, self.num_slots, self.num_envs = num_rows, num_slots, spec.num_envs
+        schema = spec.schema
+        items = spec.items
+        num_rows = spec.num_rows
+        num_slots = spec.num_slots
+        self.num_rows = num_rows
+        self.num_slots = num_slots
+        self.num_envs = spec.num_envs
         self.most_steps = spec.most_steps
         self.shape = [num_rows, num_slots, int(schema.has_final_row), spec.most_steps]
         self.num_items = num_rows if items.by_row else num_slots
@@ -197,7 +206,8 @@ class RingTable:
         reward = schema.role("reward")
         self._rewards = None if reward is None else self.columns[reward.name]
         self.state = zeros(RingState.NUM_WORDS)
-        self.slots, self.begins = zeros(num_slots, Slot.NUM_WORDS), zeros(num_slots)
+        self.slots = zeros(num_slots, Slot.NUM_WORDS)
+        self.begins = zeros(num_slots)
         self.sums = zeros(tree_size(self.num_items))
         self.minima = zeros(minima_size(self.num_items) if items.has_minima else 0)
         self.priorities = zeros(self.num_items if items.has_priorities else 0, dtype=torch.float32)
@@ -254,13 +264,16 @@ class RingTable:
         `masses` are of trajectories; `admitted` is which rows are anchors, where items are rows.
         """
         dataset.files.guard(self.ops.native)
-        lengths, count, items = dataset.lengths, len(dataset.lengths), self.items
+        lengths = dataset.lengths
+        count = len(dataset.lengths)
+        items = self.items
         records = np.zeros((count, Slot.NUM_WORDS), np.int64)
         records[:, Slot.STATE], records[:, Slot.ID] = (
             SlotState.COMMITTED,
             np.arange(count) + dataset.first_id,
         )
-        records[:, Slot.FIRST_ROW], records[:, Slot.NUM_STEPS] = dataset.first_rows, lengths
+        records[:, Slot.FIRST_ROW] = dataset.first_rows
+        records[:, Slot.NUM_STEPS] = lengths
         records[:, Slot.NUM_ROWS] = lengths + int(self.schema.has_final_row)
         self.slots.copy_(torch.from_numpy(records))
         for column in self.schema:
@@ -365,7 +378,8 @@ class RingTable:
         self.ops.ring_extend_(
             *known, placed, begun, self._truncations, *flags, *self._item_rule, mode == "next_step"
         )
-        rows, once = {}, {}
+        rows = {}
+        once = {}
         for column in self.schema:
             values = columns[column.name]
             if column.rows == "1":

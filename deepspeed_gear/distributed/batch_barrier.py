@@ -34,7 +34,8 @@ GRACE_S = (
     2 + 2 * SPREAD_BEATS * MOST_BEAT_S
 )  # ranks wait longer for their leader than it for other nodes
 NO_DIGEST = 0
-_AWAKE_S, _POLL_S = 500e-6, 200e-6
+_AWAKE_S = 500e-6
+_POLL_S = 200e-6
 
 
 class BarrierWord:
@@ -76,8 +77,12 @@ class BatchBarrier:
         early: bool = False,
         detector: FailureDetector | None = None,
     ) -> None:
-        self._table, self._timeout_s, self._topology = table, timeout_s, topology
-        self._channel, self._detector, self._peer = channel, detector, table.memory.peer
+        self._table = table
+        self._timeout_s = timeout_s
+        self._topology = topology
+        self._channel = channel
+        self._detector = detector
+        self._peer = table.memory.peer
         self.is_early = early and over_nodes
         self._pending: Callable[[], np.ndarray] | None = (
             None  # waits for messages of the barrier under way
@@ -95,7 +100,8 @@ class BatchBarrier:
         word = BarrierWord.RELEASED if self._follows else BarrierWord.REACHED
         self._progress: np.ndarray = self._words[:, word]
         self._leader_ended: float | None = None  # when the leader was first found to have ended
-        self._end, self._next_look = BarrierWord.ENDED_WELL, 0.0
+        self._end = BarrierWord.ENDED_WELL
+        self._next_look = 0.0
         self._count = 0  # barriers that this rank has reached
         self._is_open = False  # this rank has reached the last one, but not passed it yet
         self._takes_part = self._peer in self._members
@@ -173,7 +179,8 @@ class BatchBarrier:
 
     def restart(self) -> None:
         """Count barriers from 0 again, as when a checkpoint is loaded, between two waits of all ranks."""
-        self._count, self._is_open = 0, False
+        self._count = 0
+        self._is_open = False
         self._mine[[BarrierWord.REACHED, BarrierWord.FAILED, BarrierWord.RELEASED]] = 0
         self._publish_passed()
 
@@ -250,7 +257,8 @@ class BatchBarrier:
         """Exchange status, and failures and digests if any, with the other leaders; raise their PeerError."""
         digests = self._digests()
         wait = self._pending or self._begin_status(channel, failure is not None)
-        self._pending, received = None, wait()
+        self._pending = None
+        received = wait()
         if (received[:, BarrierMessage.NUMBER] != self._count).any():
             node = int(np.nonzero(received[:, BarrierMessage.NUMBER] != self._count)[0][0])
             channel.raise_ended(node, f"it ended before batch barrier {self._count}")
@@ -307,10 +315,8 @@ class BatchBarrier:
         if self._detector is not None:
             self._detector.check()
         for peer in self._lagging():
-            lives, has_ended = (
-                self._table.memory.is_alive(peer),
-                self._words[peer, BarrierWord.ENDED],
-            )
+            lives = self._table.memory.is_alive(peer)
+            has_ended = self._words[peer, BarrierWord.ENDED]
             if self._progress[peer] >= self._count:  # meanwhile
                 continue
             if has_ended:
@@ -327,7 +333,8 @@ class BatchBarrier:
                 raise PeerError(f"rank {self._ranks[peer]}", rule, self._passed(peer), remedy)
 
     def _died(self, peer: int) -> PeerError:
-        name, rule = f"rank {self._ranks[peer]}", "must live as long as the others train"
+        name = f"rank {self._ranks[peer]}"
+        rule = "must live as long as the others train"
         return PeerError(name, rule, None, f"it died after {self._passed(peer)}")
 
     def _passed(self, peer: int) -> str:

@@ -37,17 +37,16 @@ class ControlPlane:
 
     def __init__(self, process_group: Any = None) -> None:
         self.process_group = process_group
-        self.rank, self.world_size = 0, 1
+        self.rank = 0
+        self.world_size = 1
         self._group: Any = None
         self._ranks: tuple[int, ...] = ()
         self._lost: Callable[[], GearError | None] | None = None
         self._note_broken: Callable[[], None] | None = None
         if not (dist.is_available() and dist.is_initialized()):
             return
-        self.rank, self.world_size = (
-            dist.get_rank(process_group),
-            dist.get_world_size(process_group),
-        )
+        self.rank = dist.get_rank(process_group)
+        self.world_size = dist.get_world_size(process_group)
         if self.world_size > 1:
             # torch 2.4 does not accept None in get_process_group_ranks.
             group = dist.group.WORLD if process_group is None else process_group
@@ -65,7 +64,8 @@ class ControlPlane:
         """Look for lost ranks while this one waits for others, until `close`: `lost` returns their error, and
         `note_broken` is called where a connection has broken.
         """
-        self._lost, self._note_broken = lost, note_broken
+        self._lost = lost
+        self._note_broken = note_broken
 
     def run(self, start: Callable[[], Any]) -> None:
         """Run the gloo collective that `start` begins; raise PeerError, with its name, if a rank is lost."""
@@ -73,7 +73,8 @@ class ControlPlane:
             work = start()
         except RuntimeError as error:
             raise self._failure(error) from error
-        log, lost_s = WaitLog(f"rank {self.rank}"), 0.0
+        log = WaitLog(f"rank {self.rank}")
+        lost_s = 0.0
         while True:
             is_over = work.is_completed()
             try:
@@ -97,10 +98,8 @@ class ControlPlane:
             and (found := wait_until(self._lost, VERDICT_S, _LISTEN_S / 2)) is not None
         ):
             return found
-        text, remedy = (
-            str(error).splitlines()[0],
-            "look for the first error in the other ranks' logs",
-        )
+        text = str(error).splitlines()[0]
+        remedy = "look for the first error in the other ranks' logs"
         return PeerError("a rank", "must answer", text, remedy)
 
     def gather(self, value: Any) -> list[Any]:

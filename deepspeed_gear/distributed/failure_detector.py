@@ -64,21 +64,26 @@ class FailureDetector:
         name: str,
         timeout_s: float,
     ) -> None:
-        self._memory, self._topology = memory, topology
+        self._memory = memory
+        self._topology = topology
         self._words: np.ndarray = views["watch/words"]
         self._texts: np.ndarray = views["watch/texts"]
-        self._timeout_s, self._beat_s = timeout_s, min(MOST_BEAT_S, timeout_s / 8)
-        self._ranks, self._peer = topology.peers, memory.peer
+        self._timeout_s = timeout_s
+        self._beat_s = min(MOST_BEAT_S, timeout_s / 8)
+        self._ranks = topology.peers
+        self._peer = memory.peer
         self._problem = ""  # the first one that any rank has reported, as far as this rank knows
         self._failure: LostNodeError | None = None
         self._patience_s = STUCK_S
-        self._stop, self._report_lock = threading.Event(), threading.Lock()
+        self._stop = threading.Event()
+        self._report_lock = threading.Lock()
         self._main = threading.main_thread()
         self._threads: list[threading.Thread] = []
         self._hook: Any = None
         self._ends_itself = False  # this rank ends by itself, and is not to be ended
         # On node leaders: the heartbeats of this node and of the others.
-        self._store, self._keys = store, f"gear/{name}"
+        self._store = store
+        self._keys = f"gear/{name}"
         self._others = [node for node in range(topology.num_nodes) if node != topology.node]
         self._num_beats = 0
         self._answered = time.monotonic()  # when the store last answered
@@ -206,17 +211,20 @@ class FailureDetector:
 
     def _watch(self) -> None:
         """Publish heartbeats, and look for lost ranks; end this rank if it stands still after a loss."""
-        stuck_since, place = time.monotonic(), None
+        stuck_since = time.monotonic()
+        place = None
         while not self._stop.wait(self._beat_s):
             self._words[self._peer, RankWord.HEARTBEAT] = time.monotonic_ns()
             if self._failure is None:
                 if found := self._known_problem() or self._lost_rank() or self._lost_node():
                     self._set_failure(found)
-                stuck_since, place = time.monotonic(), None
+                stuck_since = time.monotonic()
+                place = None
                 continue
             now = self._place_of_main()
             if now != place:
-                stuck_since, place = time.monotonic(), now
+                stuck_since = time.monotonic()
+                place = now
             elif not self._ends_itself and time.monotonic() - stuck_since > self._patience_s:
                 time.sleep(2 * self._beat_s)  # so that the other nodes read the report
                 if not self._ends_itself and self._place_of_main() == place:
@@ -262,7 +270,8 @@ class FailureDetector:
     def _receive(self) -> None:
         texts = self._store.multi_get([f"{self._keys}/{node}" for node in self._others])
         for node, text in zip(self._others, texts, strict=True):
-            record, now = json.loads(text), time.monotonic()
+            record = json.loads(text)
+            now = time.monotonic()
             beat, _ = self._beats.get(node, (-1, now))
             if record["left_first"] is not None:
                 rank, passed = record["left_first"]
@@ -296,7 +305,8 @@ class FailureDetector:
         """Describe a rank or node that is lost on another node; "" if there is none."""
         if self._store is None:
             return ""
-        now, num_barriers = time.monotonic(), int(self._words[:, RankWord.BATCHES].max()) - 1
+        now = time.monotonic()
+        num_barriers = int(self._words[:, RankWord.BATCHES].max()) - 1
         for node, (rank, passed) in list(self._ended_first.items()):
             if passed < num_barriers:
                 return f"{self._describe(rank, node)}, {_ended_early(passed, num_barriers)}"

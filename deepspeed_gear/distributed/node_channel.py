@@ -47,9 +47,11 @@ class NodeChannel:
         group: Any = None,
         detector: FailureDetector | None = None,
     ) -> None:
-        self._topology, self.timeout_s = topology, timeout_s
+        self._topology = topology
+        self.timeout_s = timeout_s
         self.nodes = list(order)
-        self.count, self.index = len(self.nodes), self.nodes.index(topology.node)
+        self.count = len(self.nodes)
+        self.index = self.nodes.index(topology.node)
         members = [topology.ranks_of(node)[0] for node in self.nodes]
         #: Global rank of each node that sends and receives.
         self.ranks = (
@@ -58,7 +60,8 @@ class NodeChannel:
         # Messages to nodes after their sender and to those before it have groups of their own: while a thread
         # sends, gloo's thread that is notified of a message between the same two ranks of the same group
         # spins, maybe on the core that the sender needs.
-        ranks, wait_s = tuple(sorted(self.ranks)), timeout_s + GRACE_S
+        ranks = tuple(sorted(self.ranks))
+        wait_s = timeout_s + GRACE_S
         self._up, self._down = (lane(ranks, f"{purpose}, {way}", wait_s) for way in ("up", "down"))
         #: Of this channel's messages among those of the groups.
         self._tag = _tags[self._up] = _tags.get(self._up, 0) + 1
@@ -79,7 +82,8 @@ class NodeChannel:
         self._broken: LostNodeError | None = None
         self._detector = detector
         self.bytes_sent = self.bytes_received = 0
-        self.num_exchanges, self.last_wait_s = 0, 0.0
+        self.num_exchanges = 0
+        self.last_wait_s = 0.0
         self.left = False  # whether a node has announced that it makes no further selection
 
     def name(self, index: int) -> str:
@@ -126,11 +130,13 @@ class NodeChannel:
             raise self._broken
         sent: list[tuple[int, Any]] = []
         for node in self._others:
-            words, size = messages[node], self._peer_words[node]
+            words = messages[node]
+            size = self._peer_words[node]
             words[0] = len(words)
             self.bytes_sent += words.nbytes
             self._peer_words[node] = _next_buffer_words(len(words), size)
-            group, to = self._up if node > self.index else self._down, self._members[node]
+            group = self._up if node > self.index else self._down
+            to = self._members[node]
             for part in [words] if len(words) <= size else [words[:size], words[size:]]:
                 try:
                     sent.append((node, group.send([torch.from_numpy(part)], to, self._tag)))
@@ -259,7 +265,8 @@ class NodeChannel:
 def message_of(words: np.ndarray, more: np.ndarray = NO_WORDS) -> np.ndarray:
     """Return a message of `NodeChannel.begin` with these words. [n], [m] -> [1 + n + m], int64."""
     message = np.empty(1 + len(words) + len(more), np.int64)
-    message[1 : 1 + len(words)], message[1 + len(words) :] = words, more
+    message[1 : 1 + len(words)] = words
+    message[1 + len(words) :] = more
     return message
 
 

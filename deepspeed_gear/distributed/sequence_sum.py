@@ -21,7 +21,8 @@ def check_process_group(topology: Topology, group: Any) -> None:
     """
     if topology.place.sequence_world == 1 or topology.num_nodes == 1:
         return
-    ranks, world = topology.world_size, dist.get_world_size()
+    ranks = topology.world_size
+    world = dist.get_world_size()
     if group is not None and ranks < world:
         rule = "must hold all ranks of the world where sequence ranks train on several nodes"
         remedy = "launch the ranks of the replay as a world of their own"

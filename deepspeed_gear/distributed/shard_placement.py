@@ -67,7 +67,8 @@ def place_tables(
 def _place(
     topology: Topology, config: GearConfig, datasets: Mapping[str, Dataset], parts: Parts
 ) -> ShardPlacement:
-    holders, tables = topology.holders, config.resolved_tables
+    holders = topology.holders
+    tables = config.resolved_tables
     names = [topology.describe(node) for node in holders]
     replicated = {
         n for n, table in tables.items() if table.data is not None and table.data.replicate
@@ -75,13 +76,12 @@ def _place(
     spread = frozenset(tables) - replicated if len(holders) > 1 else frozenset()
     found: dict[str, dict[int, Shard]] = {}
     for name in (name for name in tables if name in datasets):
-        replicate, of_nodes = name in replicated, [parts[node][name] for node in holders]
+        replicate = name in replicated
+        of_nodes = [parts[node][name] for node in holders]
         dataset = datasets[name]
         if not replicate and dataset.num_trajectories_of_whole < len(holders):
-            rule, remedy = (
-                f"must have a trajectory for each of {len(holders)} nodes",
-                "use fewer nodes",
-            )
+            rule = f"must have a trajectory for each of {len(holders)} nodes"
+            remedy = "use fewer nodes"
             held = dataset.num_trajectories_of_whole
             raise ConfigError(f"table {name}", rule, held, f"{remedy}, or replicate it")
         sizes = dataset.lengths * dataset.schema.row_bytes
@@ -121,10 +121,8 @@ def _order(
             index = {node: shard.index for node, shard in shards.items()}
             known.setdefault(tuple(sorted(holders, key=index.__getitem__)), name)
     if len(known) > 1:
-        rule, remedy = (
-            "must lie on the nodes in one order",
-            "copy part i of every data set to the same node",
-        )
+        rule = "must lie on the nodes in one order"
+        remedy = "copy part i of every data set to the same node"
         orders = {name: list(order) for order, name in known.items()}
         raise DataError("the parts of the tables", rule, orders, remedy)
     return next(iter(known), tuple(holders))
@@ -150,7 +148,8 @@ def shard_of_node(
     Nodes with whole data sets hold contiguous shards in node order, with bounds [S + 1]. Nodes with parts
     hold these, ordered by part. If they `replicate`, each holds the whole, as one logical shard.
     """
-    parts, num_nodes = [part for part in dataset_parts if part is not None], len(dataset_parts)
+    parts = [part for part in dataset_parts if part is not None]
+    num_nodes = len(dataset_parts)
     if not parts and replicate:
         return [Shard(0, 1, 0, int(bounds[-1]))] * num_nodes
     if not parts:

@@ -67,8 +67,10 @@ class SelectionAgreement(LocalSelector):
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         super().__init__(state, state.table.lock)
-        self.channel, self._table = channel, state.table
-        self._num_nodes, self._index = channel.count, channel.index
+        self.channel = channel
+        self._table = state.table
+        self._num_nodes = channel.count
+        self._index = channel.index
         self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
@@ -138,7 +140,8 @@ class SelectionAgreement(LocalSelector):
         """Return the status of this node's shard; failed with an error."""
         words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
         words[StatusMessage.STATUS] = error is not None
-        masses, priorities = self.masses, self.state.priorities
+        masses = self.masses
+        priorities = self.state.priorities
         with self._table.lock:
             words[StatusMessage.TOTAL] = masses.total
             if priorities is None:
@@ -170,7 +173,8 @@ class SelectionAgreement(LocalSelector):
             error = caught
         records = self.channel.gather(self._record(error))
         self._raise_failure(records, error)
-        self._records, self._totals = records, records[:, StatusMessage.TOTAL].copy()
+        self._records = records
+        self._totals = records[:, StatusMessage.TOTAL].copy()
 
     def _reports_due(self, key: int) -> np.ndarray:
         """Copy the priority updates of this node that precede a selection. [n, words], int64."""
@@ -208,9 +212,12 @@ class ShardedSelector(SelectionAgreement):
         verify_every: int,
     ) -> None:
         super().__init__(state, channel)
-        self._plan, self._exchange, self._verify_every = plan, exchange, verify_every
+        self._plan = plan
+        self._exchange = exchange
+        self._verify_every = verify_every
         self._wanted: dict[tuple[int, int], np.ndarray] = {}  # of the latest selection
-        self._is_first, self._has_window = True, self.spec.rule.window is not None
+        self._is_first = True
+        self._has_window = self.spec.rule.window is not None
         self._moments = np.empty((0, 0))  # of all shards
 
     @property
@@ -225,10 +232,12 @@ class ShardedSelector(SelectionAgreement):
             StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
         """
         self._begin_selection(key, entry, count)
-        joint, ledger = self.state.joint_limiter, self._table.ledger
+        joint = self.state.joint_limiter
+        ledger = self._table.ledger
 
         def prepare() -> list[np.ndarray]:
-            parts, heads = [NO_WORDS] * self._num_nodes, list[np.ndarray]()
+            parts = [NO_WORDS] * self._num_nodes
+            heads = list[np.ndarray]()
             if self.state.priorities is not None:
                 parts = self._packed_reports(key)
             with self._table.lock:
@@ -329,7 +338,8 @@ class ShardedSelector(SelectionAgreement):
 
     def _packed_reports(self, key: int) -> list[np.ndarray]:
         """Return the reports that are due for each node, packed."""
-        masses, reports = self.state.with_priorities, self._reports_due(key)
+        masses = self.state.with_priorities
+        reports = self._reports_due(key)
         packed = np.empty((len(reports), PACKED_REPORT_WORDS), np.int64)
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
@@ -379,7 +389,8 @@ class ShardedSelector(SelectionAgreement):
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor]:
         """Return the node of each coordinate, the indices of this node's, and their resolutions."""
         owner, mine, points = torch.empty(3, len(coordinates), dtype=torch.int64).unbind()
-        found, totals = np.zeros(1, np.int64), torch.from_numpy(self._totals)
+        found = np.zeros(1, np.int64)
+        totals = torch.from_numpy(self._totals)
         assign = self.masses.ops.assign_draws_
         assign(owner, mine, points, torch.from_numpy(found), coordinates, totals, self._index)
         own, points = mine.numpy()[: found[0]], points[: found[0]]
@@ -406,12 +417,14 @@ class ShardedSelector(SelectionAgreement):
         first: int,
         counted: np.ndarray,
     ) -> int:
-        joint, num_valid = self.state.joint_limiter, len(coordinates)
+        joint = self.state.joint_limiter
+        num_valid = len(coordinates)
         assert joint is not None
         owner, own, records = self._found(coordinates, first)
         slots = records[:, Resolution.SLOT].numpy()
         if joint.fewest <= len(rows):
-            before, left = joint.num_admitted(slots, counted), joint.draws_left(counted)
+            before = joint.num_admitted(slots, counted)
+            left = joint.draws_left(counted)
             num_valid = self._agree_on_valid(own, slots, num_valid, before, left)
         kept = int(np.searchsorted(own, num_valid))
         np.add.at(counted, slots[:kept], 1)
@@ -424,7 +437,8 @@ class ShardedSelector(SelectionAgreement):
         """Agree on how many draws are valid; if not all, remove the trajectory that the last one uses up.
         `before` of this node's draws (`own`) come before its first that does; its items admit `left`.
         """
-        uses_up, masses = before < len(own), self.masses
+        uses_up = before < len(own)
+        masses = self.masses
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
         received = self.channel.gather(
@@ -447,7 +461,8 @@ class ShardedSelector(SelectionAgreement):
         with self._table.lock:
             items = masses.highest_items(count)
             values = masses.values[items.numpy()].view(np.int32).astype(np.int64)
-            ids, coordinates = masses.ids_of(items.numpy()), masses.coordinates_of(items).numpy()
+            ids = masses.ids_of(items.numpy())
+            coordinates = masses.coordinates_of(items).numpy()
             own = np.stack([values, ids, coordinates], axis=1)
         every, shards = self.channel.gather_ragged(own)
         # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
@@ -527,7 +542,8 @@ def may_select(
     Collective over all ranks (the same result), outside of a selection; if another thread may be in one
     (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
     """
-    limiter, count = stream.state.joint_limiter, stream.spec.num_samples(key)
+    limiter = stream.state.joint_limiter
+    count = stream.spec.num_samples(key)
     assert limiter is not None
     agree_on_prompts(exchange, leads, stream)
 
@@ -551,7 +567,8 @@ def may_select(
 
 def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -> None:
     """Agree on the progress of the stores of a ledger, if there is one. As `may_select`."""
-    ledger, lock = stream.table.ledger, stream.table.lock
+    ledger = stream.table.ledger
+    lock = stream.table.lock
     if ledger is None:
         return
 

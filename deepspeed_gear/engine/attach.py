@@ -315,7 +315,8 @@ def _own(engine: Any, replay: ReplayBase) -> None:
 
 
 def _sizes_of(engine: Any) -> tuple[RankCoordinates, BatchInfo]:
-    place, micro = deepspeed_compat.place_of(engine), int(engine.train_micro_batch_size_per_gpu())
+    place = deepspeed_compat.place_of(engine)
+    micro = int(engine.train_micro_batch_size_per_gpu())
     worlds = place.data_world, place.tensor_world, place.pipe_world, place.sequence_world
     return place, BatchInfo(micro, deepspeed_compat.accumulation_of(engine), *worlds)
 
@@ -352,7 +353,8 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
         LOG.setLevel(logging.INFO)
         LOG.propagate = False
     if replay.topology.rank == 0:
-        counted, wanted = engine.train_batch_size(), replay.batch_info.global_batch
+        counted = engine.train_batch_size()
+        wanted = replay.batch_info.global_batch
         packs = replay.config.pack
         wrong = (
             "" if counted == wanted or packs is not None else f" (train_batch_size is {counted})"
@@ -364,10 +366,8 @@ def _log_sizes(engine: Any, replay: ReplayBase) -> None:
 
 def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
     """Make an engine's checkpoints hold the replay that it `owns`, and `latest` name whole ones only."""
-    saves, loads = (
-        inspect.signature(engine.save_checkpoint),
-        inspect.signature(engine.load_checkpoint),
-    )
+    saves = inspect.signature(engine.save_checkpoint)
+    loads = inspect.signature(engine.load_checkpoint)
     late = list[
         tuple[Path, str, bool]
     ]()  # the checkpoint that an engine still writes in the background
@@ -405,10 +405,8 @@ def _carry_state(engine: Any, replay: ReplayBase, owns: bool) -> None:
         call = loads.bind(*arguments, **options)
         call.apply_defaults()
         given = call.arguments
-        load_dir, only_module = (
-            folder_argument("load_dir", given["load_dir"]),
-            given["load_module_only"],
-        )
+        load_dir = folder_argument("load_dir", given["load_dir"])
+        only_module = given["load_module_only"]
         if not engine.load_universal_checkpoint():
             # ZeRO 3 takes the weights from the files of the optimizer, where it loads no states of it.
             only_weights = engine.zero_optimization_stage() < 3 and (

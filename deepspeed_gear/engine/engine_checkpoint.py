@@ -23,7 +23,9 @@ from deepspeed_gear.frameworks import deepspeed_compat
 from deepspeed_gear.replay.replay_base import ReplayBase
 
 CLIENT_STATE = "deepspeed_gear"  # our one key in a checkpoint's client state
-_POSITION, _FOLDER, _HAS_TABLES = "position", "folder", "has_tables"
+_POSITION = "position"
+_FOLDER = "folder"
+_HAS_TABLES = "has_tables"
 
 Checkpoint = str | Path | Literal[False] | None
 
@@ -49,10 +51,8 @@ def load(replay: ReplayBase, folder: Path, saved: Mapping[str, Any] | None) -> b
     if saved is None:
         return False
     if not {_POSITION, _FOLDER, _HAS_TABLES} <= saved.keys():
-        rule, remedy = (
-            "must hold a position and the folder of its tables",
-            "save it with this version",
-        )
+        rule = "must hold a position and the folder of its tables"
+        remedy = "save it with this version"
         raise CheckpointError(f"client state of {folder}", rule, sorted(saved), remedy)
     # In the tag; beside it in the tag that it was converted from; where they were saved.
     saved_in = Path(saved[_FOLDER])
@@ -107,7 +107,8 @@ def load_late(
 
 
 def _read(engine: Any, given: Path) -> tuple[Path, Mapping[str, Any] | None]:
-    folder, remedy = given, "give attach the folder that load_checkpoint got, or that of the tag"
+    folder = given
+    remedy = "give attach the folder that load_checkpoint got, or that of the tag"
     if not deepspeed_compat.model_states(
         given
     ):  # then the tag that `load_checkpoint` takes by default

@@ -34,7 +34,8 @@ class PackedSteps:
     """
 
     def __init__(self, engine: Any, metrics: Metrics | None) -> None:
-        self._engine, self._metrics = engine, metrics
+        self._engine = engine
+        self._metrics = metrics
         self._step: TrainStep | None = None  # begun, and not followed by `engine.step()`
 
     def begin(self, step: TrainStep) -> None:
@@ -47,7 +48,8 @@ class PackedSteps:
 
     def step(self, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call the engine's `step` if `backward` was called for all micro batches of the train step."""
-        step, done = self._step, deepspeed_compat.pending_backwards(self._engine)
+        step = self._step
+        done = deepspeed_compat.pending_backwards(self._engine)
         if step is not None and done < len(step):
             calls = f"engine.backward() for all {len(step)} micro batches"
             remedy = "a micro batch without loss tokens has the loss micro.sum(...) of 0"
@@ -81,7 +83,8 @@ def attach_packed(engine: Any, replay: Replay, owns: bool) -> None:
     steps = PackedSteps(engine, replay.metrics if owns else None)
     deepspeed_compat.wrap(engine, "step", steps.step)
     deepspeed_compat.wrap(engine, deepspeed_compat.STEPPING, steps.update)
-    engine.gear_step, engine.gear_rollout = replay.step, replay.rollout
+    engine.gear_step = replay.step
+    engine.gear_rollout = replay.rollout
     engine.gear_sample = refuse_sample
     engine.gear_iterator = lambda stream=TRAIN: (  # endless for training
         iter(replay.step, None) if stream == TRAIN else replay.iterator(stream)

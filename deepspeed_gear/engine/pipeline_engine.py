@@ -31,7 +31,9 @@ class PipelineIterator(Iterator[tuple[Part, Part]]):
     """
 
     def __init__(self, replay: Replay, stream: str) -> None:
-        self._replay, self._stream, self._place = replay, stream, replay.topology.place
+        self._replay = replay
+        self._stream = stream
+        self._place = replay.topology.place
         pipeline = check_section(replay.config)
         self._inputs: Sequence[str] = pipeline.inputs if self._place.is_first_stage else ()
         self._labels: Sequence[str] = pipeline.labels if self._place.is_last_stage else ()
@@ -97,7 +99,8 @@ def _one_or_all(parts: tuple[torch.Tensor, ...]) -> Part:
 
 def attach_pipeline(engine: Any, replay: Replay) -> None:
     """Make an engine's `train_batch` and `eval_batch` fetch before they start. Binds to the instance only."""
-    train, signature = PipelineIterator(replay, TRAIN), inspect.signature(engine.eval_batch)
+    train = PipelineIterator(replay, TRAIN)
+    signature = inspect.signature(engine.eval_batch)
 
     def train_batch(original: Callable[..., Any], data_iter: Any = None) -> Any:
         data_iter = train if data_iter is None else data_iter

@@ -48,16 +48,24 @@ class GearRollout(RolloutEngine):
         prompt: str = "tokens",
         logp: str | None = "logp",
     ) -> None:
-        self.generator, self.worker, self._rewards = generator, worker, rewards
-        self._pad, self._prompt, self._logp = pad, prompt, logp
-        spec, schema = worker.spec, worker.spec.schema
+        self.generator = generator
+        self.worker = worker
+        self._rewards = rewards
+        self._pad = pad
+        self._prompt = prompt
+        self._logp = logp
+        spec = worker.spec
+        schema = worker.spec.schema
         assert spec.group is not None
-        self._size, mask, tokens = spec.group.size, schema.role("loss_mask"), schema.role("token")
+        self._size = spec.group.size
+        mask = schema.role("loss_mask")
+        tokens = schema.role("token")
         if tokens is None:
             raise ConfigError(
                 f"the schema of table {spec.name}", "must have a column of the role token"
             )
-        self._tokens, self._mask = tokens.name, None if mask is None else mask.name
+        self._tokens = tokens.name
+        self._mask = None if mask is None else mask.name
 
     def generate(self, request: RolloutRequest, sampling: SamplingConfig) -> RolloutBatch:
         """Generate with the generator; nothing is added to the table."""
@@ -84,7 +92,8 @@ class GearRollout(RolloutEngine):
         if sampling.n_samples_per_prompt != self._size:
             rule = f"must be group.size = {self._size}: a lease commits a whole group"
             raise ConfigError("sampling.n_samples_per_prompt", rule, sampling.n_samples_per_prompt)
-        leases, num_committed = self.worker.lease(arguments.count("count", count), timeout_s), 0
+        leases = self.worker.lease(arguments.count("count", count), timeout_s)
+        num_committed = 0
         try:
             prompts = [
                 torch.as_tensor(np.asarray(lease.prompt[self._prompt], np.int64))
@@ -109,10 +118,8 @@ class GearRollout(RolloutEngine):
         return len(leases)
 
     def _groups(self, batch: RolloutBatch, sampling: SamplingConfig) -> Iterator[list[Response]]:
-        is_token, at = (
-            batch.attention_mask.bool(),
-            torch.arange(batch.seq_len, device=batch.input_ids.device),
-        )
+        is_token = batch.attention_mask.bool()
+        at = torch.arange(batch.seq_len, device=batch.input_ids.device)
         is_response = at >= batch.response_start_idx[:, None]
         last = (is_token * at).amax(1, keepdim=True)
         is_token |= is_response & (at < last)  # padding ids that were generated

@@ -142,7 +142,8 @@ def newest(load_dir: Path) -> str | None:
     for record in sorted(records, key=lambda path: -path.stat().st_mtime_ns):
         folder = record.parents[1]
         with contextlib.suppress(CheckpointError, OSError):
-            sizes, recorded = _sizes(folder), _recorded(folder)
+            sizes = _sizes(folder)
+            recorded = _recorded(folder)
             is_there = all(sizes.get(path) == size for path, size in recorded.items())
             has_tables = (record.parent / save_folders.POSITION).exists()
             if is_there and (not has_tables or whole_saves.is_whole(record.parent)):

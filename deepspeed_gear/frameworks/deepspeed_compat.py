@@ -83,19 +83,28 @@ def place_of(engine: Any) -> RankCoordinates:
 
 def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
     is_ulysses = hasattr(mpu, "initialize_sequence_parallel")  # it has no data axis
-    rank, world = dist.get_rank(), dist.get_world_size()
-    sequence_rank, sequence_world = 0, 1
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    sequence_rank = 0
+    sequence_world = 1
     if mesh is not None:
-        data, sequence = mesh.get_group("data_parallel"), mesh.get_group("sequence_parallel")
-        rank, world = dist.get_rank(data), dist.get_world_size(data)
-        sequence_rank, sequence_world = dist.get_rank(sequence), dist.get_world_size(sequence)
+        data = mesh.get_group("data_parallel")
+        sequence = mesh.get_group("sequence_parallel")
+        rank = dist.get_rank(data)
+        world = dist.get_world_size(data)
+        sequence_rank = dist.get_rank(sequence)
+        sequence_world = dist.get_world_size(sequence)
     elif hasattr(mpu, "get_sequence_parallel_world_size"):
         sequence_rank = mpu.get_sequence_parallel_rank()
         sequence_world = mpu.get_sequence_parallel_world_size()
         rank, world = rank // sequence_world, world // sequence_world
-    tensor_rank, tensor_world, pipe_rank, pipe_world = 0, 1, 0, 1
+    tensor_rank = 0
+    tensor_world = 1
+    pipe_rank = 0
+    pipe_world = 1
     if mpu is not None and mesh is None and not is_ulysses:
-        rank, world = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        rank = mpu.get_data_parallel_rank()
+        world = mpu.get_data_parallel_world_size()
     if mpu is not None and not is_ulysses:
         tensor_rank = bwc_tensor_model_parallel_rank(mpu)
         tensor_world = bwc_tensor_model_parallel_world_size(mpu)
@@ -108,7 +117,8 @@ def _place_in(mpu: Any, mesh: Any, inherited: bool) -> RankCoordinates:
                 pipe_rank * tensor_world + tensor_rank,
                 pipe_world * tensor_world,
             )
-            pipe_rank, pipe_world = 0, 1
+            pipe_rank = 0
+            pipe_world = 1
     return RankCoordinates(
         rank, world, tensor_rank, tensor_world, pipe_rank, pipe_world, sequence_rank, sequence_world
     )
@@ -240,7 +250,8 @@ def is_engine(model: Any) -> bool:
 
 
 def gradient_settings(engine: Any) -> GradientSettings:
-    place, config = place_of(engine), engine.config
+    place = place_of(engine)
+    config = engine.config
     weights, sums = engine.get_data_types()
     options = {**config, **(config.get("data_types") or {})}
     names = "grad_accum_dtype", "communication_data_type", "gradient_clipping"

@@ -78,7 +78,8 @@ def engine_divisor(settings: GradientSettings) -> float:
 
 def _divisor_in(settings: GradientSettings, size: int) -> float:
     """Return what the sum over a process group of `size` ranks is divided by."""
-    by_replicas, predivide = size / settings.sequence, settings.predivide
+    by_replicas = size / settings.sequence
+    predivide = settings.predivide
     if not settings.averages:
         return 1.0
     if settings.stage == 3:
@@ -247,7 +248,8 @@ def _fully_shard_divisor(module: nn.Module) -> float:
                 raise ConfigError("torch", rule, torch.__version__, "update it")
             if group._all_reduce_hook is not None:
                 _refuse_hook("FSDP", "set_all_reduce_hook")
-            factor, mesh = group.gradient_divide_factor, group.mesh_info
+            factor = group.gradient_divide_factor
+            mesh = group.mesh_info
             ranks = getattr(mesh, "shard_mesh_size", 1) * getattr(mesh, "replicate_mesh_size", 1)
             found.add(float(ranks if factor is None else factor))
     _check_reduced(module, lambda _, parameter: isinstance(parameter, DTensor))

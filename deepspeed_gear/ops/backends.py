@@ -89,7 +89,8 @@ class Ops:
 
 
 OP_NAMES = tuple(field.name for field in fields(Ops) if field.name.endswith("_"))
-_fakes_lock, _fakes = threading.Lock(), set[str]()
+_fakes_lock = threading.Lock()
+_fakes = set[str]()
 
 
 def load_backend(name: str = "auto") -> Ops:

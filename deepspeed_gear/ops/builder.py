@@ -67,12 +67,11 @@ class _DeepSpeedOp(NativeOp):
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
         """Compile and import through DeepSpeed, under the name that holds the key; BuildError otherwise."""
-        what, folder = f"the native op {self.NAME}", jit.build_folder(self.jit_name())
+        what = f"the native op {self.NAME}"
+        folder = jit.build_folder(self.jit_name())
         self.name = folder.name
-        rule, remedy = (
-            f"was built in {folder} but cannot be loaded",
-            "remove that folder and try again",
-        )
+        rule = f"was built in {folder} but cannot be loaded"
+        remedy = "remove that folder and try again"
         with toolchain.ninja_on_path(), BuildError.on(what, rule, ImportError, remedy=remedy):
             try:
                 module: ModuleType = super().jit_load(verbose)  # type: ignore[misc]
@@ -105,7 +104,8 @@ class GearCudaBuilder(_DeepSpeedOp, CudaOp, CUDAOpBuilder):
         """List what the CPU op lacks, and a CUDA torch, a device, and a toolkit of torch's major version:
         minor ones are compatible; torch's own check only warns of them.
         """
-        missing, cuda = super().missing(), torch.version.cuda
+        missing = super().missing()
+        cuda = torch.version.cuda
         if cuda is None:
             lack = f"torch {torch.__version__} is built without CUDA"
             return {lack: "install a CUDA build of torch", **missing}

@@ -10,7 +10,8 @@ ANY_SLOT = (
 UNKNOWN = -1  # id of a sample whose resolution a node has not received
 
 # common/power.h: masses are Q24, exponents Q62.
-MASS_BITS, MOST_MASS_BITS = 24, 40
+MASS_BITS = 24
+MOST_MASS_BITS = 40
 EXACT_MASS_BITS = 6  # masses below 2^6 are rounded by more than 1 / 128
 ONE_Q62 = 1 << 62
 MOST_TOTAL_BITS = 62  # the sum of all masses is below 2 to this
@@ -40,7 +41,8 @@ def tree_levels(num_items: int) -> list[tuple[int, int]]:
     groups.
     """
     levels: list[tuple[int, int]] = []
-    nodes, offset = max(num_items, 1), 0
+    nodes = max(num_items, 1)
+    offset = 0
     while True:
         width = -(-nodes // FAN_OUT) * FAN_OUT
         levels.append((offset, width))

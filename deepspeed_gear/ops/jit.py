@@ -107,7 +107,8 @@ def build_or_import(name: str, build: Callable[[], ModuleType], timeout_s: float
 
     `name` must hold a hash of everything that the build depends on.
     """
-    folder, failure = build_folder(name), build_folder(name).with_suffix(".failed")
+    folder = build_folder(name)
+    failure = build_folder(name).with_suffix(".failed")
     check_folders(folder)
     asked_at = time.time_ns()
     with build_lock(folder.with_suffix(".lock"), timeout_s):
@@ -205,7 +206,8 @@ def check_owner(path: Path, owners: Collection[int] = ()) -> None:
 
 def _is_private(group: int, user: int) -> bool:
     try:
-        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+        owner = pwd.getpwuid(user)
+        found = grp.getgrgid(group)
     except KeyError:
         return False
     return (

@@ -26,12 +26,10 @@ def philox(seed: int, numbers: np.ndarray, stream: int, purposes: np.ndarray) ->
         np.empty((2, *shape), np.uint64),
         np.empty((2, *shape), np.uint64),
     )  # words 0 and 2, 1 and 3
-    even[0], even[1], odd[0], odd[1] = (
-        numbers & _LOW,
-        stream & 0xFFFFFFFF,
-        numbers >> _SHIFT,
-        purposes,
-    )
+    even[0] = numbers & _LOW
+    even[1] = stream & 0xFFFFFFFF
+    odd[0] = numbers >> _SHIFT
+    odd[1] = purposes
     for keys in _round_keys(seed):
         product = even * _MULTIPLIERS
         even = (product >> _SHIFT)[::-1] ^ odd
@@ -55,7 +53,8 @@ def philox_words(seed: int, numbers: Tensor, stream: int, purpose: int) -> tuple
 
 @lru_cache(maxsize=8)
 def _round_keys(seed: int) -> list[np.ndarray]:
-    low, high = seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+    low = seed & 0xFFFFFFFF
+    high = (seed >> 32) & 0xFFFFFFFF
     rounds = [
         ((low + i * 0x9E3779B9) & 0xFFFFFFFF, (high + i * 0xBB67AE85) & 0xFFFFFFFF)
         for i in range(10)
@@ -65,7 +64,8 @@ def _round_keys(seed: int) -> list[np.ndarray]:
 
 def below(words: Words, totals: np.ndarray) -> np.ndarray:
     """Return floor(word * total / 2^128), [n], int64: uniform below totals < 2^32 up to 2^-96 relative."""
-    total, carry = totals.astype(np.uint64), np.zeros(len(totals), np.uint64)
+    total = totals.astype(np.uint64)
+    carry = np.zeros(len(totals), np.uint64)
     for quarter in reversed(words):
         carry = (quarter * total + carry) >> _SHIFT
     return carry.astype(np.int64)

@@ -58,7 +58,8 @@ def _ninja_folder() -> str | None:
 @contextmanager
 def ninja_on_path() -> Iterator[None]:
     """Put ninja's folder on the PATH while torch builds, because torch searches only the PATH."""
-    before, folder = os.environ.get("PATH", os.defpath), _ninja_folder()
+    before = os.environ.get("PATH", os.defpath)
+    folder = _ninja_folder()
     if folder is not None and shutil.which("ninja") is None:
         os.environ["PATH"] = os.pathsep.join((before, folder))
     try:

@@ -36,14 +36,16 @@ def bounds(offset: Tensor | int, length: int, align: int, anchor: Tensor, rows: 
     it with on both sides, 0 of a trajectory without rows.
     """
     first = anchor + offset
-    zero, rows_1 = torch.zeros_like(rows), (rows - 1).clamp(min=0)
+    zero = torch.zeros_like(rows)
+    rows_1 = (rows - 1).clamp(min=0)
     begin = torch.minimum(torch.maximum(first, zero), rows)
     end = torch.maximum(begin, torch.minimum(torch.maximum(first + length, zero), rows))
     count = end - begin
     place = {Align.IN_PLACE: begin - first, Align.LEFT: zero, Align.RIGHT: length - count}[align]
     nearest = torch.minimum(torch.maximum(first, zero), rows_1)
     empty = count == 0
-    before, after = torch.where(empty, nearest, begin), torch.where(empty, nearest, end - 1)
+    before = torch.where(empty, nearest, begin)
+    after = torch.where(empty, nearest, end - 1)
     return Span(begin, end, torch.where(empty, 0, place), before, after)
 
 

@@ -146,7 +146,8 @@ class TableResolver:
         return {name: self._streams_of(name) for name in self.config.sampled_tables}
 
     def _streams_of(self, name: str) -> dict[str, StreamSpec]:
-        schema, dataset = self.schemas[name], self.datasets.get(name)
+        schema = self.schemas[name]
+        dataset = self.datasets.get(name)
         num_items = num_items_of(self.config, name, schema, dataset)
         admitted = admission(self.config, name, schema, self.fields, dataset)
         placement = None if self.on_device else self.placement
@@ -164,8 +165,11 @@ class TableResolver:
 
     def _with_store(self, name: str, table: ResolvedTable) -> ResolvedTable:
         """Return a table with its store on this node, and its exchange of rows with other nodes."""
-        config, topology, placement = self.config, self.topology, self.placement
-        streams, shard = list(table.streams.values()), placement.shards.get(name)
+        config = self.config
+        topology = self.topology
+        placement = self.placement
+        streams = list(table.streams.values())
+        shard = placement.shards.get(name)
         most = max((spec.batch for spec in streams), default=0)
         store = store_of(
             config, name, table.schema, table.dataset, self.fields, topology.num_peers, shard, most
@@ -173,7 +177,8 @@ class TableResolver:
         if table.dataset is None and streams:
             count = 1 if shard is None else shard.count
             check_holds_batch(config, name, table.schema, table.streams[TRAIN], count)
-        routes, rooms = None, dict[str, ArrivalRoom]()
+        routes = None
+        rooms = dict[str, ArrivalRoom]()
         if streams and name in placement.spread and topology.node in placement.order:
             routes = routes_of(topology, placement.order, config, self.fields, table.schema)
             store, rooms = with_arrivals(config, store, routes, streams)

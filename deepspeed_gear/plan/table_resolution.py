@@ -46,7 +46,9 @@ from deepspeed_gear.store.writer_options import options_of, with_schema
 
 SPARE_SELECTIONS = 4  # by which a rank may trail the fastest one of its node
 MIN_LOG_SIZE = 1 << 16  # priority updates that may wait on a rank
-STEPS_PER_SLOT, LEAST_SLOTS = 16, 1024  # trajectories of a table whose config gives no number
+# trajectories of a table whose config gives no number
+STEPS_PER_SLOT = 16
+LEAST_SLOTS = 1024
 EDGE = 2  # rows on both sides of the arrivals, which belong to no trajectory
 
 
@@ -82,23 +84,26 @@ def streams_of(
     `admitted` is its `admission`. `num_items` and `weight_total` (0: not known yet) are of all nodes; without
     a placement every replica samples a table of its own. ConfigError: the table has groups and a split.
     """
-    options, table = config.sampler_of(name), config.resolved_tables[name]
-    group, split = table.group, admitted.split
+    options = config.sampler_of(name)
+    table = config.resolved_tables[name]
+    group = table.group
+    split = admitted.split
     if group is not None and split:
         refuse_split(f"gear.tables.{name}", split)
-    sampler, waiting = (
-        sampler_for(options),
-        4 * info.micro * info.accumulation * (config.prefetch + 2),
-    )
+    sampler = sampler_for(options)
+    waiting = 4 * info.micro * info.accumulation * (config.prefetch + 2)
     bits = most_mass_bits(num_items)
     scope = SamplerScope(admitted, config.prefetch, max(MIN_LOG_SIZE, waiting), bits, weight_total)
     sampling = sampler.spec(scope)
-    is_spread, num_holders = False, 1
+    is_spread = False
+    num_holders = 1
     if placement is not None:
-        is_spread, num_holders = name in placement.spread, len(placement.order)
+        is_spread = name in placement.spread
+        num_holders = len(placement.order)
     num_shards = num_holders if is_spread else 1
     is_replicated = num_holders > 1 and not is_spread
-    mixture, index = mixture_of(config, info), config.sampled_tables.index(name)
+    mixture = mixture_of(config, info)
+    index = config.sampled_tables.index(name)
     stream = partial(StreamSpec, seed=config.seed, num_shards=num_shards)
     train = stream(
         name=TRAIN,
@@ -194,7 +199,8 @@ def check_compressed(
     """Raise ConfigError where rows of compressed columns would be read other than by windows on a host."""
     remedy = "make the data set without --compress; on several nodes replicate it, or divide it by gear split"
     for name in (name for name, dataset in datasets.items() if dataset.compressed):
-        at, held = dotted("gear", "tables", name), list(datasets[name].compressed)
+        at = dotted("gear", "tables", name)
+        held = list(datasets[name].compressed)
         wrong = [
             (
                 f"{at}.placement",
@@ -249,7 +255,8 @@ def capacity_of(name: str, table: TableConfig, schema: Schema, count: int) -> tu
     most = 1 if table.group is None else table.group.max_trajectories or table.group.size
     if most > slots_each:
         rule = f"must hold the {most} trajectories of a group in each of {count} shards"
-        at, given = f"gear.tables.{name}.capacity_trajectories", table.capacity_trajectories
+        at = f"gear.tables.{name}.capacity_trajectories"
+        given = table.capacity_trajectories
         raise ConfigError(at, rule, given, f"at least {most * count}")
     return steps, slots_each
 
@@ -263,7 +270,9 @@ def environment_sizes(name: str, table: TableConfig, schema: Schema) -> tuple[in
     assert table.num_envs is not None
     assert table.max_length is not None
     steps, slots = capacity_of(name, table, schema, 1)
-    envs, longest, final = table.num_envs, table.max_length, int(schema.has_final_row)
+    envs = table.num_envs
+    longest = table.max_length
+    final = int(schema.has_final_row)
     if steps < 2 * envs * longest:
         rule = f"must hold {2 * envs * longest} steps, two longest trajectories per environment"
         raise ConfigError(f"gear.tables.{name}.capacity_bytes", rule, table.capacity_bytes)
@@ -280,7 +289,9 @@ def check_holds_batch(
     config: GearConfig, name: str, schema: Schema, stream: StreamSpec, count: int
 ) -> None:
     """Raise if a table in `count` stores can never hold the items of a global batch: none would be drawn."""
-    table, sampler, samples = config.resolved_tables[name], stream.sampler, stream.num_samples(0)
+    table = config.resolved_tables[name]
+    sampler = stream.sampler
+    samples = stream.num_samples(0)
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     if not (sampler.each_once or sampler.drops_tail):
         samples = (
@@ -288,13 +299,19 @@ def check_holds_batch(
         )
     steps, slots = capacity_of(name, table, schema, count)
     if stream.rule.unit == "step":
-        option, held, needed, what = "capacity_steps", steps * count, samples, "steps"
+        option = "capacity_steps"
+        held = steps * count
+        needed = samples
+        what = "steps"
     else:
         least = 1 if table.group is None else table.group.min_size or table.group.size
-        held, needed, what = slots // least * least * count, samples * least, "trajectories"
+        held = slots // least * least * count
+        needed = samples * least
+        what = "trajectories"
         option = "capacity_trajectories"
         if steps * count < needed:  # of one step each
-            option, held = "capacity_steps", steps * count
+            option = "capacity_steps"
+            held = steps * count
     if held < needed:
         rule = f"must be at least the {what} of a batch ({needed})"
         remedy = "raise it, or lower the size of the batch: no batch would ever be complete"
@@ -331,7 +348,8 @@ def group_spec_of(
                 conditions.append(
                     GroupCondition.of(schema[column], statistic, bounds.min, bounds.max)
                 )
-    needed, remember = set(read), group.remember
+    needed = set(read)
+    remember = group.remember
     if remember is None:
         remember = 0 if group.after_s is None else MOST_REMEMBERED
         remember = min(remember, num_slots // group.size)
@@ -357,11 +375,9 @@ def prompt_spec_of(
         ConfigError: The column of numbers is not int64, or the table is too small.
         DataError: The data set is missing or broken, has a split, or is a part.
     """
-    prompts, size, at = (
-        config.resolved_tables[name].prompts,
-        config.rollout_size,
-        f"gear.tables.{name}",
-    )
+    prompts = config.resolved_tables[name].prompts
+    size = config.rollout_size
+    at = f"gear.tables.{name}"
     assert prompts is not None
     assert size is not None
     groups = round((config.share_of(name) or 0) * size.size)  # whole, as the config's checks demand
@@ -369,10 +385,8 @@ def prompt_spec_of(
 
     dataset = ingested(prompts.data)
     if given := dataset.split or (dataset.part and str(dataset.part)):
-        rule, remedy = (
-            "must be whole and without a split",
-            "ingest held-out prompts into another data set",
-        )
+        rule = "must be whole and without a split"
+        remedy = "ingest held-out prompts into another data set"
         raise DataError(f"{at}.prompts.data: {dataset.path}", rule, given, remedy)
     if schema[group.column].dtype != "int64":
         rule = f"must have the dtype int64 with {at}.prompts: it holds the numbers of prompts"
@@ -418,11 +432,9 @@ def shares_prompts(schema: Schema, fields: Sequence[ResolvedField], spec: TableS
 
 def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | None:
     """Return the media of a table; ConfigError: it has no column of the role media, or no media for it."""
-    media, column, at = (
-        config.resolved_tables[name].media,
-        schema.role("media"),
-        f"gear.tables.{name}",
-    )
+    media = config.resolved_tables[name].media
+    column = schema.role("media")
+    at = f"gear.tables.{name}"
     if media is None or column is None:
         if (media is None) != (column is None):
             rule = "must be given with a column of the role media, and only then"
@@ -444,7 +456,8 @@ def media_spec_of(config: GearConfig, name: str, schema: Schema) -> MediaSpec | 
 
 def retention_of(config: GearConfig, name: str, capacity: tuple[int, int], batch: int) -> Retention:
     """Return the retention of a table whose stores have a capacity of so many steps and trajectories."""
-    table, at = config.resolved_tables[name], f"gear.tables.{name}"
+    table = config.resolved_tables[name]
+    at = f"gear.tables.{name}"
     policy_class(table.remove, f"{at}.remove")
     queue = table.rate_limiter is not None and table.rate_limiter.queue is not None
     times = table.max_times_sampled or int(queue)
@@ -502,7 +515,8 @@ def store_of(
     """Return the sizes of this node's store of a table, without rows for arrivals. `batch`: its most samples
     in a global batch. DataError: the shard is not in what the node has of the data set.
     """
-    table, is_sampled = config.resolved_tables[name], name in config.sampled_tables
+    table = config.resolved_tables[name]
+    is_sampled = name in config.sampled_tables
     returns = is_sampled and any(field.derived == "return_to_go" for field in fields)
     read = read_columns(config.sampler_of(name), fields, table.group)
     spec = partial(TableSpec, name, schema, return_to_go=returns, num_peers=num_peers, shard=shard)
@@ -513,10 +527,8 @@ def store_of(
             (0, dataset.num_trajectories_of_whole) if shard is None else (shard.first, shard.end)
         )
         if not (own[0] <= first <= end <= own[1]):
-            rule, given = (
-                f"must hold the trajectories {first} to {end - 1}",
-                f"{len(dataset)} trajectories",
-            )
+            rule = f"must hold the trajectories {first} to {end - 1}"
+            given = f"{len(dataset)} trajectories"
             remedy = "give this node the whole data set, or its own part and every other node another one"
             raise DataError(
                 f"table {name}: {dataset.path}", rule, str(dataset.part or given), remedy
@@ -530,7 +542,8 @@ def store_of(
         )
     steps, slots = capacity_of(name, table, schema, 1 if shard is None else shard.count)
     normalized = [f.column.name for f in fields if f.normalize is not None and f.column is not None]
-    rows, longest = steps + (slots if schema.has_final_row else 0), table.max_length
+    rows = steps + (slots if schema.has_final_row else 0)
+    longest = table.max_length
     retention = retention_of(config, name, (steps, slots), batch)
     spare = spare_rows_for(
         retention, rows, None if longest is None else longest + int(schema.has_final_row)
@@ -577,11 +590,13 @@ def with_arrivals(
     """Return a store with rows and slots for arrivals from other nodes, and those of each stream.
     ConfigError: trajectories may have any length, and goals are drawn from all of their steps.
     """
-    dataset, table = store.dataset, config.resolved_tables[store.name]
+    dataset = store.dataset
+    table = config.resolved_tables[store.name]
     longest = table.max_length if dataset is None else dataset.longest
     if config.pack is not None:
         # All streams share the room: it is for one rollout batch, of whole trajectories.
-        most_steps, slots = config.pack.room, max(spec.most_records for spec in streams)
+        most_steps = config.pack.room
+        slots = max(spec.most_records for spec in streams)
         most = min(longest or most_steps, most_steps) + exchange_plan.final_row
         if dataset is not None:  # a mapped one copies its own rows, too
             slots = min(slots, dataset.num_trajectories_of_whole)
@@ -599,7 +614,9 @@ def with_arrivals(
         longest = table.capacity_steps or 0
     most = most_rows(exchange_plan.needs, longest, 0 if config.n_step is None else config.n_step.n)
     # For depth 2 and 3 samples of at most 5 rows, a stream has 30 rows and 6 slots.
-    rooms, row, slot = {}, most + EDGE, 0
+    rooms = {}
+    row = most + EDGE
+    slot = 0
     for spec in streams:
         wanted = exchange_plan.most_wanted(spec.batch)
         rooms[spec.name] = ArrivalRoom(row, wanted * most, slot, wanted)

@@ -97,10 +97,8 @@ class Connection:
                     f"token for {self.url}", "must be the gateway's", None, remedy
                 ) from error
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                rule, remedy = (
-                    "must have this call",
-                    "install the same deepspeed_gear on both sides",
-                )
+                rule = "must have this call"
+                remedy = "install the same deepspeed_gear on both sides"
                 raise StoreError(f"gateway {self.url}", rule, None, remedy) from error
             raise ConnectionLost(f"{error.code().name}: {error.details()}") from error
         except ValueError as error:  # no JSON: the server is no gateway
@@ -138,7 +136,8 @@ _MAKE = "make one: (umask 077; openssl rand -hex 32 > FILE)"
 
 def read_token(path: str | Path) -> str:
     """Read a token from a file that only its owner can read."""
-    name, kinds = f"token file {path}", (OSError, ValueError)
+    name = f"token file {path}"
+    kinds = (OSError, ValueError)
     is_readable = ConfigError.on(name, "must be a readable text file", *kinds, remedy=_MAKE)
     with is_readable, open(path, encoding="ascii") as file:
         status = os.fstat(file.fileno())

@@ -85,7 +85,9 @@ class Session:
         self.grace_s = grace_s  # the session ends without a call for so long
         # Leases of a worker with their prompts, by the first NUM_LEASE_WORDS words.
         self.leases: dict[tuple[Any, ...], tuple[LeaseRecord, dict[str, Any]]] = {}
-        self.number, self.answer = -1, dict[str, Any]()  # of a worker's last call
+        # of a worker's last call
+        self.number = -1
+        self.answer = dict[str, Any]()
         self.upto = -1  # all trajectories up to this number are committed or refused
         self.refused: deque[tuple[int, dict[str, Any]]] = (
             deque()
@@ -119,7 +121,8 @@ class Sessions:
     def __init__(
         self, add: Callable[[Mapping[str, Any]], int], most_waiting: int = MOST_WAITING
     ) -> None:
-        self._add, self._waiting = add, threading.Semaphore(most_waiting)
+        self._add = add
+        self._waiting = threading.Semaphore(most_waiting)
         self._sessions: dict[str, Session] = {}  # by name of the writer
         self._adder = ThreadPoolExecutor(1, "gear-add")
         self.error: GearError | None = None  # why nothing is added any more
@@ -130,16 +133,15 @@ class Sessions:
         """Begin a session; an existing one continues."""
         self.check()
         if len(self._sessions) >= _MOST_SESSIONS and client not in self._sessions:
-            rule, remedy = (
-                f"must have at most {_MOST_SESSIONS} sessions",
-                "close writers that are not used",
-            )
+            rule = f"must have at most {_MOST_SESSIONS} sessions"
+            remedy = "close writers that are not used"
             raise StoreError("the gateway", rule, len(self._sessions), remedy)
         self._sessions.setdefault(client, Session(grace_s))
 
     def expire(self, after_s: float = gateway_messages.SESSION_S) -> int:
         """End sessions whose writers wait for no batch and have not called for a time; return how many."""
-        now, found = time.monotonic(), list(self._sessions.items())
+        now = time.monotonic()
+        found = list(self._sessions.items())
         late = [
             (client, one)
             for client, one in found
@@ -192,7 +194,8 @@ class Sessions:
         refused = [entry for entry in session.refused_after(known) if entry[0] <= upto]
         answer = {"upto": upto, "busy": busy, "refused": refused, "wait_s": wait_s}
         if self.error is not None:
-            answer["error"], session.is_notified = error_to_json(self.error), True
+            answer["error"] = error_to_json(self.error)
+            session.is_notified = True
         return answer
 
     def _wait(self, session: Session) -> tuple[bool, float]:
@@ -257,7 +260,8 @@ class LeaseSessions(Sessions):
         super().__init__(writer.add)
         self._ledger = LocalLedger(writer)
         group = writer.parts[0].spec.group
-        most_steps, kept = self._ledger.prompts.longest + 1, self._ledger.keep_bytes
+        most_steps = self._ledger.prompts.longest + 1
+        kept = self._ledger.keep_bytes
         if kept > max_message_bytes:
             raise ConfigError(
                 "--max-message", f"must hold prompts.keep_bytes = {kept}", max_message_bytes
@@ -303,7 +307,8 @@ class LeaseSessions(Sessions):
         with session.lock:
             busy, wait_s = self._wait(session)  # for a commit that the worker has given up
             if not busy and number > session.number:
-                session.task, session.answer = None, {}
+                session.task = None
+                session.answer = {}
                 if call["do"] == "commit":
                     session.task = self._adder.submit(self._do, session, call, content)
                 else:
@@ -413,8 +418,11 @@ class Gateway:
     ) -> None:
         self.check(host, certificate, insecure, max_message_bytes)
         self._max_message_bytes = max_message_bytes
-        self.table, self.run_id = writer.table, writer.run
-        self._writer, self._id, ledger = writer, secrets.token_hex(16), writer.parts[0].ledger
+        self.table = writer.table
+        self.run_id = writer.run
+        self._writer = writer
+        self._id = secrets.token_hex(16)
+        ledger = writer.parts[0].ledger
         self.sessions = LeaseSessions(writer, max_message_bytes) if ledger else Sessions(writer.add)
         writer.waiting_checks.append(self.sessions.check)
         actions = {"hello": self._hello, "put": self._put, "bye": self._bye}
@@ -440,11 +448,10 @@ class Gateway:
             ],
             maximum_concurrent_rpcs=_MOST_CALLS,
         )
-        scheme, address = (
-            "grpc" if certificate is None else "grpc+tls",
-            f"[{host}]" if ":" in host else host,
-        )
-        at, kinds = f"{address}:{port}", (RuntimeError, ValueError)
+        scheme = "grpc" if certificate is None else "grpc+tls"
+        address = f"[{host}]" if ":" in host else host
+        at = f"{address}:{port}"
+        kinds = (RuntimeError, ValueError)
         remedy = "look in its log whether the port is taken, or the certificate not PEM"
         with ConfigError.on("gateway", f"must be able to listen at {at}", *kinds, remedy=remedy):
             if certificate is None:
@@ -467,10 +474,8 @@ class Gateway:
         if certificate is None:
             remedy = "give --tls-cert and --tls-key, or --insecure in a network that you trust"
             check_plain("host", host, insecure, remedy)
-        least, most = (
-            gateway_messages.LEAST_MAX_MESSAGE_BYTES,
-            gateway_messages.MOST_MAX_MESSAGE_BYTES,
-        )
+        least = gateway_messages.LEAST_MAX_MESSAGE_BYTES
+        most = gateway_messages.MOST_MAX_MESSAGE_BYTES
         if not least <= max_message_bytes <= most:
             rule = f"must be in [{least >> 20}, {most >> 20}] MiB"
             raise ConfigError("--max-message", rule, max_message_bytes / (1 << 20))
@@ -524,10 +529,8 @@ class Gateway:
                 rule = f"must have the schema of table {self._writer.table}"
                 raise SchemaError("remote writer", rule, None, "; ".join(found))
         if ("grace_s" in header) != isinstance(self.sessions, LeaseSessions):
-            name, rule = (
-                f"gear.tables.{self._writer.table}.prompts",
-                "must be given for rollout workers only",
-            )
+            name = f"gear.tables.{self._writer.table}.prompts"
+            rule = "must be given for rollout workers only"
             remedy = (
                 "connect a RemoteRolloutWorker where there are prompts, and else a RemoteWriter"
             )

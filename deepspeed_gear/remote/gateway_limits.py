@@ -91,7 +91,9 @@ class CountedLog:
     """
 
     def __init__(self, text: str) -> None:
-        self._text, self._counts, self._lock = text, Counter[str](), threading.Lock()
+        self._text = text
+        self._counts = Counter[str]()
+        self._lock = threading.Lock()
         self._logged_at = -_LOG_S
 
     def note(self, address: str, count: int = 1) -> None:
@@ -133,8 +135,10 @@ class CallLimits:
     """
 
     def __init__(self, num_workers: int, longest_s: float) -> None:
-        self._num_workers, self._longest_s = num_workers, longest_s
-        self._calls, self._lock = set[Call](), threading.Lock()
+        self._num_workers = num_workers
+        self._longest_s = longest_s
+        self._calls = set[Call]()
+        self._lock = threading.Lock()
         self.log = CountedLog(
             "gear serve: calls refused beyond the share of an address: %d, from %s"
         )
@@ -181,11 +185,13 @@ class Connections:
     """
 
     def __init__(self, port: int, most_without_token: int) -> None:
-        self._port, self._most = port, most_without_token
+        self._port = port
+        self._most = most_without_token
         self._known = dict[
             str, tuple[Peer | None, float]
         ]()  # by link of the descriptor: None: another's
-        self._shown, self._lock = dict[Peer, float](), threading.Lock()
+        self._shown = dict[Peer, float]()
+        self._lock = threading.Lock()
         self.log = CountedLog(
             "gear serve: connections closed that have not shown the token: %d, of %s; an address may have "
             f"{most_without_token} of them at once, for {TOKEN_S:g} s each"
@@ -201,11 +207,9 @@ class Connections:
 
         Cost: a system call for each descriptor of the process.
         """
-        now, known, numbers = (
-            time.monotonic(),
-            dict[str, tuple[Peer | None, float]](),
-            dict[str, int](),
-        )
+        now = time.monotonic()
+        known = dict[str, tuple[Peer | None, float]]()
+        numbers = dict[str, int]()
         try:
             names = os.listdir("/proc/self/fd")
         except OSError:  # no descriptor is free: the next look may have one

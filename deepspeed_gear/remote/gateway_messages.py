@@ -74,7 +74,8 @@ def decode(
 
     `content`, after a message's header, is not trusted; `most_bytes` limits the `trajectory_bytes` of all.
     """
-    names, source = [_NUMBER, *_names(schema)], pa.BufferReader(content)
+    names = [_NUMBER, *_names(schema)]
+    source = pa.BufferReader(content)
     types = [pa.int64(), *[pa.large_binary()] * (len(names) - 1)]
     kinds = pa.ArrowException, OSError, EOFError
     with DataError.on("batch", "must be an Arrow stream of one record batch", *kinds):
@@ -88,10 +89,8 @@ def decode(
         batch = pa.ipc.read_record_batch(message, own)  # its buffers are parts of `content`
         batch.validate(full=True)  # checks that offsets are inside their buffers
     if (least := batch.num_rows * _VALUE_BYTES * (len(schema) + 1)) > most_bytes:
-        rule, remedy = (
-            f"must take at most {show_bytes(most_bytes)}",
-            "send fewer trajectories per call",
-        )
+        rule = f"must take at most {show_bytes(most_bytes)}"
+        remedy = "send fewer trajectories per call"
         raise DataError(f"batch of {batch.num_rows} trajectories", rule, show_bytes(least), remedy)
     if any(column.null_count for column in batch.columns):
         raise DataError("batch", "must have no nulls")
@@ -136,7 +135,8 @@ def lease_of(words: Any) -> LeaseRecord:
 
 def pack(header: Mapping[str, Any], batch: pa.RecordBatch | bytes | None = None) -> pa.Buffer:
     """Return a message: the header's length, the header as JSON, and bytes or a batch as an IPC stream."""
-    sink, head = pa.BufferOutputStream(), json.dumps(header).encode()
+    sink = pa.BufferOutputStream()
+    head = json.dumps(header).encode()
     sink.write(len(head).to_bytes(_LENGTH, "little") + head)
     if isinstance(batch, bytes):
         sink.write(batch)
@@ -171,7 +171,8 @@ def differences(own: Schema, wanted: Schema) -> list[str]:
         other = own[column.name]
         size = "max_bytes" if column.is_opaque else "shape"
         for what in ("dtype", size, "role", "rows", "late", "allow_nan"):
-            here, there = getattr(other, what), getattr(column, what)
+            here = getattr(other, what)
+            there = getattr(column, what)
             if here != there:
                 found.append(f"column {column.name} has {what} {here}, the table {there}")
     if not found and own != wanted:

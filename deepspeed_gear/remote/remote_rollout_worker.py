@@ -89,7 +89,8 @@ class RemoteLedger(LeaseLedger):
 
     def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
         given = arguments.one_of("trajectories", trajectories, Sequence, "a list of trajectories")
-        name, names = f"the group of prompt {lease.number}", frozenset(self._schema.names)
+        name = f"the group of prompt {lease.number}"
+        names = frozenset(self._schema.names)
         number = {str(self._hello["group"]): np.int64(lease.number)}
         flat = [flatten(name, {**number, **one}, names) for one in given]
         members = self._checked(name, flat)

@@ -39,7 +39,8 @@ from deepspeed_gear.schema import Schema
 from deepspeed_gear.timeouts import check_timeout
 from deepspeed_gear.writer.trajectory_writer import WriterBase
 
-_FIRST_PAUSE_S, _LAST_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S = 0.05
+_LAST_PAUSE_S = 2.0
 _STOP_S = 2.0  # longest that the end of a process waits for a call
 _LOOK_S = 0.1
 
@@ -63,7 +64,9 @@ class RetryPolicy:
     """Retries of a lost call: with ever longer pauses, until there was no answer for `timeout_s`."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        self._url, self._timeout_s, self._pause_s = url, timeout_s, _FIRST_PAUSE_S
+        self._url = url
+        self._timeout_s = timeout_s
+        self._pause_s = _FIRST_PAUSE_S
         self._until: float | None = None  # begins with the first loss
 
     def wait(self, error: ConnectionLost, stopped: threading.Event) -> None:
@@ -83,7 +86,8 @@ def call_again(
     line: Connection, action: str, header: Any, timeout_s: float, batch: Any = None
 ) -> Any:
     """Call until there is an answer, and return it; raises the error in it."""
-    retries, answer = RetryPolicy(line.url, timeout_s), None
+    retries = RetryPolicy(line.url, timeout_s)
+    answer = None
     while answer is None:
         try:
             answer = line.call(action, header, timeout_s, batch)
@@ -135,7 +139,9 @@ class Sender:
         options: SendOptions,
         timeout_s: float,
     ) -> None:
-        self._line, self._schema, self._options = line, schema, options
+        self._line = line
+        self._schema = schema
+        self._options = options
         self._who = who  # gateway and client, in the header of every call
         self._timeout_s = timeout_s  # without any answer, and of a wait while the gateway blocks
         self._retries = RetryPolicy(line.url, timeout_s)
@@ -222,7 +228,8 @@ class Sender:
                 self._send(items)
             end_session(self._line, self._who)
         except GearError as error:
-            left, remedy = self.unacknowledged, error.remedy
+            left = self.unacknowledged
+            remedy = error.remedy
             if left:
                 text = f"trajectories {left.start} to {left.stop - 1} of this writer are not acknowledged"
                 remedy = f"{remedy}; {text}" if remedy else text
@@ -269,7 +276,8 @@ class Sender:
 
         So an idle writer's session does not expire.
         """
-        header, batch = {**self._who, "known": self._upto}, None
+        header = {**self._who, "known": self._upto}
+        batch = None
         if items and not self._asks:
             batch = encode(self._schema, [(item.number, item.arrays) for item in items])
         try:
@@ -285,7 +293,8 @@ class Sender:
         if "upto" in answer:
             new = [entry for entry in answer["refused"] if entry[0] > self._upto]
             self.refused += [(number, error_from_json(parts)) for number, parts in new]
-            self._upto, self._asks = answer["upto"], answer["busy"]
+            self._upto = answer["upto"]
+            self._asks = answer["busy"]
             self._settle(self._upto, answer["busy"])
         if "error" in answer:
             raise error_from_json(answer["error"])
@@ -320,14 +329,13 @@ class RemoteWriter(WriterBase):
     def __init__(
         self, line: Connection, hello: Any, sending: SendOptions, timeout_s: float
     ) -> None:
-        schema, whole_fields = (
-            Schema.from_json(hello["schema"]),
-            tuple(hello.get("whole_fields", ())),
-        )
+        schema = Schema.from_json(hello["schema"])
+        whole_fields = tuple(hello.get("whole_fields", ()))
         super().__init__(str(hello["table"]), schema, hello["max_length"], whole_fields)
         self._max_bytes = int(hello["max_message_bytes"])
         self._media = MediaSpec.of_json(self.schema, hello["media"])
-        self._open, self._num_raised = True, 0
+        self._open = True
+        self._num_raised = 0
         self._sender = Sender(line, self.schema, hello["who"], sending, timeout_s)
         self._finalizer = weakref.finalize(self, self._sender.stop)
         self.num_added = self.num_steps_added = 0

@@ -38,9 +38,14 @@ class BatchAssembler:
         device: torch.device,
         releases: DeferredRelease,
     ) -> None:
-        config, needs, info = plan.config, plan.needs, plan.info
-        self._config, self._needs, self._info = config, needs, info
-        self._device, self._releases = device, releases
+        config = plan.config
+        needs = plan.needs
+        info = plan.info
+        self._config = config
+        self._needs = needs
+        self._info = info
+        self._device = device
+        self._releases = releases
         self._options = GatherOptions(
             fields=needs.fields,
             statistics=plan.statistics(needs.fields),
@@ -55,7 +60,8 @@ class BatchAssembler:
         self._transform: Transform | None = None
         self._valid = torch.ones(info.micro, dtype=torch.bool)
         self._no_epoch = torch.zeros(info.micro, dtype=torch.int64)
-        self._train, self._relabelling = train, relabelling
+        self._train = train
+        self._relabelling = relabelling
         self._burn_in = BurnIn.of(config.burn_in, plan.fields, needs.fields)
         #: To a device, by its kernels; None where the host gathers batches in place.
         self.transfer: DeviceTransfer | None = None
@@ -101,7 +107,8 @@ class BatchAssembler:
             self._releases.settle()
         parts: list[tuple[Gatherer, torch.Tensor, torch.Tensor | None]] = []
         for stream, own in taken:
-            gatherer, numbers = self._gatherers.get(stream), stream.state.numbers
+            gatherer = self._gatherers.get(stream)
+            numbers = stream.state.numbers
             if gatherer is None:  # of a pass
                 gatherer = self._gatherers[stream] = self._gatherer(stream)
             if numbers is not None:
@@ -178,7 +185,8 @@ class BatchAssembler:
         self._relabelling.reward(batch)
         if self._transform is None:
             return batch
-        seed, number = self._config.seed, Resolution.SAMPLE_NUMBER
+        seed = self._config.seed
+        number = Resolution.SAMPLE_NUMBER
         made = [transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
         keys = torch.cat(made)
         keys = (
@@ -202,7 +210,8 @@ class BatchAssembler:
         return found
 
     def _gatherer(self, stream: BatchStream) -> Gatherer:
-        info, ahead = self._info, self._config.prefetch * self._info.accumulation
+        info = self._info
+        ahead = self._config.prefetch * self._info.accumulation
         prepared = ahead + 1 + self._held if ahead and stream.spec.name == TRAIN else 0
         depth = max(2, info.accumulation) + prepared
         if self.transfer is None:

@@ -47,17 +47,22 @@ class BatchLoader:
     holds_batch = False  # the next batch needs a selection, unlike a rollout batch
 
     def __init__(self, parts: ReplayParts, metrics: Metrics, turns: Turns = "micro") -> None:
-        self._parts, plan, config = parts, parts.plan, parts.plan.config
-        self._tables, self._streams, self._mixture = (
-            config.sampled_tables,
-            parts.train,
-            plan.mixture,
-        )
-        self._prefetch, self._verify_every = config.prefetch, config.verify_every
-        self._assembler, self._info, self._metrics = parts.assembler, plan.info, metrics
-        self._data_rank, self._leads = plan.topology.place.data_rank, plan.topology.rank == 0
+        self._parts = parts
+        plan = parts.plan
+        config = parts.plan.config
+        self._tables = config.sampled_tables
+        self._streams = parts.train
+        self._mixture = plan.mixture
+        self._prefetch = config.prefetch
+        self._verify_every = config.verify_every
+        self._assembler = parts.assembler
+        self._info = plan.info
+        self._metrics = metrics
+        self._data_rank = plan.topology.place.data_rank
+        self._leads = plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
-        self._every_micro, self._check = turns != "global", parts.context.check
+        self._every_micro = turns != "global"
+        self._check = parts.context.check
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
         self._lent = LentTensors(max(2, plan.info.accumulation))
@@ -181,18 +186,20 @@ class BatchLoader:
 
     def _make(self, index: int) -> PreparedBatch:
         """Gather this rank's micro batch number `index` since the start or the last resume."""
-        begin, info = time.perf_counter(), self._info
+        begin = time.perf_counter()
+        info = self._info
         step, micro = divmod(index, info.accumulation)
-        key, part = self._start + step, micro * info.data_world + self._data_rank
+        key = self._start + step
+        part = micro * info.data_world + self._data_rank
         if self._mixture is None:
-            stream, shares = self._streams[0], None
+            stream = self._streams[0]
+            shares = None
             own = stream.take(key, part, info.num_micro)
-            taken, heads = [(stream, own)], [own.head]
+            taken = [(stream, own)]
+            heads = [own.head]
         else:
-            shares, chosen = (
-                self._mixture.shares(key),
-                self._mixture.part(key, part, info.num_micro),
-            )
+            shares = self._mixture.shares(key)
+            chosen = self._mixture.part(key, part, info.num_micro)
             parts = zip(self._streams, map(torch.from_numpy, chosen), strict=True)
             taken = [(s, s.part_of(s.get(key), which, of_mixture=True)) for s, which in parts]
             heads = [own.head for _, own in taken]
@@ -217,7 +224,8 @@ class Evaluation:
         self.begun: dict[str, int] = {}  # by split; a checkpoint has them
 
     def batches(self, split: str) -> Iterator[Batch]:
-        found, number = self._streams(split), self.begun.get(split, 0)
+        found = self._streams(split)
+        number = self.begun.get(split, 0)
         self.begun[split] = number + 1
         return chain.from_iterable(self._pass(stream, number) for stream in found)
 
@@ -238,8 +246,11 @@ class Evaluation:
         return found
 
     def _pass(self, stream: BatchStream, number: int) -> Iterator[Batch]:
-        plan, assembler = self._parts.plan, self._parts.assembler
-        place, index, num_batches = plan.topology.place, 0, 1
+        plan = self._parts.plan
+        assembler = self._parts.assembler
+        place = plan.topology.place
+        index = 0
+        num_batches = 1
         lent = LentTensors(max(2, plan.info.accumulation))
         while index < num_batches:
             lent.make_room()

@@ -82,7 +82,8 @@ class ReplayParts:
         self.leave_inner_stage()
 
     def _relabelling(self) -> HindsightRelabelling:
-        plan, config = self.plan, self.plan.config
+        plan = self.plan
+        config = self.plan.config
         return HindsightRelabelling(
             config.hindsight, config.seed, plan.ops, plan.fields, plan.needs.fields
         )
@@ -180,7 +181,8 @@ class ReplayParts:
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
     """Start the failure detector if there are several nodes. Collective."""
-    topology, timeout_s = plan.topology, plan.config.timeout_s
+    topology = plan.topology
+    timeout_s = plan.config.timeout_s
     if topology.num_nodes == 1:
         return None
     name = plan.exchange.broadcast(secrets.token_hex(8))
@@ -202,7 +204,8 @@ def _lost_rank(plan: Resolved, table: Table, detector: FailureDetector | None) -
         except LostNodeError as error:
             return error
         return None
-    ranks, peers = plan.topology.peers, table.peers
+    ranks = plan.topology.peers
+    peers = table.peers
     dead = [peer for peer in range(len(ranks)) if not table.memory.is_alive(peer)]
     if not dead:
         return None
@@ -218,7 +221,8 @@ def _barrier(
     plan: Resolved, table: Table, turns: Turns, detector: FailureDetector | None
 ) -> BatchBarrier:
     """Return the batch barrier of the ranks. Collective over the leaders of nodes."""
-    topology, config = plan.topology, plan.config
+    topology = plan.topology
+    config = plan.config
     # Between two barriers of rollout batches a rank may generate, or compute rewards.
     timeout_s = config.timeout_s if config.pack is None else config.rollout_timeout_s
     only_readers = turns != "schedule"

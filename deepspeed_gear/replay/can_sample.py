@@ -22,20 +22,24 @@ class Readiness:
     """Numbered calls; the first rank of a node that makes or ends a call answers it for all."""
 
     def __init__(self, parts: ReplayParts) -> None:
-        self._parts, self._timeout_s = parts, parts.plan.config.rollout_timeout_s
+        self._parts = parts
+        self._timeout_s = parts.plan.config.rollout_timeout_s
         barrier = parts.barrier
         self._check = (
             parts.context.check if barrier is None else barrier.check
         )  # raises if a rank is lost
-        self._streams, self._table = parts.train, parts.train[0].table
+        self._streams = parts.train
+        self._table = parts.train[0].table
         self._asked: np.ndarray = self._table.views["questions/asked"]
         self._answers: np.ndarray = self._table.views["questions/answers"]
         self._peer = self._table.memory.peer
 
     def ask(self, key: int) -> bool:
         """Return whether a global batch could be selected at the first rank's call. Collective."""
-        plan, number = self._parts.plan, int(self._asked[self._peer])
-        exchange, streams = plan.exchange, [s for s in self._streams if not s.spec.is_optional]
+        plan = self._parts.plan
+        number = int(self._asked[self._peer])
+        exchange = plan.exchange
+        streams = [s for s in self._streams if not s.spec.is_optional]
         self._wait_for_slowest(number)
         if plan.topology.num_nodes == 1:
             answer = bool(self._first(number, lambda: all(s.can_select(key) for s in streams)))
@@ -61,12 +65,14 @@ class Readiness:
         """Return how many items this rank should add for a global batch: its share, the first ranks one more.
         Collective. Items are counted when all ranks of the node have called.
         """
-        number, place = int(self._asked[self._peer]), self._parts.plan.topology.place
+        number = int(self._asked[self._peer])
+        place = self._parts.plan.topology.place
         self._wait_for_slowest(number)
         self._asked[self._peer] = number + 1
         self._wait_for_slowest(number + len(self._answers))
         if stream.spec.num_shards > 1:
-            exchange, leads = self._parts.plan.exchange, self._parts.plan.leads_shard
+            exchange = self._parts.plan.exchange
+            leads = self._parts.plan.leads_shard
             agree_on_prompts(exchange, leads, stream)
             held = exchange.collect(
                 "counting the items of its node", lambda: [stream.held_items(key)] if leads else []
@@ -91,7 +97,9 @@ class Readiness:
 
     def _wait_for_slowest(self, number: int) -> None:
         """Wait until all living readers have read the answer that would be overwritten."""
-        topology, memory, log = self._parts.plan.topology, self._table.memory, WaitLog(_CALLS)
+        topology = self._parts.plan.topology
+        memory = self._table.memory
+        log = WaitLog(_CALLS)
 
         def lagging() -> list[int]:
             late = np.nonzero(self._asked <= number - len(self._answers))[0].tolist()

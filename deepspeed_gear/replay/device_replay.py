@@ -104,7 +104,8 @@ class DeviceReplay(ReplayBase):
         )
 
     def _build(self, plan: Resolved, engine_dtype: torch.dtype) -> None:
-        info, sampler = plan.info, plan.config.item_sampler
+        info = plan.info
+        sampler = plan.config.item_sampler
         self._burn_in = BurnIn.of(plan.config.burn_in, plan.fields, plan.needs.fields)
         ops = ops_of(plan.config.backend, plan.ops, self.device)
         tables = []
@@ -121,7 +122,8 @@ class DeviceReplay(ReplayBase):
             tables.append(DeviceTable(plan, name, self.tables[name], train, engine_dtype))
         num_samples = info.micro * info.accumulation
         self._mixture = TableMixture(tables, plan.mixture, num_samples, info.accumulation)
-        self.table, self.schema = tables[0].table, tables[0].table.schema
+        self.table = tables[0].table
+        self.schema = tables[0].table.schema
         splits = dict(plan.tables[tables[0].name].streams) if tables[0].has_data else {}
         splits.pop(TRAIN, None)
         self._passes = DeviceEvaluation(plan, tables[0], splits, self._burn_in)
@@ -494,7 +496,8 @@ class DeviceReplay(ReplayBase):
         return device_checkpoint.save(self._plan, self.tables, folder, kept)
 
     def _load(self, state: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
-        selected, loaded = self._num_selected(), None
+        selected = self._num_selected()
+        loaded = None
         if folder is None:
             device_checkpoint.seek(self._plan, self.tables, state)
         else:

@@ -62,7 +62,9 @@ class DeviceTransfer:
         options: GatherOptions,
     ) -> None:
         self.lane = lane_of(device)
-        self._config, self._keep, self._options = config, keep, options
+        self._config = config
+        self._keep = keep
+        self._options = options
         self._registrations: dict[str, Registration] = {}  # by table
         self._refused: dict[str, str] = {}
         self._tables = list(tables)
@@ -233,7 +235,8 @@ def made_up_records(table: Table, count: int, num_rows: int, num_slots: int) -> 
         return torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64)
     records = np.zeros((count, Resolution.NUM_WORDS), np.int64)
     records[:, Resolution.FIRST_ROW] = words.integers(0, num_rows - final - steps + 1, count)
-    records[:, Resolution.NUM_STEPS], records[:, Resolution.MASS] = steps, 1
+    records[:, Resolution.NUM_STEPS] = steps
+    records[:, Resolution.MASS] = 1
     records[:, Resolution.ANCHOR] = words.integers(0, steps, count)
     records[:, Resolution.SLOT] = words.integers(0, num_slots, count)
     return torch.from_numpy(records)

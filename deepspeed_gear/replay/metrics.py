@@ -76,7 +76,8 @@ class Metrics:
         self.sums["batches"] += 1
 
     def _new(self) -> dict[str, float]:
-        now, before = dict(self.sums), self._taken
+        now = dict(self.sums)
+        before = self._taken
         self._taken = now
         return {name: value - before[name] for name, value in now.items()}
 
@@ -141,14 +142,13 @@ class Progress:
     def __sub__(self, before: Progress) -> Progress:
         """Return the progress from one period's end to this one's, which began together."""
         wait_s = None if self.wait_s is None else self.wait_s - (before.wait_s or 0.0)
-        samples, elapsed_s = (
-            self.num_samples - before.num_samples,
-            self.elapsed_s - before.elapsed_s,
-        )
+        samples = self.num_samples - before.num_samples
+        elapsed_s = self.elapsed_s - before.elapsed_s
         return Progress(samples, elapsed_s, wait_s, self.lag)
 
     def __str__(self) -> str:
-        rate, share = self.samples_per_s, self.wait_share
+        rate = self.samples_per_s
+        share = self.wait_share
         parts = [f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"]
         if share is not None:
             parts.append(f"{share:.1%} of the time waiting for data")
@@ -162,7 +162,9 @@ Selections = list[tuple[BatchStream, Selection]]  # of one global batch: one a t
 
 def of_store(tables: Sequence[Table]) -> dict[str, Any]:
     """Return the sizes of the sampled tables, and by table the counts of stale trajectories."""
-    groups, prompts, late = {}, {}, dict[str, dict[str, dict[str, int]]]()
+    groups = {}
+    prompts = {}
+    late = dict[str, dict[str, dict[str, int]]]()
     media = {
         table.spec.name: table.media.statistics() for table in tables if table.media is not None
     }
@@ -256,7 +258,8 @@ def of_selection(streams: Sequence[BatchStream]) -> dict[str, Any]:
     batches = _batches(streams, max(stream.spec.depth for stream in streams))
     drawn = {}
     for index, stream in enumerate(streams):
-        masses, histogram = stream.state.priorities, None
+        masses = stream.state.priorities
+        histogram = None
         if masses is not None:  # k counts [2^k, 2^(k+1))
             powers = np.frexp(masses.values[masses.leaves > 0])[1] - 1
             bins, counts = np.unique(powers, return_counts=True)
@@ -301,7 +304,8 @@ def _duplicates(batch: Selections) -> float:
 
 
 def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
-    spec, counter = stream.table.spec, int(stream.table.control[Control.NEXT_ID])
+    spec = stream.table.spec
+    counter = int(stream.table.control[Control.NEXT_ID])
     count = spec.own_shard.count if spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids alternate between nodes
     return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
@@ -376,19 +380,26 @@ class ClampWarning:
         counts: Callable[[], tuple[int, int]],
         recent: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
-        self._table, self._largest = table, most_bits - MASS_BITS
-        self._counts, self._recent = counts, recent
-        self._seen, self._next = counts(), 0.0
+        self._table = table
+        self._largest = most_bits - MASS_BITS
+        self._counts = counts
+        self._recent = recent
+        self._seen = counts()
+        self._next = 0.0
 
     def check(self) -> None:
         """Log a warning if one is due. Cost: reads a few words if nothing was clamped."""
-        now, before = self._counts(), self._seen
+        now = self._counts()
+        before = self._seen
         if now[1] == before[1] or time.monotonic() < self._next:
             return
-        self._seen, when = now, "since the last check()"
-        applied, clamped = now[0] - before[0], now[1] - before[1]
+        self._seen = now
+        when = "since the last check()"
+        applied = now[0] - before[0]
+        clamped = now[1] - before[1]
         if self._recent is not None:
-            (applied, clamped), when = self._recent(), f"in the latest {WINDOW} global batches"
+            (applied, clamped) = self._recent()
+            when = f"in the latest {WINDOW} global batches"
         if clamped <= MOST_CLAMPED * applied:
             return
         self._next = time.monotonic() + PAUSE_S
@@ -404,31 +415,32 @@ class GroupWarning:
     """Logs what a table of groups leaves out, each kind at most once in `PAUSE_S` seconds."""
 
     def __init__(self, stream: BatchStream, groups: TableGroups) -> None:
-        self._stream, self._groups, self._table = stream, groups, stream.table.spec.name
+        self._stream = stream
+        self._groups = groups
+        self._table = stream.table.spec.name
         limited = stream.table.spec.retention.max_times_sampled
         self._draws_each = (
             bool(limited) or stream.spec.sampler.each_once
         )  # no group may leave unsampled
-        self._first, self._loads = groups.counts.copy(), stream.table.control[Control.LOADS]
+        self._first = groups.counts.copy()
+        self._loads = stream.table.control[Control.LOADS]
         # The next global batch, and the counts when it became that.
-        self._key, self._at_key = stream.position[Head.KEY], self._first
+        self._key = stream.position[Head.KEY]
+        self._at_key = self._first
         self._next: dict[str, float] = {}  # when each kind may be logged again
 
     def check(self) -> None:
         """Log the warnings that are due. Cost: reads a few words."""
-        counts, spec, key = (
-            self._groups.counts.copy(),
-            self._groups.spec,
-            self._stream.position[Head.KEY],
-        )
+        counts = self._groups.counts.copy()
+        spec = self._groups.spec
+        key = self._stream.position[Head.KEY]
         if self._loads != self._stream.table.control[Control.LOADS]:
-            self._first, self._loads, self._key = (
-                counts,
-                self._stream.table.control[Control.LOADS],
-                -1,
-            )
+            self._first = counts
+            self._loads = self._stream.table.control[Control.LOADS]
+            self._key = -1
         if key != self._key:
-            self._key, self._at_key = key, counts
+            self._key = key
+            self._at_key = counts
         since = counts - self._at_key  # the latest selection
         failed = int(since[GroupCount.REJECTED] + since[GroupCount.OVERSIZED])
         if failed >= MOST_REJECTED * self._stream.spec.batch:
@@ -479,7 +491,8 @@ class LossWarning:
     """
 
     def __init__(self, column: str | None, predicts: bool) -> None:
-        self._column, self._predicts = column, predicts
+        self._column = column
+        self._predicts = predicts
         self._steps = self._without = 0  # train steps, and those without loss tokens
         self._next = 0.0
 
@@ -511,9 +524,11 @@ def warnings_of(streams: Sequence[BatchStream]) -> list[ClampWarning | GroupWarn
     """Return the warnings of streams that have priorities, and of those whose tables have groups."""
     found: list[ClampWarning | GroupWarning] = []
     for stream in streams:
-        masses, groups = stream.state.priorities, stream.table.groups
+        masses = stream.state.priorities
+        groups = stream.table.groups
         if masses is not None:
-            name, most_bits = stream.table.spec.name, masses.rule.most_bits
+            name = stream.table.spec.name
+            most_bits = masses.rule.most_bits
             found.append(ClampWarning(name, most_bits, masses.priority_counts, masses.recent))
         if groups is not None and stream.table.spec.dataset is None:
             found.append(GroupWarning(stream, groups))

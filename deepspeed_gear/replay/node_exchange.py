@@ -45,7 +45,8 @@ class NodeExchange:
     """The exchanges of this rank with other nodes; empty with one node, and on ranks without any."""
 
     def __init__(self, plan: Resolved, device: torch.device) -> None:
-        self._plan, self._device = plan, device
+        self._plan = plan
+        self._device = device
         self._channels: dict[bool, NodeChannel] = {}  # key: whether for training streams
         self._transports: dict[bool, DeviceTransport] = {}
         self._training: list[SelectionAgreement] = []  # selectors of the training streams
@@ -60,10 +61,12 @@ class NodeExchange:
         """Open the channels and return the selectors of streams that nodes select together, on the leaders of
         nodes that hold such tables. Collective. `goals` draws the achieved goals of samples.
         """
-        plan, config = self._plan, self._plan.config
+        plan = self._plan
+        config = self._plan.config
         every = [state for of_table in states.values() for state in of_table.values()]
         if plan.leads_shard and any(state.spec.together for state in every):
-            order, timeout_s = plan.placement.order, config.timeout_s
+            order = plan.placement.order
+            timeout_s = config.timeout_s
             for trains, purpose in ((True, "train"), (False, "passes")):
                 channel = NodeChannel(
                     plan.topology, order, purpose, timeout_s, plan.group, detector
@@ -85,7 +88,8 @@ class NodeExchange:
             return {}
         found: dict[StreamState, SelectionAgreement] = {}
         for state in sorted(every, key=lambda state: routes_of[state] is not None):
-            routes, trains = routes_of[state], state.spec.name == TRAIN
+            routes = routes_of[state]
+            trains = state.spec.name == TRAIN
             if routes is not None:
                 channel = self._channels[trains]
                 records: RecordExchange | ResolutionExchange
@@ -97,7 +101,8 @@ class NodeExchange:
                     )
                 found[state] = ShardedSelector(state, channel, routes, records, config.verify_every)
             elif state.spec.together and state.spec.num_shards == 1:  # of a replicated table
-                found[state], trains = ReplicatedSelector(state, self._channels[True]), True
+                found[state] = ReplicatedSelector(state, self._channels[True])
+                trains = True
             if state in found and trains:
                 self._training.append(found[state])
         return found
@@ -106,9 +111,12 @@ class NodeExchange:
         return self._plan.tables[state.table.spec.name].rooms[state.spec.name]
 
     def _rows(self, state: StreamState, routes: ExchangePlan, trains: bool) -> RowExchange:
-        room, n_step = self._room(state), self._plan.config.n_step
-        rows, slots = (room.first_row, room.num_rows), (room.first_slot, room.num_slots)
-        channel, transport = self._channels[trains], self._transports.get(trains)
+        room = self._room(state)
+        n_step = self._plan.config.n_step
+        rows = (room.first_row, room.num_rows)
+        slots = (room.first_slot, room.num_slots)
+        channel = self._channels[trains]
+        transport = self._transports.get(trains)
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:

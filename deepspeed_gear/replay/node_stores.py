@@ -102,7 +102,9 @@ class NodeStores:
 
     def _file_of(self, table: ResolvedTable) -> StoreFile:
         """Return what the store of a table is made from."""
-        config, ops, start = self._plan.config, self._plan.ops, self._start
+        config = self._plan.config
+        ops = self._plan.ops
+        start = self._start
         spec = table.store
         assert spec is not None
         regions = [
@@ -211,7 +213,8 @@ class NodeStores:
 
 def _agree_on_start(plan: Resolved) -> RunStart:
     """Agree on how this job begins its run: with the stores that an earlier one has kept, if any."""
-    exchange, memory = plan.exchange, plan.config.shared_memory
+    exchange = plan.exchange
+    memory = plan.config.shared_memory
     name = exchange.agree("naming the run", lambda: new_run_name(memory.run))
     kept = exchange.collect("the kept store", lambda: _kept_run(plan, name))
     known = sorted({run.id for run in kept if run is not None})
@@ -229,17 +232,16 @@ def _agree_on_start(plan: Resolved) -> RunStart:
 
 def _kept_run(plan: Resolved, name: str) -> RunIdentity | None:
     """Return the run of this name whose job has left its store; None: there is none."""
-    memory, topology = plan.config.shared_memory, plan.topology
+    memory = plan.config.shared_memory
+    topology = plan.topology
     if not memory.keep or not topology.leads_node:
         return None
     for path, fd in opened(memory.prefix):
         run = read_header(fd, str(path))[1] if is_kept(fd) else None
         if run is not None and run.name == name:
             if is_held(fd, 0, topology.num_peers):
-                rule, remedy = (
-                    "must have no living rank",
-                    "give each job a shared_memory.run of its own",
-                )
+                rule = "must have no living rank"
+                remedy = "give each job a shared_memory.run of its own"
                 raise StoreError(str(path), rule, None, remedy)
             return run
     return None
@@ -250,10 +252,8 @@ def _advise(tables: Iterable[Table]) -> None:
     mapped = [
         table for table in tables if table.spec.dataset is not None and not table.spec.in_memory
     ]
-    num_bytes, limit = (
-        sum(a.nbytes for t in mapped for a in t.columns.values()),
-        tightest(read_file),
-    )
+    num_bytes = sum(a.nbytes for t in mapped for a in t.columns.values())
+    limit = tightest(read_file)
     if limit is None or num_bytes <= limit.available:
         return
     for table in mapped:

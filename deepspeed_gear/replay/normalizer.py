@@ -169,10 +169,8 @@ class Normalizer:
             name: t.data.path for name, t in checked.resolved_tables.items() if t.data is not None
         }
         if dataset is not None and len(paths) != 1:
-            rule, given = (
-                "must be given where the config names one data set",
-                f"{len(paths)} in the config",
-            )
+            rule = "must be given where the config names one data set"
+            given = f"{len(paths)} in the config"
             raise ConfigError("dataset", rule, given, "correct the paths in the config")
         data = {
             name: Dataset.open(path) if dataset is None else dataset for name, path in paths.items()
@@ -180,10 +178,8 @@ class Normalizer:
         fields = fields_of(checked, schemas_of(checked, data, schemas), data)
         normalised = any(field.normalize for field in fields)
         if normalised and checked.normalizes_online:
-            rule, remedy = (
-                "must not be given: it is normalised with what a run adds",
-                "use Normalizer.load",
-            )
+            rule = "must not be given: it is normalised with what a run adds"
+            remedy = "use Normalizer.load"
             name = next(field.name for field in fields if field.normalize)
             raise ConfigError(
                 f"gear.fields.{name}.normalize", rule, None, f"{remedy}, of a checkpoint"

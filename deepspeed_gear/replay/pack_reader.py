@@ -36,7 +36,8 @@ _STEPS = lower([GatherSpec(Source.STEPS)])
 def check_tokens(pack: PackConfig, lengths: np.ndarray, tokens: int | None) -> None:
     """Raise ConfigError unless micro batches of so many steps hold the longest trajectory."""
     most = pack.tokens if tokens is None else arguments.count("tokens", tokens)
-    multiple, longest = pack.pad.multiple, int(lengths.max(initial=1))
+    multiple = pack.pad.multiple
+    longest = int(lengths.max(initial=1))
     if most // multiple * multiple < longest:
         rule = f"must hold the longest trajectory ({longest} steps) in multiples of {multiple}"
         raise ConfigError(
@@ -61,12 +62,14 @@ class PackSequence:
         tokens: int | None,
         planned: PlannedPacks | None = None,
     ) -> None:
-        self._columns, self.index = columns, index
+        self._columns = columns
+        self.index = index
         place = columns.context.settings.place
         is_sorted = planned is not None
         self.planned = planned = planned or _plan(columns, index, tokens)
         # With a plan for more ranks this one trains several packs in each micro step: [first, end).
-        first, end = place.data_rank * planned.per_rank, (place.data_rank + 1) * planned.per_rank
+        first = place.data_rank * planned.per_rank
+        end = (place.data_rank + 1) * planned.per_rank
         of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
         chosen = [packs[micro] for micro in range(planned.plan.num_micro) for packs in of_ranks]
         #: The replica that trains each of the trajectories. [n], int64.
@@ -79,7 +82,8 @@ class PackSequence:
             self.at = [slice(own[0], own[-1] + 1) if len(own) else slice(0) for own in self.packs]
         #: Where the trajectories of each pack stand, and the slice of a sequence rank.
         self.shapes: list[PackShape] = []
-        prefixes, every_rows = planned.prefixes, planned.rows[:, first:end].reshape(-1).tolist()
+        prefixes = planned.prefixes
+        every_rows = planned.rows[:, first:end].reshape(-1).tolist()
         for pack, at, rows in zip(chosen, self.at, every_rows, strict=True):
             shared = None if prefixes is None else prefixes.of(pack)
             part = rows // place.sequence_world
@@ -94,11 +98,14 @@ class PackSequence:
     @cached_property
     def loss(self) -> StepLoss:
         """The loss of all ranks' packs together. Collective over nodes."""
-        columns, index = self._columns, self.index
-        options, counts = columns.context.settings.loss, columns.counts[index]
+        columns = self._columns
+        index = self.index
+        options = columns.context.settings.loss
+        counts = columns.counts[index]
         weights = np.zeros(len(columns.records))
         # A trajectory may be in the batch several times, but each of its samples is another index.
-        sequences, items = columns.sequence[index], columns.records.item[index]
+        sequences = columns.sequence[index]
+        items = columns.records.item[index]
         weights[index] = loss_weights(options, counts, sequences, items)
         return StepLoss(int(counts.sum()), weights)
 
@@ -108,7 +115,8 @@ class PackSequence:
 
 def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> PlannedPacks:
     """Plan the packs; where prompts are shared, by as many members of a group at once as cost least."""
-    settings, lengths = columns.context.settings, columns.records.lengths[index]
+    settings = columns.context.settings
+    lengths = columns.records.lengths[index]
     pack = settings.pack.model_copy(update={"tokens": tokens or settings.pack.tokens})
     ops = columns.tables[0].table.ops
     planned = partial(PlannedPacks, lengths, pack, settings.place.data_world, ops)
@@ -136,7 +144,8 @@ class PackReader:
     """Reads the packs of a rollout batch: rows into micro batches."""
 
     def __init__(self, columns: RolloutColumns) -> None:
-        self.columns, self.context = columns, columns.context
+        self.columns = columns
+        self.context = columns.context
 
     def fetch(self, packs: PackSequence) -> None:
         """Bring the rows of packs to the nodes whose ranks gather them. Collective over all ranks.
@@ -185,9 +194,12 @@ class PackReader:
         Cost: each row is read once and written once.
         """
         begin = time.perf_counter()
-        settings, columns = self.context.settings, self.columns
+        settings = self.context.settings
+        columns = self.columns
         device = settings.device
-        index, at, shape = packs.packs[number], packs.at[number], packs.shapes[number]
+        index = packs.packs[number]
+        at = packs.at[number]
+        shape = packs.shapes[number]
         with columns.access.reading(at) as has_rows:
             gathered = self._gather(index, at, shape)
         tensors = gathered.steps
@@ -204,7 +216,8 @@ class PackReader:
         tensors.update(gathered.trajectories)
         made = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
         targets = None if targets is None else targets.to(device)
-        divisor, by = self.context.divisor, settings.loss.by
+        divisor = self.context.divisor
+        by = settings.loss.by
         loss = PackLoss(mask, mask.to(device), shape, index, packs, divisor, settings.ranks, by)
         sources = PackSources(columns.records, index, at, number, gathered.opaque, media, to_fill)
         micro = MicroBatch(made, targets, shape, loss, sources, settings.token, device)
@@ -213,7 +226,8 @@ class PackReader:
 
     def _gather(self, index: np.ndarray, at: Any, shape: PackShape) -> _Gathered:
         """Gather a pack from each of its tables; `at` is `index`, or a slice of as many."""
-        tables, records = self.columns.tables, self.columns.records
+        tables = self.columns.tables
+        records = self.columns.records
         fields = self.context.settings.opaque
         steps = tables[0].gatherer.outputs(shape.end - shape.first, shape.own_tokens)
         trajectories: dict[str, torch.Tensor] = {}
@@ -241,7 +255,8 @@ class PackReader:
 
     def _own_columns(self, at: Any, shape: PackShape, with_mask: bool) -> dict[str, torch.Tensor]:
         """Gather the columns of this rollout batch only, and the loss mask as MASK. [1, rows] each."""
-        columns, rows = self.columns, shape.end - shape.first
+        columns = self.columns
+        rows = shape.end - shape.first
         buffers = dict(columns.filled)
         if with_mask:
             buffers[MASK] = torch.from_numpy(columns.mask)
@@ -253,7 +268,10 @@ class PackReader:
         records[:, Resolution.FIRST_ROW] = torch.from_numpy(columns.records.starts[at])
         none = [torch.empty(0)] * len(outs)
         pads = [0.0] * len(outs)
-        into, values, spec = list(outs.values()), list(buffers.values()), _STEPS * len(outs)
-        ops, runs = columns.tables[0].table.ops, shape.runs(records)
+        into = list(outs.values())
+        values = list(buffers.values())
+        spec = _STEPS * len(outs)
+        ops = columns.tables[0].table.ops
+        runs = shape.runs(records)
         ops.pack_(into, values, none, none, *runs, spec, pads, shape.first, rows)
         return outs

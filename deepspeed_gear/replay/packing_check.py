@@ -13,7 +13,9 @@ from deepspeed_gear.batching.packing_plan import Prefixes
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay.rollout_context import PackSettings
 
-_EXACT, _ROUNDED = 1e-4, 3e-2  # of float32, and of 16 bits
+# of float32, and of 16 bits
+_EXACT = 1e-4
+_ROUNDED = 3e-2
 
 
 def check_packing(
@@ -21,7 +23,8 @@ def check_packing(
 ) -> float:
     """Compare the logits of a pack with those of each of its trajectories alone: `Replay.check_packing`."""
     if settings.place.sequence_world > 1:
-        rule, remedy = "must have whole trajectories", "check the model with one rank per sequence"
+        rule = "must have whole trajectories"
+        remedy = "check the model with one rank per sequence"
         raise ConfigError("check_packing", rule, settings.place.sequence_world, remedy)
     packed_model = PackedModel(model)
     micro = _pack(packed_model.config.get_text_config().vocab_size, settings)
@@ -34,7 +37,8 @@ def check_packing(
             if tolerance is None:
                 is_exact = {logits.dtype, next(model.parameters()).dtype} == {torch.float32}
                 tolerance = _EXACT if is_exact else _ROUNDED
-            most, places = 0.0, torch.arange(len(logits), device=logits.device)
+            most = 0.0
+            places = torch.arange(len(logits), device=logits.device)
             for begin, end in zip(micro.pack_shape.starts, micro.cu_seqlens[1:], strict=False):
                 at = micro.mask_mod(0, 0, end - 1, places).nonzero()[:, 0]
                 alone = (
@@ -59,8 +63,10 @@ def _pack(vocabulary: int, settings: PackSettings) -> MicroBatch:
     """Return a pack of random tokens as long as a micro batch: halves, down to one token, and padding where
     micro batches may have some.
     """
-    rows, pack = settings.pack.room, settings.pack
-    rest, most = rows - rows // 8, pack.max_trajectories or rows
+    rows = settings.pack.room
+    pack = settings.pack
+    rest = rows - rows // 8
+    most = pack.max_trajectories or rows
     lengths: list[int] = []
     while rest and len(lengths) < most:
         lengths.append(-(-rest // 2))

@@ -101,7 +101,10 @@ def _rank(
     rank: int, node: int, place: RankCoordinates, needs: ReadNeeds, batch: Batch, info: BatchInfo
 ) -> RankPreview:
     part = slice(place.data_rank, None, info.num_micro)
-    shapes, num_bytes, real, rows = {}, 0, 0, 0
+    shapes = {}
+    num_bytes = 0
+    real = 0
+    rows = 0
     for field in needs.fields:
         mask = _mask(batch, field)[part]
         tensor = batch[field.name]
@@ -135,14 +138,17 @@ def _traffic(
     info: BatchInfo,
 ) -> np.ndarray:
     """Count the bytes of rows that nodes receive; a row is sent to a node once, for all its readers."""
-    places, num_nodes = list(needs), nodes[-1] + 1
+    places = list(needs)
+    num_nodes = nodes[-1] + 1
     consuming = sorted({n for n, place in zip(nodes, places, strict=True) if place.reads})
-    source, ids = batch.source.numpy(), batch.trajectory_id.numpy()
+    source = batch.source.numpy()
+    ids = batch.trajectory_id.numpy()
     held = np.zeros(
         len(ids), np.int64
     )  # index of the reading node that holds each trajectory, then the node
     for index, table in enumerate(replay.config.sampled_tables):
-        dataset, mine = replay.datasets[table], source == index
+        dataset = replay.datasets[table]
+        mine = source == index
         bounds = exchange_plan.shards_of(dataset.lengths * dataset.schema.row_bytes, len(consuming))
         held[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
     held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
@@ -204,7 +210,8 @@ def pack_preview(
         remedy = 'give "pack": {"tokens": ...}, or leave --lengths out'
         raise ConfigError("gear.pack", "must be given for a preview of lengths", None, remedy)
     check_ranks(config, replicas, sequence, 1)
-    most, longest = pack.room, int(lengths.max())
+    most = pack.room
+    longest = int(lengths.max())
     if pack.too_long == "refuse" and longest > most:
         rule = f"must hold the longest trajectory ({longest} steps)"
         raise ConfigError(
@@ -213,7 +220,9 @@ def pack_preview(
     packed = np.minimum(lengths, most)
     planned = PlannedPacks(packed, pack, replicas, load_backend("auto").on_host())
     of_rank = planned.costs.sum(axis=(0, 2))
-    tokens, rows, steps = int(packed.sum()), int(planned.rows.sum()), planned.per_rank
+    tokens = int(packed.sum())
+    rows = int(planned.rows.sum())
+    steps = planned.per_rank
     return {
         "trajectories": len(lengths),
         "tokens": tokens,
@@ -237,7 +246,8 @@ def rollout_preview(
     config: GearConfig, replicas: int, sequence: int, stages: int
 ) -> dict[str, Any]:
     """Describe packed batches as far as no lengths are needed; the document of `gear preview --json`."""
-    pack, size = config.pack, config.rollout_size
+    pack = config.pack
+    size = config.rollout_size
     assert pack is not None
     assert size is not None
     check_ranks(config, replicas, sequence, stages)

@@ -254,7 +254,8 @@ class AsyncPriorityUpdates:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._timeout_s, self._blocks = timeout_s, PinnedBlocks()
+        self._timeout_s = timeout_s
+        self._blocks = PinnedBlocks()
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
@@ -302,7 +303,8 @@ class AsyncPriorityUpdates:
 
     def _report(self, parts: Sequence[UpdatePart], host: Tensor, event: Event) -> None:
         """Append an update once its event has come: `host` has its values, then the faults."""
-        values, is_good = host[: sum(len(part.records) for part in parts)], False
+        values = host[: sum(len(part.records) for part in parts)]
+        is_good = False
         try:
             event.synchronize()
             differ, empty = host[len(values) :].tolist()

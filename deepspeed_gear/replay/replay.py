@@ -92,9 +92,11 @@ class Replay(ReplayBase):
             raise ConfigError("turns", f"must be one of {', '.join(get_args(Turns))}", turns)
         plan = resolve_plan(config, process_group, schemas, info, place)
         super().__init__(plan, to, engine_dtype)
-        self.schemas, self.fields = plan.schemas, plan.fields
+        self.schemas = plan.schemas
+        self.fields = plan.fields
         parts = self._parts = ReplayParts(plan, None if info is None else turns, engine_dtype, to)
-        self.tables, self._place = parts.tables, plan.topology.place
+        self.tables = parts.tables
+        self._place = plan.topology.place
         self._inserters: dict[
             str | None, Inserter
         ] = {}  # by the names that calls give; None: as `store`
@@ -105,7 +107,8 @@ class Replay(ReplayBase):
         )  # an error that is handled around this replay does not end it
         self._dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._writers: weakref.WeakSet[TrajectoryWriter] = weakref.WeakSet()
-        self.metrics, self._late_updates = Metrics(), parts.late_updates
+        self.metrics = Metrics()
+        self._late_updates = parts.late_updates
         self._passes = Evaluation(parts)
         self._divisor = GradientDivisor(float(plan.topology.place.data_world))
         self._loader: BatchLoader | RolloutLoader
@@ -207,7 +210,8 @@ class Replay(ReplayBase):
                 changed.
             StoreFullError: Too few rows are free; earlier parts of a trajectory that is split stay.
         """
-        inserter, releases = self._inserter(table), self._parts.releases
+        inserter = self._inserter(table)
+        releases = self._parts.releases
 
         def insert(one: Mapping[str, Any]) -> int:
             releases.settle()
@@ -276,7 +280,8 @@ class Replay(ReplayBase):
         reader = rollout.reader
 
         def copy() -> int:
-            target, report = self.store(table), None
+            target = self.store(table)
+            report = None
             if priorities is not None:
                 self._priorities(table)  # raises where there are none
                 report = partial(self._report_by_id, table=table)
@@ -304,7 +309,8 @@ class Replay(ReplayBase):
                 nodes, as does the table.
             StoreError, PeerError: As `Rollout.forward`.
         """
-        packed, sampled = self._packed(), self.config.sampled_tables
+        packed = self._packed()
+        sampled = self.config.sampled_tables
         target = self.tables[self._table_name(table, sampled, sampled)]
         return table_forward.forward(target, names, tokens, packed)
 
@@ -549,7 +555,8 @@ class Replay(ReplayBase):
         self._check_reads()
         target = self.store(table)
         if target.groups is None or target.spec.name not in self.config.sampled_tables:
-            rule, remedy = "must have groups", f"set gear.tables.{target.spec.name}.group"
+            rule = "must have groups"
+            remedy = f"set gear.tables.{target.spec.name}.group"
             raise ConfigError(f"table {target.spec.name}", rule, None, remedy)
         refuse_read_only(target)
         stream = self._parts.streams[target.spec.name][TRAIN]
@@ -639,7 +646,8 @@ class Replay(ReplayBase):
         reports: bool = True,
     ) -> int:
         self._late_updates.drain()
-        masses, placement = self._priorities(table), self._parts.plan.placement
+        masses = self._priorities(table)
+        placement = self._parts.plan.placement
         name = masses.table.spec.name
         shard_of = partial(placement.shard_of, name) if name in placement.spread else None
         return priority_updates.report_by_id(masses, ids, priorities, steps, reports, shard_of)
@@ -716,7 +724,8 @@ class Replay(ReplayBase):
             )
         else:
             samples = int(self.metrics.sums["trajectories"])
-        elapsed_s, lag = time.perf_counter() - self._begin_s, metrics.policy_lag(self._parts.train)
+        elapsed_s = time.perf_counter() - self._begin_s
+        lag = metrics.policy_lag(self._parts.train)
         return Progress(samples, elapsed_s, self.metrics.sums["wait_s"], lag)
 
     def statistics(self) -> dict[str, Any]:
@@ -764,5 +773,7 @@ class Replay(ReplayBase):
             self._folder_locks.release()
             # Without references to the stores their memory is freed, unless the program holds a part of it.
             self.__dict__.pop("_all_priorities", None)
-            self.tables, self._warnings, self._inserters = {}, [], {}
+            self.tables = {}
+            self._warnings = []
+            self._inserters = {}
             del self._parts, self._passes, self._loader, self._questions, self._checkpoint

@@ -55,19 +55,25 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
     )
 
     def __init__(self, plan: Resolved, device: torch.device, engine_dtype: torch.dtype) -> None:
-        self.config, self.batch_info, self.device = plan.config, plan.info, device
-        self.datasets, self.topology = plan.datasets, plan.topology
-        self._plan, self._engine_dtype = plan, engine_dtype
+        self.config = plan.config
+        self.batch_info = plan.info
+        self.device = device
+        self.datasets = plan.datasets
+        self.topology = plan.topology
+        self._plan = plan
+        self._engine_dtype = engine_dtype
         self._closed = False
         self._transform: Transform | None = None
         self._normalizer: tuple[Mapping[str, ColumnStatistics], Normalizer] | None = None
         self._passes: Evaluation | DeviceEvaluation
         self._last_saves: dict[str, Mapping[str, Any]] = {}  # by folder: state of its latest save
         self._folder_locks = FolderLocks()
-        self._begin_s, self._progress = time.perf_counter(), Progress(0, 0.0, 0.0, None)
+        self._begin_s = time.perf_counter()
+        self._progress = Progress(0, 0.0, 0.0, None)
 
     def __repr__(self) -> str:
-        kind, info = self.config.sampler.kind, self.batch_info
+        kind = self.config.sampler.kind
+        info = self.batch_info
         sizes = f"batches of {info.micro}" + (
             f" of {info.global_batch}" if info.num_micro > 1 else ""
         )
@@ -177,7 +183,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
         Of a table without a data set: those of the newest selection; another object once they change.
         """
-        known, plan = self._statistics_of_fields(), self._plan
+        known = self._statistics_of_fields()
+        plan = self._plan
         if self._normalizer is None or self._normalizer[0] is not known:
             self._normalizer = (
                 known,
@@ -247,7 +254,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         """
         self._check_open()
         at = os.path.realpath(arguments.folder("folder", folder))
-        exchange, leads = self._plan.exchange, self.topology.rank == 0
+        exchange = self._plan.exchange
+        leads = self.topology.rank == 0
 
         def lock() -> None:
             if leads:
@@ -304,7 +312,8 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     def _from_leader(self, action: Callable[[], T]) -> T:
         """Return what an action returns on rank 0: others would see another save. Collective."""
-        exchange, leads = self._plan.exchange, self.topology.rank == 0
+        exchange = self._plan.exchange
+        leads = self.topology.rank == 0
         found: T = exchange.broadcast(
             exchange.agree("loading the state", lambda: action() if leads else None)
         )

@@ -30,7 +30,9 @@ class ReplayCheckpoint:
     def __init__(
         self, parts: ReplayParts, loader: BatchLoader | RolloutLoader, passes: Evaluation
     ) -> None:
-        self._parts, self._loader, self._passes = parts, loader, passes
+        self._parts = parts
+        self._loader = loader
+        self._passes = passes
         self._latest: tuple[Path, State] | None = None  # the save made last, in any folder
         self._written: dict[str, Written] = {}  # that save's segments of this process's tables
 
@@ -40,8 +42,11 @@ class ReplayCheckpoint:
         """Return the position, equal on all ranks: `Replay.state_dict`; of a save with its id and manifests,
         and the file of the `columns` of the rollout batch whose training is under way.
         """
-        plan, at, passes = self._parts.plan, self._loader.position, self._passes.begun
-        where, rollout = at.at, at.rollout
+        plan = self._parts.plan
+        at = self._loader.position
+        passes = self._passes.begun
+        where = at.at
+        rollout = at.rollout
         if rollout is not None:
             rollout = {**rollout, "columns": columns, "names": sorted(at.columns)}
         if plan.topology.place.pipe_world > 2:  # inner stages read no batches
@@ -55,15 +60,19 @@ class ReplayCheckpoint:
         when all files are complete on the disk. `kept`: of the latest save here that this Replay has loaded
         or made.
         """
-        parts, loader = self._parts, self._loader
+        parts = self._parts
+        loader = self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
-        plan, exchange, spread = parts.plan, parts.plan.exchange, parts.plan.placement.spread
+        plan = parts.plan
+        exchange = parts.plan.exchange
+        spread = parts.plan.placement.spread
         known = loader.position.at if plan.topology.place.reads else None
         # All additions and updates that the save contains come before this.
         used = position.batches(next(one for one in exchange.gather(known) if one is not None))
         if spread:
             self._pause()
-        tables, columns = self._changing(), None
+        tables = self._changing()
+        columns = None
         recorded: dict[str, Written] = {}
 
         def write(save_id: str) -> dict[str, dict[str, str]]:
@@ -75,7 +84,8 @@ class ReplayCheckpoint:
                 streams = list(parts.streams.get(name, {}).values())
                 if plan.leads_first_shard or (plan.leads_shard and name in spread):
                     save_folders.check_shared(folder, save_id)
-                    part, before = save_folders.partial_of(folder, name), None
+                    part = save_folders.partial_of(folder, name)
+                    before = None
                     if self._latest is not None:
                         at, latest = self._latest
                         with contextlib.suppress(CheckpointError):  # it was removed
@@ -96,16 +106,20 @@ class ReplayCheckpoint:
                 save, next((one for one in exchange.gather(columns) if one is not None), None)
             )
 
-        names, is_first = list(tables), plan.leads_first_shard
+        names = list(tables)
+        is_first = plan.leads_first_shard
         made = save_folders.write_save(exchange, folder, names, kept, is_first, write, state)
-        self._latest, self._written = (folder, made), recorded
+        self._latest = (folder, made)
+        self._written = recorded
         return made
 
     def load(self, state: State, folder: Path | None) -> None:
         """Continue at a state, with its save's tables (None: they stay); an error changes nothing."""
-        parts, loader = self._parts, self._loader
+        parts = self._parts
+        loader = self._loader
         parts.plan.exchange.agree("the priority updates", parts.late_updates.drain)
-        plan, exchange = parts.plan, parts.plan.exchange
+        plan = parts.plan
+        exchange = parts.plan.exchange
 
         def check() -> None:
             position.check(state, plan, may_grow=True)
@@ -142,7 +156,8 @@ class ReplayCheckpoint:
         passes = {name: int(count) for name, count in state["passes"].items()}
         if plan.topology.leads_node:
             for stream in parts.all_streams:
-                name, table = stream.spec.name, stream.table
+                name = stream.spec.name
+                table = stream.table
                 start = (passes.get(name, 0) << PASS_SHIFT, 0, 0, 0, 0)
                 with table.lock:
                     words = at[table.spec.name].values() if name == TRAIN else start

@@ -45,9 +45,11 @@ class Rollout(PublicNames):
     def __init__(
         self, number: int, reader: PackReader, consume: Callable[[], None], steps_done: int = 0
     ) -> None:
-        self.number, self.reader = number, reader
+        self.number = number
+        self.reader = reader
         self._consume = consume  # the loader's: releases its rows, and lets the next one begin
-        self._context, self._columns = reader.context, reader.columns
+        self._context = reader.context
+        self._columns = reader.columns
         self._records = reader.columns.records
         self._size = reader.context.settings.size
         self.num_items = self._records.num_items
@@ -114,7 +116,8 @@ class Rollout(PublicNames):
             PeerError: Another rank failed.
         """
         self.check_open()
-        context, columns = self._context, self._columns
+        context = self._context
+        columns = self._columns
         missing = [name for name in names if name not in columns.filled]
 
         def check() -> None:
@@ -213,7 +216,8 @@ class Rollout(PublicNames):
             raise ConfigError(
                 f"rollout.advantages.{option}", f"is not an option of {kind!r}", value
             )
-        columns, settings = self._columns, self._context.settings
+        columns = self._columns
+        settings = self._context.settings
         member = settings.member if member is None else member
         named = tuple(column for column in (group, member, reward) if column is not None)
         if count_masked is None:
@@ -308,7 +312,8 @@ class Rollout(PublicNames):
             StoreError: The rollout batch has ended.
         """
         self.check_open()
-        count, parts = self.num_items, self._minibatches
+        count = self.num_items
+        parts = self._minibatches
         epoch, minibatch = divmod(number, parts)
         order = torch.arange(count)
         if self._size.shuffle and count:
@@ -362,8 +367,11 @@ class TrainStep(PublicNames):
     _internal = frozenset({"name", "packs"})
 
     def __init__(self, rollout: Rollout, number: int, index: np.ndarray) -> None:
-        self._rollout, self.number, self.index = rollout, number, index
-        self._reader, self._context = rollout.reader, rollout.reader.context
+        self._rollout = rollout
+        self.number = number
+        self.index = index
+        self._reader = rollout.reader
+        self._context = rollout.reader.context
         self.packs = PackSequence(rollout.reader.columns, index, None)
         self.num_trajectories = len(index)
         self.num_tokens = int(rollout.reader.columns.records.lengths[index].sum())
@@ -394,7 +402,8 @@ class TrainStep(PublicNames):
             raise StoreError(self.name, "must be iterated once", None, "take the next step")
         self._is_used = True
         begin = time.perf_counter()
-        context, packs = self._context, self.packs
+        context = self._context
+        packs = self.packs
         context.agree(self._begin)
         if context.is_spread:
             batch = f"the train step of rollout batch {self._rollout.number}"
@@ -435,7 +444,8 @@ class TrainStep(PublicNames):
             ShapeError: Not one number for each micro batch.
             PeerError: Another rank has raised it.
         """
-        fault, rule = None, f"must have a number for each of the {len(self)} micro batches"
+        fault = None
+        rule = f"must have a number for each of the {len(self)} micro batches"
         for name, given in values.items():
             if len(given) != len(self) or any(value.numel() != 1 for value in given):
                 shapes = [list(value.shape) for value in given]
@@ -472,7 +482,8 @@ class _FilledColumns:
 
     def of_all_ranks(self) -> dict[str, torch.Tensor]:
         """Return the whole columns, [num_tokens] each. Collective."""
-        context, found = self._columns.context, dict[str, torch.Tensor]()
+        context = self._columns.context
+        found = dict[str, torch.Tensor]()
         for name, values in self._own.items():
             if context.settings.place.tensor_rank != 0:  # tensor rank 0 gives those of its replica
                 values.zero_()

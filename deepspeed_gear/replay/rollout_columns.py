@@ -65,8 +65,11 @@ class TableRows:
         spread: SpreadTrajectories | None = None,
         contributes: bool = True,
     ) -> None:
-        self.gatherer, self.table, self.records = gatherer, table, records
-        self._spread, self._context = spread, context
+        self.gatherer = gatherer
+        self.table = table
+        self.records = records
+        self._spread = spread
+        self._context = context
         #: Records by which rows are gathered: rows of other nodes lie where `arrived` has put them.
         self.rows = torch.from_numpy(records.resolutions.numpy().copy())
         # The trajectories whose values this rank contributes. [m], int64.
@@ -197,7 +200,8 @@ class TableRows:
         own = self._own
         rows = rows[own]
         begins = np.cumsum(rows) - rows  # for rows [2, 3] begins is [0, 2]
-        ops, given = self.table.ops, (0, "T", torch.int64)
+        ops = self.table.ops
+        given = (0, "T", torch.int64)
         records = self.records.resolutions[torch.from_numpy(own)]
         records[:, Resolution.NUM_STEPS] = torch.from_numpy(rows)
         shared = SharedRows.none(len(own)) if self.shared is None else self.shared.of(own)
@@ -251,7 +255,8 @@ class RolloutColumns:
         access: RowAccess | None = None,
         has_neighbours: bool = True,
     ) -> None:
-        self.tables, self.context = tables, context
+        self.tables = tables
+        self.context = context
         self.access: RowAccess = PinnedRows() if access is None else access
         self.records = RolloutRecords.of([rows.records for rows in tables], has_neighbours)
         #: Columns of this rollout batch only, at predicting places. [num_tokens] each.
@@ -267,8 +272,10 @@ class RolloutColumns:
         return mask
 
     def _read_mask(self) -> np.ndarray:
-        predicts, schema = self.context.settings.predicts, self.context.settings.schema
-        tokens, flags = schema.role("token"), schema.role("loss_mask")
+        predicts = self.context.settings.predicts
+        schema = self.context.settings.schema
+        tokens = schema.role("token")
+        flags = schema.role("loss_mask")
         if tokens is not None:
             for rows in self.tables:
                 rows.check_filled(tokens.name)
@@ -392,7 +399,8 @@ class RolloutColumns:
 
     def _rewards(self, name: str) -> np.ndarray:
         """Return the reward of each place, of a trajectory at its last one. [num_tokens]."""
-        schema, records = self.context.settings.schema, self.records
+        schema = self.context.settings.schema
+        records = self.records
         if name in self.filled or name not in schema or schema[name].rows != "1":
             return self.places(name)
         rewards: np.ndarray = np.zeros(records.num_tokens)
@@ -420,7 +428,8 @@ class RolloutColumns:
             value: The value at each place. [num_tokens].
             ends: Which trajectories need none. [n], bool.
         """
-        column, offset = None, 0
+        column = None
+        offset = 0
         if options.value not in self.filled:
             column, offset = self._column(options.value)
         if options.next_value is not None:

@@ -19,7 +19,9 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay.metrics import LossWarning, Metrics
 from deepspeed_gear.schema import Schema
 
-TARGETS, MASK = "\0targets", "\0mask"  # what is gathered and is no field of a micro batch
+# what is gathered and is no field of a micro batch
+TARGETS = "\0targets"
+MASK = "\0mask"
 StepObserver = Callable[[Any], None]  # takes a TrainStep
 T = TypeVar("T")
 

@@ -42,7 +42,9 @@ class SelectedItems:
     """
 
     def __init__(self, key: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
-        self.key, self.heads, self.parts = key, heads, parts
+        self.key = key
+        self.heads = heads
+        self.parts = parts
         items = [
             item_numbers(part.resolutions[:, Resolution.SAMPLE_NUMBER].numpy()) for part in parts
         ]
@@ -94,7 +96,8 @@ class RolloutLoader:
         self._spread = parts.exchange.trajectories
         self._size = config.rollout_size
         self._is_rollout = config.batch is None
-        self._tables, self._streams = config.sampled_tables, parts.train
+        self._tables = config.sampled_tables
+        self._streams = parts.train
         first = self._tables[0]
         group = config.resolved_tables[first].group
         settings = PackSettings(
@@ -146,13 +149,16 @@ class RolloutLoader:
         self._first_item: int = known["first_item"]
         self._held: list[SelectedItems] = []  # from the first one with an item that is not consumed
         self._num_taken = 0  # items of the batch that was taken last, until it is consumed
-        self._resumed, self._current = to, None  # what the next rollout batch goes on with
+        # what the next rollout batch goes on with
+        self._resumed = to
+        self._current = None
 
     def forward_gatherer(self, settings: PackSettings, table: Table) -> PackGatherer:
         """Return the gatherer of the passes over a table, which have one `settings`: with the loss mask."""
         found = self._of_forward.get(table.spec.name)
         if found is None:
-            fields, mask = settings.gathered(), settings.schema.role("loss_mask")
+            fields = settings.gathered()
+            mask = settings.schema.role("loss_mask")
             if mask is not None and mask.dtype == "bool":
                 follows = int(settings.predicts)
                 fields.append(ResolvedField(MASK, mask, offset=follows, dtype="bool"))
@@ -180,7 +186,8 @@ class RolloutLoader:
             self.context.agree(check_tokens)
         columns.filled.update(resumed.columns)
         made = Rollout(self._number, PackReader(columns), self._consume, known.get("steps_done", 0))
-        self._resumed, self._current = LoaderPosition(resumed.at), made
+        self._resumed = LoaderPosition(resumed.at)
+        self._current = made
         self.context.metrics.used(self._epoch, time.perf_counter() - begin)
         return made
 
@@ -188,7 +195,8 @@ class RolloutLoader:
         """Return the rows of a rollout batch in each table."""
         rows = []
         for gatherer, stream, of_table in zip(self._gatherers, self._streams, records, strict=True):
-            table, spread = stream.table, self._spread.get(stream.table.spec.name)
+            table = stream.table
+            spread = self._spread.get(stream.table.spec.name)
             # Without a spread each node holds the whole table, and the first one makes all copies.
             copies = self._leads_first_node if spread is None else self._leads_node
             rows.append(TableRows(gatherer, table, of_table, self.context, spread, copies))
@@ -253,7 +261,8 @@ class RolloutLoader:
         return count, bool(is_full)
 
     def _select(self) -> SelectedItems:
-        key, longest = self.next_key, self.context.settings.pack.room
+        key = self.next_key
+        longest = self.context.settings.pack.room
 
         def select() -> list[Selection]:
             for stream in self._streams:
@@ -297,7 +306,8 @@ class RolloutLoader:
     @property
     def position(self) -> LoaderPosition:
         """The position, with the rollout batch after it; between two that are a selection each without."""
-        current, at = self._under_way, self._start
+        current = self._under_way
+        at = self._start
         if self._ended is not None:
             at = position.after(self._tables, self._ended)
         if current is None and self._size.tokens is None:

@@ -38,7 +38,8 @@ def inserter_of(
 ) -> Inserter:
     """Return the inserter of a table; its streams may sample new trajectories at their next selection."""
     refuse_read_only(table)
-    name, rules = f"table {table.spec.name}", [stream.spec.rule for stream in streams]
+    name = f"table {table.spec.name}"
+    rules = [stream.spec.rule for stream in streams]
     checks = [
         partial(check_weight, name, rule.weight[0]) for rule in rules if rule.weight is not None
     ]
@@ -128,11 +129,14 @@ def clear(table: Table, streams: list[BatchStream]) -> None:
 
 def set_policy_version(table: Table, version: int, context: Context) -> None:
     """Set the policy version of a node's store; it never decreases. See `Replay.set_policy_version`."""
-    name, retention = f"table {table.spec.name}", table.spec.retention
+    name = f"table {table.spec.name}"
+    retention = table.spec.retention
     if retention.version_column is None:
-        rule, remedy = "must have versions", f"set gear.tables.{table.spec.name}.version"
+        rule = "must have versions"
+        remedy = f"set gear.tables.{table.spec.name}.version"
         raise ConfigError(name, rule, None, remedy)
-    staleness, lagging = Staleness(table), list[int]()
+    staleness = Staleness(table)
+    lagging = list[int]()
     rule = f"must have no open trajectory with a lag above {retention.max_lag} at version {version}"
 
     def try_set() -> bool:
@@ -194,9 +198,13 @@ def copy_items(
         for column in rows.table.schema.late_columns:
             if column.name in names and not target.schema[column.name].late:
                 rows.check_filled(column.name)
-    ids, items, first = list[int](), list[int](), 0
+    ids = list[int]()
+    items = list[int]()
+    first = 0
     for rows in columns.tables:
-        own, table, late = rows.copied, rows.table, rows.table.schema.late_bits
+        own = rows.copied
+        table = rows.table
+        late = rows.table.schema.late_bits
         own = own[wanted[records.item[first + own]]]
         items.extend(records.item[first + own].tolist())
         first += len(rows.rows)

@@ -42,7 +42,8 @@ class StoredRows:
         Returns:
             Which have rows. Needs the lock.
         """
-        table, shared = self._rows.table, self._rows.shared
+        table = self._rows.table
+        shared = self._rows.shared
         records = self._rows.rows.numpy()[at]  # a range, so it is a view
         slots = table.slots.take(records[:, Resolution.SLOT], axis=0)
         has_rows = slots[:, Slot.STATE] == SlotState.COMMITTED  # then it has all of its group
@@ -64,13 +65,17 @@ class LateColumns:
     """
 
     def __init__(self, table: Table, settings: PackSettings, stored: np.ndarray) -> None:
-        self._table, self._settings, self._stored = table, settings, stored
+        self._table = table
+        self._settings = settings
+        self._stored = stored
         self._offsets = {
             f.column.name: int(f.offset) for f in settings.fields if f.column is not None
         }
 
     def write(self, name: str, micro: MicroBatch, values: torch.Tensor) -> None:
-        column, shape, settings = self._table.schema[name], micro.pack_shape, self._settings
+        column = self._table.schema[name]
+        shape = micro.pack_shape
+        settings = self._settings
         by_step = column.rows == "T"
         micro.check_shape(
             name, values, shape.end - shape.first if by_step else micro.num_trajectories
@@ -130,7 +135,8 @@ def forward(
     table: Table, names: Sequence[str], tokens: int | None, loader: RolloutLoader
 ) -> Iterator[MicroBatch]:
     """Yield this rank's micro batches of trajectories that lack one of the columns; as `Replay.forward`."""
-    settings, topology = loader.context.settings, loader.topology
+    settings = loader.context.settings
+    topology = loader.topology
     # Its collectives are those of all ranks, whether they train together or not.
     context = replace(loader.context, barrier=None, is_spread=True)
 

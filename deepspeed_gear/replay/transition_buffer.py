@@ -206,7 +206,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
                 return
             # They are not in the stored form, or trajectories begin.
             observation, *others = self._forms
-            before, after = observation.read(obs), self._next_form.read(next_obs)
+            before = observation.read(obs)
+            after = self._next_form.read(next_obs)
             given = {form.column.name: form.read(done_by[form.column.name]) for form in others}
             columns: dict[str, Any] = {"observation": after, **given}
             if not self._begins_anew and self._writer.take_after(before, columns):
@@ -225,7 +226,8 @@ class TransitionBuffer(ProcessBound, PublicNames):
         """
         writer = self._writer
         differs = self._differ(observations, writer.last_states("observation"))
-        ended, fresh = writer.waits, ~writer.has_begun
+        ended = writer.waits
+        fresh = ~writer.has_begun
         if self._begins_anew:
             begins = np.ones(self.num_envs, bool)
         else:
@@ -264,8 +266,11 @@ class TransitionBuffer(ProcessBound, PublicNames):
 
     def _note(self, num_gaps: int, num_equal: int, num_resets: int) -> None:
         """Log, once, resets that do not begin at last states, and gaps: each stores an observation twice."""
-        gaps, resets, added = self._num_gaps, self._num_resets, self._writer.num_steps
-        self._num_gaps, self._num_resets = gaps + num_gaps, resets + num_resets
+        gaps = self._num_gaps
+        resets = self._num_resets
+        added = self._writer.num_steps
+        self._num_gaps = gaps + num_gaps
+        self._num_resets = resets + num_resets
         self._num_equal += num_equal
         are_most = self._num_resets > self._writer.num_trajectories / 2
         if resets < FIRST_RESETS <= self._num_resets and are_most:
@@ -303,10 +308,14 @@ class TransitionBuffer(ProcessBound, PublicNames):
             raise ConfigError("batch_size", f"must be {size}, the buffer's", batch_size, remedy)
         batch = self.replay.sample()
         if self.replay.config.n_step is None:
-            reward, done, discounts = batch["reward"], batch["terminated"], None
+            reward = batch["reward"]
+            done = batch["terminated"]
+            discounts = None
         else:
-            reward, discount = batch["return_n"], batch["discount"]
-            done, discounts = (discount == 0).float(), discount.unsqueeze(1)
+            reward = batch["return_n"]
+            discount = batch["discount"]
+            done = (discount == 0).float()
+            discounts = discount.unsqueeze(1)
         names = ("observation", "action", "next_observation")
         before, action, after = (
             batch[n] if batch[n].dim() > 1 else batch[n].unsqueeze(1) for n in names
@@ -336,7 +345,8 @@ def _address(value: Any) -> int | None:
 
 
 def _column(role: str, space: Any, rows: Any) -> Column:
-    shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
+    shape = getattr(space, "shape", None)
+    dtype = getattr(space, "dtype", None)
     if shape is None or dtype is None:
         remedy = "give a Replay a column for each part, and write with its vector_writer"
         rule = "must be Box, Discrete, MultiDiscrete or MultiBinary"
@@ -349,7 +359,8 @@ def _reads_other_steps(field: tuple[str, Any]) -> bool:
     name, options = field
     if not isinstance(options, Mapping):
         return False  # the config refuses it
-    column, offset = options.get("column", name), options.get("offset", 0)
+    column = options.get("column", name)
+    offset = options.get("offset", 0)
     is_next = column == "observation" and offset in (1, "n_step")
     derived = name in ("timestep", "return_to_go") or options.get("derived") is not None
     return derived or options.get("length") is not None or not (offset == 0 or is_next)

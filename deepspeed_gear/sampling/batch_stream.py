@@ -32,7 +32,8 @@ from deepspeed_gear.store.store_lock import TURN_S
 
 _POLL_S = 100e-6
 _LEADER_FIRST = 1.25  # wait of a rank for the leader of its node, in those of the leader
-_IDLE_S, _MOST_PAUSE_S = 500e-6, 8e-3
+_IDLE_S = 500e-6
+_MOST_PAUSE_S = 8e-3
 _LOOK_S = 2e-3  # least time between looks for groups of prompts: each takes the lock from workers
 _LISTEN_S = 0.02  # after which a wait checks whether to end
 _CLEAN_S = 1.0  # how often a selection checks for dead writers
@@ -65,19 +66,21 @@ class BatchStream:
         follows: bool = False,
         num_items: int | None = None,
     ) -> None:
-        self.state, self.spec, self.table, self.masses = (
-            state,
-            state.spec,
-            state.table,
-            state.masses,
-        )
+        self.state = state
+        self.spec = state.spec
+        self.table = state.table
+        self.masses = state.masses
         self.selector = LocalSelector(state) if selector is None else selector
         self.follows = follows
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
-        self._check, self._num_items = check, num_items
-        self._words, self._control, self._heads = state.words, state.control, state.head_words
+        self._check = check
+        self._num_items = num_items
+        self._words = state.words
+        self._control = state.control
+        self._heads = state.head_words
         self._released: memoryview = state.consumed.data
-        self._peer, self._num_peers = self.table.memory.peer, len(state.consumed)
+        self._peer = self.table.memory.peer
+        self._num_peers = len(state.consumed)
         self._waits: memoryview = self.table.peers[self._peer, Peer.WAITS : Peer.WAITS + 1].data
         self._timeout_s = self.table.lock.timeout_s
         self.readers = SelectionReaders(self.spec, self.table, state.consumed)
@@ -87,7 +90,8 @@ class BatchStream:
         )
         self._is_online = self.table.spec.dataset is None
         self._events = self.table.bells if self._is_online and self.spec.name == TRAIN else None
-        self._pause_s, self._next_cleaning = _IDLE_S, 0.0
+        self._pause_s = _IDLE_S
+        self._next_cleaning = 0.0
         self._native = NativeStream(state) if is_plain(state) else None
 
     @property
@@ -114,10 +118,8 @@ class BatchStream:
         table of it may have.
         """
         records = selection.records[which].clone(memory_format=torch.contiguous_format)
-        weighs, walks = (
-            self.spec.priorities is not None or of_mixture,
-            self.spec.sampler.walks or of_mixture,
-        )
+        weighs = self.spec.priorities is not None or of_mixture
+        walks = self.spec.sampler.walks or of_mixture
         weights = self.weights(selection.head, records) if weighs else None
         epochs = selection.epochs[which].clone() if walks and selection.epochs is not None else None
         origins = None if selection.origins is None else selection.origins[which].clone()
@@ -147,7 +149,9 @@ class BatchStream:
             self._waits[0] = 0
 
     def _get(self, key: int) -> Selection:
-        state, entry, deadline = self.state, key % self.spec.depth, None
+        state = self.state
+        entry = key % self.spec.depth
+        deadline = None
         while state.reports is not None and state.reports.too_early(
             key
         ):  # as long as a training step takes
@@ -188,10 +192,8 @@ class BatchStream:
         at = self._words[Head.KEY]
         skips = key > at and not self.spec.sampler.is_pass
         if held > key or key < at or skips:
-            name, rule = (
-                f"stream {self.spec.name}: global batch {key}",
-                "must be the next one or in the ring",
-            )
+            name = f"stream {self.spec.name}: global batch {key}"
+            rule = "must be the next one or in the ring"
             remedy = "ranks of a node must request the same batches in the same order"
             raise StoreError(name, f"{rule} of selections", f"the stream is at {at}", remedy)
         late = self.readers.lagging(held + 1)  # none for an empty entry, whose key is -1
@@ -244,7 +246,8 @@ class BatchStream:
 
     def withdraw(self) -> None:
         """Take back this process's request of a batch that is not ready; it is requested again later."""
-        reports, key = self.state.reports, self._requested
+        reports = self.state.reports
+        key = self._requested
         if reports is not None and key is not None:
             # It may be made by now, or another process makes it with other nodes.
             reports.withdraw(
@@ -285,7 +288,8 @@ class BatchStream:
 
     def missing_items(self, key: int, held: Sequence[ItemsHeld | None]) -> int:
         """Return how many items must be added for a global batch, given `held_items` of each store."""
-        limiter, known = self.state.limiter, [one for one in held if one is not None]
+        limiter = self.state.limiter
+        known = [one for one in held if one is not None]
         if limiter is None or len(known) < len(held):
             return 0
         return limiter.missing(self.spec.num_samples(key), known)
@@ -320,7 +324,8 @@ class BatchStream:
 
     def _read(self, key: int, entry: int) -> Selection:
         state = self.state
-        turn, follows = (key + 1) % self._num_peers == self._peer, self._words[Head.KEY] == key + 1
+        turn = (key + 1) % self._num_peers == self._peer
+        follows = self._words[Head.KEY] == key + 1
         shared = self._num_peers > 1 and not self.spec.together and not state.is_limited
         # Several ranks read the stream: draw for the next selection, if its ring entry is released.
         if turn and shared and follows:
@@ -378,14 +383,17 @@ class BatchStream:
         count of the table's changes before the limiter was evaluated; `alone`: no other process may add them;
         `empty`: why the limiter's items cannot be sampled, None: it admits none.
         """
-        limiter, wait, groups = self.state.limiter, self.state.limiter_wait, self.table.groups
+        limiter = self.state.limiter
+        wait = self.state.limiter_wait
+        groups = self.table.groups
         comes = groups is not None and groups.waits_for_time  # without any process that adds
         may_wait = self.state.may_wait or self._writes_here or comes
         if not self._is_ahead(key):
             if empty is not None and (limiter is None or not may_wait):
                 raise empty.final()
             assert limiter is not None
-            waited, waits_for_itself = wait.wait(), alone and not comes
+            waited = wait.wait()
+            waits_for_itself = alone and not comes
             if waits_for_itself or waited > wait.timeout_s:
                 wait.end()
                 waited = 0.0 if waits_for_itself else waited
@@ -413,7 +421,8 @@ class BatchStream:
         No other process may add them if this one writes, or all ranks of the node wait: none of them has
         added since its latest look, and this one has evaluated the limiter under the lock. Requires the lock.
         """
-        alone, limiter = False, self.state.limiter
+        alone = False
+        limiter = self.state.limiter
         if limiter is not None and not self._is_ahead(key):
             alone = self._writes_here or not limiter.may_be_filled
         awaited = 0
@@ -432,8 +441,12 @@ class NativeStream:
     """The native call of a batch stream that `is_plain`. Process safety: `take` takes the table's lock."""
 
     def __init__(self, state: StreamState) -> None:
-        table, spec, masses = state.table, state.spec, state.masses
-        native, memory, views = table.ops.native, table.memory, table.views
+        table = state.table
+        spec = state.spec
+        masses = state.masses
+        native = table.ops.native
+        memory = table.memory
+        views = table.views
         base = address(np.frombuffer(memory.buffer, np.uint8, 1))
         # Words of addresses, by region; one that the stream has none of is 0.
         regions = {name: name for name in ("control", "slots", "log", "moments_head", "moments")}
@@ -456,7 +469,8 @@ class NativeStream:
         self._stream = native.Stream(
             words=words, rule=spec.rule.anchors.as_list(), timeout_s=TURN_S
         )
-        self._take, self._address = native.stream_take, self._stream.address
+        self._take = native.stream_take
+        self._address = self._stream.address
         self._priorities = state.priorities
 
     def take(self, key: int, part: int, num_parts: int) -> Selection | None:
@@ -469,7 +483,8 @@ class NativeStream:
 
 def is_plain(state: StreamState) -> bool:
     """Return whether a stream draws at random from one store, without limits and counts."""
-    spec, masses = state.spec, state.masses
+    spec = state.spec
+    masses = state.masses
     draws = (
         spec.sampling.native is NativeDraw.RANDOM and not spec.sampler.walks and spec.count is None
     )

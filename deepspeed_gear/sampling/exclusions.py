@@ -49,7 +49,8 @@ def count_exclusions(
     Cost: one pass over the slots; with priorities of steps one over the rows.
     """
     found, left = _admitted(rule, schema, views, values)
-    slots, sums = views["slots"], views[stream + "sums"]
+    slots = views["slots"]
+    sums = views[stream + "sums"]
     if stream + "priorities" not in views:
         waits = (
             sums[left] == 0
@@ -69,7 +70,8 @@ def count_exclusions(
     is_current = views[stream + "generations"][left] == slots[left, Slot.GENERATION]
     is_known = is_current & (views[stream + "bases"][left] > 0)  # had a priority, 0 or above
     known = left[is_known]
-    reason, remedy = "of priority 0", "report priorities above 0"
+    reason = "of priority 0"
+    remedy = "report priorities above 0"
     if rule.unit != "step":
         _add(found, slots, known[sums[known] == 0], reason, remedy)
         return found, int((~is_known).sum())
@@ -149,7 +151,8 @@ def _add(
 
 def summary_of(masses: ItemMasses) -> tuple[str, str]:
     """Return a store's contents and exclusions as text, and the remedy of the largest. Requires the lock."""
-    table, spec = masses.table, masses.spec
+    table = masses.table
+    spec = masses.spec
     found, _ = count_exclusions(spec.rule, table.spec.schema, spec.at, table.views, table.values)
     held = f"{table.num_trajectories} trajectories, {table.num_steps} steps held"
     remedy = max(found, key=lambda one: one.steps).remedy if found else ""

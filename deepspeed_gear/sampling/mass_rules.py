@@ -135,12 +135,11 @@ class AgeWindow:
         returns the same number of words of every node, [k] -> [S, k], int64; by default there is one node.
         Cost: a sort, and about 4 exchanges of 64 words for 10^7 trajectories, however many nodes.
         """
-        there, newest = num_items > 0, None
+        there = num_items > 0
+        newest = None
         if values is not None:
-            number, own = (
-                np.int64 if values.dtype.kind in "biu" else np.float64,
-                np.zeros(2, np.int64),
-            )
+            number = np.int64 if values.dtype.kind in "biu" else np.float64
+            own = np.zeros(2, np.int64)
             if there.any():
                 own[:] = 1, np.array(np.fmax.reduce(values[there]), number).view(np.int64)
             found = gather(own)
@@ -151,7 +150,8 @@ class AgeWindow:
         order = np.argsort(ids)
         ordered = ids[order]
         newer = np.concatenate([[0], np.cumsum(num_items[order])])  # of those before each place
-        low, high = NO_ID, int(gather(np.array([ids.max(initial=NO_ID)])).max())
+        low = NO_ID
+        high = int(gather(np.array([ids.max(initial=NO_ID)])).max())
         while (
             low < high
         ):  # the smallest id after which there are fewer items than wanted is in [low, high]
@@ -320,7 +320,8 @@ class PriorityRule:
 
 
 # Bits of the total mass of given weights, and of weight 1 where the weights are not known yet.
-MOST_BITS, WEIGHT_BITS = 56, 24
+MOST_BITS = 56
+WEIGHT_BITS = 24
 _MOST_SHIFT = 1000
 
 

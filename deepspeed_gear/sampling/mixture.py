@@ -29,10 +29,14 @@ class Mixture:
     def __init__(
         self, names: Sequence[str], shares: Sequence[Callable[[int], float]], batch: int
     ) -> None:
-        self.names, self.batch = names, batch  # samples of a global batch
+        # samples of a global batch
+        self.names = names
+        self.batch = batch
         self._by_batch = shares  # of each table by global batch; they sum to 1
-        self._mutex, self._kept = threading.Lock(), dict[int, np.ndarray]()
-        self._shares, self._weights = list[float](), list[int]()
+        self._mutex = threading.Lock()
+        self._kept = dict[int, np.ndarray]()
+        self._shares = list[float]()
+        self._weights = list[int]()
         self._restart()
 
     def _restart(self) -> None:
@@ -50,7 +54,8 @@ class Mixture:
                 for each in range(self._next, number + 1):
                     counts = self._count(each)
                     self._kept.pop(each - _NUM_KEPT, None)
-                    self._kept[each], self._next = np.array(counts), each + 1
+                    self._kept[each] = np.array(counts)
+                    self._next = each + 1
             return self._kept[number]
 
     def count(self, table: int, number: int) -> int:
@@ -87,7 +92,8 @@ class Mixture:
         if shares != self._shares:  # 0.8 of 5 samples are 4 exactly, in every batch
             weights = [round(share / sum(shares) * batch * _ONE) for share in shares]
             weights[weights.index(max(weights))] += batch * _ONE - sum(weights)
-            self._shares, self._weights = shares, weights
+            self._shares = shares
+            self._weights = weights
         weights = self._weights
         lacking = [rest + w for rest, w in zip(self._lacking, weights, strict=True)]
         counts = [max(rest // _ONE, 0) for rest in lacking]  # those that are due

@@ -52,14 +52,19 @@ class PriorityLog:
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         assert spec.priorities is not None
-        self.spec, self.table, self.ops, self.rule = spec, table, table.ops, spec.priorities
-        views, at = table.views, spec.at
+        self.spec = spec
+        self.table = table
+        self.ops = table.ops
+        self.rule = spec.priorities
+        views = table.views
+        at = spec.at
         self._log: np.ndarray = views[at + "log"]
         self._log_words: memoryview = self._log.data
         self.ends: list[memoryview] = [ends.data for ends in views[at + "ends"]]
         self.asked: np.ndarray = views[at + "asked"]
         self._asked_words: memoryview = self.asked.data
-        self._peer, self._num_peers = table.memory.peer, len(self.asked)
+        self._peer = table.memory.peer
+        self._num_peers = len(self.asked)
         self._my_log = torch.from_numpy(self._log[self._peer])
         self._peers = SelectionReaders(spec, table, self.asked)
         self._promises: deque[_Promise] = deque()
@@ -183,7 +188,8 @@ class PriorityLog:
                 )
 
     def _write(self, samples: torch.Tensor, priorities: torch.Tensor, batch: int) -> None:
-        ends, count = self.ends[self._peer], priorities.numel()
+        ends = self.ends[self._peer]
+        count = priorities.numel()
         tail = ends[LogEnds.TAIL]
         if tail > ends[LogEnds.HEAD]:  # after a load no batch was requested; the log stays in order
             batch = max(
@@ -207,19 +213,25 @@ class PriorityLog:
             waiting += sum(promise.count for promise in self._promises)
         if count > self.rule.log_size - waiting:
             rule = f"must be at most {self.rule.log_size} between two global batches on a rank"
-            given, name = f"{waiting} wait, {count} more", f"stream {self.spec.name}: priorities"
+            given = f"{waiting} wait, {count} more"
+            name = f"stream {self.spec.name}: priorities"
             raise StoreError(
                 name, rule, given, "report them in parts, with a sample() between the parts"
             )
 
     def due(self, key: int) -> list[tuple[int, np.ndarray]]:
         """Return the updates of each process that a selection of a global batch applies."""
-        batch, size, due = key - self.rule.lag, self.rule.log_size, []
+        batch = key - self.rule.lag
+        size = self.rule.log_size
+        due = []
         for peer, ends in enumerate(self.ends):
-            head, tail = ends[LogEnds.HEAD], ends[LogEnds.TAIL]
+            head = ends[LogEnds.HEAD]
+            tail = ends[LogEnds.TAIL]
             if head == tail:
                 continue
-            log, first, end = self._log[peer], head % size, head % size + tail - head
+            log = self._log[peer]
+            first = head % size
+            end = head % size + tail - head
             entries = (
                 log[first:end] if end <= size else np.concatenate([log[first:], log[: end - size]])
             )
@@ -243,7 +255,8 @@ class PriorityLog:
 
     def recover(self) -> None:
         """Repair the heads of the logs after a process died inside `take`."""
-        to, of = LogEnds.NEXT, LogEnds.HEAD
+        to = LogEnds.NEXT
+        of = LogEnds.HEAD
         if self.ends[0][LogEnds.TAKING]:
             to, of = of, to
         for ends in self.ends:

@@ -37,13 +37,15 @@ class PriorityMasses(ItemMasses):
         super().__init__(spec, table, on_change)
         assert spec.priorities is not None
         self.rule = spec.priorities
-        views, at = table.views, spec.at
+        views = table.views
+        at = spec.at
         self.values: np.ndarray = views[at + "priorities"]
         self.counts: np.ndarray = views[at + "counts"]
         self.by_step = spec.rule.unit == "step"
         self._row_slots = views[at + "row_slots"] if self.by_step else np.empty(0, np.int32)
         self._bases: np.ndarray = views[at + "bases"]
-        self.applied, self.draws_anchor = self._bases, spec.rule.draws_anchor and not self.by_step
+        self.applied = self._bases
+        self.draws_anchor = spec.rule.draws_anchor and not self.by_step
         self._generations: np.ndarray = views[at + "generations"]  # of trajectories with a priority
         #: The global batch from which each slot's age counts; None: priorities do not decay.
         self._born: np.ndarray | None = views.get(at + "born")
@@ -87,7 +89,9 @@ class PriorityMasses(ItemMasses):
 
     @classmethod
     def regions(cls, spec: StreamSpec, table: TableSpec) -> list[Region]:
-        rule, items, num_slots = spec.priorities, cls.count_items(spec, table), table.num_slots
+        rule = spec.priorities
+        items = cls.count_items(spec, table)
+        num_slots = table.num_slots
         assert rule is not None
         regions = [
             Region(spec.at + "priorities", "float32", (items,)),
@@ -134,11 +138,14 @@ class PriorityMasses(ItemMasses):
             if value != self.words[word]:
                 self.words[word] = value
                 self._build()
-        counts, window, at = self._count_words, self._window_words, key % WINDOW
+        counts = self._count_words
+        window = self._window_words
+        at = key % WINDOW
         if not reports:
             window[at, 0] = window[at, 1] = 0
             return
-        applied, clamped = counts[UpdateCount.APPLIED], counts[UpdateCount.CLAMPED]
+        applied = counts[UpdateCount.APPLIED]
+        clamped = counts[UpdateCount.CLAMPED]
         known = self._of_leaders(reports[0] if len(reports) == 1 else np.concatenate(reports))
         given = (
             self._slots,
@@ -149,7 +156,8 @@ class PriorityMasses(ItemMasses):
         )
         self.ops.prioritize_(*self._trees, *given, self.rule.most_bits)
         if self._born is not None:  # the items that are stored, each once
-            slots, anchors = known[:, PriorityUpdate.SLOT], known[:, PriorityUpdate.ANCHOR]
+            slots = known[:, PriorityUpdate.SLOT]
+            anchors = known[:, PriorityUpdate.ANCHOR]
             records = self.table.slots[slots]
             is_stored = (slots >= 0) & (
                 records[:, Slot.GENERATION] == known[:, PriorityUpdate.GENERATION]
@@ -163,7 +171,8 @@ class PriorityMasses(ItemMasses):
         """Return reports in which those of a group's trajectories are of its leader. [n, 6], int64."""
         if self._groups is None:
             return reports
-        slots, found = reports[:, PriorityUpdate.SLOT], reports.copy()
+        slots = reports[:, PriorityUpdate.SLOT]
+        found = reports.copy()
         records = self.table.slots[slots]
         is_current = records[:, Slot.GENERATION] == reports[:, PriorityUpdate.GENERATION]
         moved = np.nonzero(is_current & (records[:, Slot.STATE] == SlotState.COMMITTED))[0]
@@ -242,7 +251,8 @@ class PriorityMasses(ItemMasses):
                 & (self._steps[slots] != self.table.slots[slots, Slot.NUM_STEPS])
             )
             if longer.any():  # open trajectories have grown: other steps keep their priorities
-                records, admits = self.table.slots[slots[longer]], self.spec.rule.anchors.admits
+                records = self.table.slots[slots[longer]]
+                admits = self.spec.rule.anchors.admits
                 items, steps, owner = rows_of(records)
                 now = admits(steps, records[owner, Slot.NUM_STEPS])
                 before = admits(steps, self._steps[slots[longer]][owner])
@@ -287,7 +297,8 @@ class PriorityMasses(ItemMasses):
 
     def _differing(self) -> np.ndarray:
         differing = super()._differing()
-        records, unqueued = self.table.slots, self.queued == NOTHING
+        records = self.table.slots
+        unqueued = self.queued == NOTHING
         other = records[:, Slot.GENERATION] != self._generations
         if self._steps is not None:
             other |= records[:, Slot.NUM_STEPS] != self._steps
@@ -316,7 +327,8 @@ class PriorityMasses(ItemMasses):
         return np.array(self._initial_bits, np.int32).view(np.float32)
 
     def _build(self) -> None:
-        leaves, values = self.sums[: self.num_items], torch.from_numpy(self._decayed(slice(None)))
+        leaves = self.sums[: self.num_items]
+        values = torch.from_numpy(self._decayed(slice(None)))
         self.ops.mass_(leaves, values, self.words[TreeChanges.ALPHA], self.rule.most_bits)
         self.ops.tree_build_(self.sums, self.num_items)
         if len(self._minima):
@@ -340,11 +352,13 @@ class PriorityMasses(ItemMasses):
             return items
         # In a table with a capacity a newer trajectory may lie before an older one: of all items with the
         # least priority among those found, the ones of the lowest ids are taken.
-        found, values = items.numpy(), self.values
+        found = items.numpy()
+        values = self.values
         least = values[found[-1]]
         equal = np.nonzero((values == least) & (self.leaves > 0))[0]
         above = found[values[found] > least]
-        ids, wanted = self.ids_of(equal), len(found) - len(above)
+        ids = self.ids_of(equal)
+        wanted = len(found) - len(above)
         equal = equal[ids <= np.partition(ids, wanted - 1)[wanted - 1]]
         every = np.concatenate([above, equal])
         order = np.lexsort((every, self.ids_of(every), -values[every]))
@@ -380,7 +394,8 @@ class PriorityMasses(ItemMasses):
 
     def statistics(self) -> dict[str, int]:
         """Return how many updates were applied, ignored because their item was evicted, and clamped."""
-        counts, (applied, clamped) = self._count_words, self.recent()
+        counts = self._count_words
+        (applied, clamped) = self.recent()
         return {
             "priorities_applied": counts[UpdateCount.APPLIED],
             "priorities_ignored": counts[UpdateCount.STALE],
@@ -416,7 +431,9 @@ class PriorityMasses(ItemMasses):
             log[~by_id, PriorityUpdate.SLOT] = slots[log[~by_id, PriorityUpdate.SLOT]]
             log = self.known_reports(log)
         self.reports.restore(log)  # first: it raises where they do not fit
-        self.values[:], self.queued[:], self._bases[:] = 0, -1, 0
+        self.values[:] = 0
+        self.queued[:] = -1
+        self._bases[:] = 0
         items, admitted = self._items_of(slots, content["bases"])
         # Where a slot has no mass, they are an earlier trajectory's.
         self.values[items] = np.where(admitted, content["priorities"], 0)

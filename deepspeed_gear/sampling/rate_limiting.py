@@ -48,7 +48,8 @@ class LimiterWait:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self.total_s, self.timeout_s = 0.0, timeout_s
+        self.total_s = 0.0
+        self.timeout_s = timeout_s
         self.is_ahead = False  # the batch was not requested yet
         self._since: float | None = None
 
@@ -115,10 +116,14 @@ class SelectionLimiter:
         position: np.ndarray,
         wait: LimiterWait,
     ) -> None:
-        self._spec, self._table, self._masses, self._position = spec, table, masses, position
+        self._spec = spec
+        self._table = table
+        self._masses = masses
+        self._position = position
         self._wait = wait
         retention = table.spec.retention
-        self._rate, self.most = retention.rate_limiter, retention.max_times_sampled
+        self._rate = retention.rate_limiter
+        self.most = retention.max_times_sampled
         #: Whether there is no limit: no rate limiter and no `max_times_sampled`.
         self.is_plain = self._rate is None and not self.most
         self.index = 0 if table.spec.shard is None else table.spec.shard.index
@@ -126,7 +131,8 @@ class SelectionLimiter:
         self.was_empty = (
             False  # whether too few items had a mass in the last selection of all nodes
         )
-        self._turn, self._admitted = 0, 0
+        self._turn = 0
+        self._admitted = 0
         self.fewest = 0  # draws after which the first trajectory of any node may be used up
         self._times: np.ndarray = table.views["retention"][:, SlotRetention.TIMES_SAMPLED]
         self._waits: np.ndarray = table.peers[: table.spec.num_peers, Peer.WAITS]
@@ -163,7 +169,8 @@ class SelectionLimiter:
 
     def held(self) -> ItemsHeld:
         """Return what this store holds for `missing`. Cost: one pass over the slots."""
-        drawable, groups = self._drawable(), self._table.groups
+        drawable = self._drawable()
+        groups = self._table.groups
         draws = int((self.most - self._times[drawable]).sum()) if self.most else len(drawable)
         if groups is None:
             return ItemsHeld(draws, *self._counted())
@@ -177,7 +184,8 @@ class SelectionLimiter:
         passed, at most `MOST_ASKED` times as many, and as may be added. `held` is of each store.
         """
         draws, size, inserted, passed, failed, room = (int(words) for words in np.sum(held, axis=0))
-        missing, rate = max(count - draws, 0), self._rate
+        missing = max(count - draws, 0)
+        rate = self._rate
         if rate is not None:
             missing = max(missing, rate.missing(size, inserted, self._sampled, count))
             if rate.holds_back:
@@ -220,7 +228,8 @@ class SelectionLimiter:
         """Whether another process may add items while this one waits: one that only writes (attached; with a
         limit of draws or rates, one that may attach), or a rank that does not wait itself.
         """
-        spec, table = self._table.spec, self._table
+        spec = self._table.spec
+        table = self._table
         if not self.is_plain and spec.num_writers:
             return True
         may = (table.peers[:, Peer.PID] != 0) & (table.peers[:, Peer.PID] != os.getpid())
@@ -262,12 +271,14 @@ class SelectionLimiter:
         """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed` nothing
         changes, as a thread may be in a selection, and no process may `apply`. `exact` as `left`.
         """
-        control, ledger = self._table.control, self._table.ledger
+        control = self._table.control
+        ledger = self._table.ledger
         words = np.zeros(NodeRate.NUM_WORDS, np.int64)
         if ledger is not None and ledger.spec.is_joint:
             words = np.concatenate([words, ledger.due(self._drawable())])
         self._turn += 1
-        words[NodeRate.TURN], words[NodeRate.IS_FIXED] = self._turn, fixed
+        words[NodeRate.TURN] = self._turn
+        words[NodeRate.IS_FIXED] = fixed
         words[NodeRate.SAMPLED] = self._sampled
         words[NodeRate.LEFT] = self.left(count, exact)
         if self.most:
@@ -300,7 +311,8 @@ class SelectionLimiter:
                 int(control[Control.WANTED]), int(admitted > self._admitted)
             )
             if not fixed:
-                control[Control.QUOTA], control[Control.WANTED] = words[NodeRate.QUOTA], 0
+                control[Control.QUOTA] = words[NodeRate.QUOTA]
+                control[Control.WANTED] = 0
                 self._admitted = admitted
         return words
 

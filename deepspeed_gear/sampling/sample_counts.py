@@ -26,7 +26,8 @@ class SampleCounts:
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
         self.counts: np.ndarray = table.views[spec.at + "draws"]
-        self._table, self._by_step = table, spec.rule.unit == "step"
+        self._table = table
+        self._by_step = spec.rule.unit == "step"
         self._generations = table.views.get(spec.at + "draws_of")  # of the counted trajectories
 
     @staticmethod
@@ -86,7 +87,8 @@ class SampleCounts:
 
 def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Selection]:
     """Return copies of the latest selections of a stream by their numbers, ascending. Takes the lock."""
-    heads, ring = table.views[spec.at + "heads"], table.views[spec.at + "ring"]
+    heads = table.views[spec.at + "heads"]
+    ring = table.views[spec.at + "ring"]
     with table.lock:
         keys = heads[:, Head.KEY].tolist()
         entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[

@@ -47,7 +47,8 @@ class SelectionReaders:
     """
 
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:
-        self._spec, self._table = spec, table
+        self._spec = spec
+        self._table = table
         self._reached: memoryview = reached.data
 
     def lagging(self, key: int) -> list[int]:
@@ -89,7 +90,8 @@ class SelectionFailure:
     """The latest failure of a stream on this node. Process safe: takes the table's lock itself."""
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
-        self._lock, self._words = table.lock, table.views[spec.at + "notice"]
+        self._lock = table.lock
+        self._words = table.views[spec.at + "notice"]
         self._outcome: np.ndarray = self._words[_OUTCOME:]
         self._seen = 0  # number of the latest one that this process has raised, or written
 
@@ -112,7 +114,8 @@ class SelectionFailure:
         if self._words[_NUMBER] == self._seen:
             return
         with self._lock:
-            number, failed = int(self._words[_NUMBER]), int(self._words[_KEY])
+            number = int(self._words[_NUMBER])
+            failed = int(self._words[_KEY])
             outcome = Outcome.read(self._outcome)
         self._seen = number
         if failed == key:

@@ -39,11 +39,14 @@ class LocalSelector:
     """
 
     def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
-        self.state, self.spec, self.masses = state, state.spec, state.masses
+        self.state = state
+        self.spec = state.spec
+        self.masses = state.masses
         self.lock: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext() if lock is None else lock
         )
-        self._sampler, self._native = state.spec.sampler, state.spec.sampling.native
+        self._sampler = state.spec.sampler
+        self._native = state.spec.sampling.native
         self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
         self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
         limiter = state.limiter
@@ -142,7 +145,8 @@ class LocalSelector:
     def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
         masses = self.state.with_priorities
-        beta, normalize = masses.beta_at(key), masses.rule.normalize
+        beta = masses.beta_at(key)
+        normalize = masses.rule.normalize
         if normalize == "batch":
             return int(np.minimum.reduce(drawn)), 1, beta  # faster than `min`, which calls it
         if normalize == "table":
@@ -181,7 +185,8 @@ class LocalSelector:
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
             after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(key, masses, after[Head.TOTAL])
-        after[Head.KEY], after[Head.COUNT] = key + 1, num_records
+        after[Head.KEY] = key + 1
+        after[Head.COUNT] = num_records
         after[Head.SAMPLES] += count
         with self.lock:
             _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
@@ -199,7 +204,8 @@ class LocalSelector:
 
     def draw_ahead(self, key: int) -> None:
         """Draw for the next batch if no change precedes it; every process has released its ring entry."""
-        state, words = self.state, self.state.words
+        state = self.state
+        words = self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
             return
         if words[Head.KEY] != key or words[Position.AHEAD] == key or state.masses.waiting:
@@ -208,7 +214,8 @@ class LocalSelector:
         state.head_words[entry][Head.KEY] = NOTHING
         total = state.masses.total
         if total:
-            count, first = self.spec.batch, words[Head.SAMPLES]
+            count = self.spec.batch
+            first = words[Head.SAMPLES]
             rows = self._rows(entry, count)
             self.resolve(rows, 0, self._coordinates_of(count, first, total), first)
             words[Position.AHEAD] = key
@@ -244,7 +251,8 @@ class LocalSelector:
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
         """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
-        done, counted = 0, np.zeros(self.state.masses.num_items, np.int64)
+        done = 0
+        counted = np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
             coordinates = self._coordinates_of(
                 len(rows) - done, first + done, self._checked(self.total)
@@ -258,8 +266,10 @@ class LocalSelector:
         their resolutions are in the ring), since the tree has changed. Evicted items keep their masses, so
         that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
         """
-        state, sampler = self.state, self._sampler
-        has_ended, count = state.words[Position.DONE] > 0, len(rows)
+        state = self.state
+        sampler = self._sampler
+        has_ended = state.words[Position.DONE] > 0
+        count = len(rows)
         done = max(state.words[Position.DONE] - 1, 0)
         end = after[Head.EPOCH_FIRST] + after[Head.EPOCH_SIZE]
         if sampler.drops_tail and done == 0 and after[Head.SAMPLES] + count > end:
@@ -309,7 +319,8 @@ class LocalSelector:
 
     def _checked(self, total: int) -> int:
         """Return the sum of all masses if samples can be drawn from it; 0: too few can."""
-        name, table = f"stream {self.spec.name}", self.state.table
+        name = f"stream {self.spec.name}"
+        table = self.state.table
         if total == 0:
             with self.lock:
                 held, remedy = summary_of(self.state.masses)

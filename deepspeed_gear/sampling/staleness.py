@@ -15,7 +15,8 @@ class Staleness:
     """Evicts the stale trajectories of a table with such limits. Every method requires the table's lock."""
 
     def __init__(self, table: Table) -> None:
-        self._table, self.retention = table, table.spec.retention
+        self._table = table
+        self.retention = table.spec.retention
         self._versions: np.ndarray = table.views["retention"][:, SlotRetention.POLICY_VERSION]
         self._num_stale, self._stale_steps = table.views["stale"]  # by length
         self._control: memoryview = table.control.data
@@ -26,9 +27,11 @@ class Staleness:
         name = self.retention.version_column
         if name is None:
             return
-        column, records = self._table.columns[name], self._table.slots
+        column = self._table.columns[name]
+        records = self._table.slots
         for slot in slots.tolist():
-            first, steps = records[slot, Slot.FIRST_ROW], records[slot, Slot.NUM_STEPS]
+            first = records[slot, Slot.FIRST_ROW]
+            steps = records[slot, Slot.NUM_STEPS]
             self._versions[slot] = column[first : first + steps].min()
 
     def drop(self, key: int) -> None:
@@ -36,7 +39,8 @@ class Staleness:
         now = key, self._control[Control.POLICY_VERSION], self._control[Control.CHANGED]
         if now == self._dropped:
             return
-        records, ledger = self._table.slots, self._table.ledger
+        records = self._table.slots
+        ledger = self._table.ledger
         committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
         old = np.zeros(len(committed), bool)
         if self.retention.version_column is not None:

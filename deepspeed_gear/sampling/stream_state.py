@@ -40,7 +40,10 @@ def masses_type(spec: StreamSpec) -> type[ItemMasses]:
 
 def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     """Return a stream's regions in the store of a table."""
-    at, depth, batch, most = spec.at, spec.depth, spec.batch, spec.most_records
+    at = spec.at
+    depth = spec.depth
+    batch = spec.batch
+    most = spec.most_records
     numbers = Moment.NUM_WORDS, moments_size(table.normalized_columns)
     trains = spec.name == TRAIN
     # An epoch whose items may be evicted.
@@ -78,8 +81,11 @@ class StreamState:
     """A stream's part of a store. Every method requires the lock, but `initialise` memory not linked yet."""
 
     def __init__(self, spec: StreamSpec, table: Table) -> None:
-        self.spec, self.table, self.ops = spec, table, table.ops
-        views, at = table.views, spec.at
+        self.spec = spec
+        self.table = table
+        self.ops = table.ops
+        views = table.views
+        at = spec.at
         self.position: np.ndarray = views[at + "position"]
         self.consumed: np.ndarray = views[at + "consumed"]
         self.heads: np.ndarray = views[at + "heads"]
@@ -101,7 +107,8 @@ class StreamState:
         self.head_words: list[memoryview] = [head.data for head in self.heads]
         self.entries = list(zip(self.ring, self.epochs, strict=True))
         # The drawn items of each entry: of groups the leaders, apart from the trajectories in the ring.
-        self.drawn_words, self.drawn = self.ring_words, self.entries
+        self.drawn_words = self.ring_words
+        self.drawn = self.entries
         if spec.by_group:
             self.drawn_words = views[at + "drawn"]
             epochs = torch.from_numpy(views[at + "drawn_epochs"])
@@ -179,7 +186,8 @@ class StreamState:
 
     def advance(self, entry: int) -> None:
         """Move the position after a committed selection."""
-        head, words = self.head_words[entry], self.words
+        head = self.head_words[entry]
+        words = self.words
         words[1 : Head.NUM_SET] = head[1 : Head.NUM_SET]
         words[Position.DONE] = 0
         words[Head.KEY] = head[Head.KEY] + 1
@@ -250,11 +258,13 @@ class StreamState:
 
     def end_epoch(self) -> None:
         """End the epoch: changes that wait for its end take effect at the next selection."""
-        sampler, position = self.spec.sampler, self.position
+        sampler = self.spec.sampler
+        position = self.position
         if sampler.walks and not sampler.is_pass and position[Head.EPOCH_SIZE]:
             position[Head.EPOCH] += 1
             position[Position.DONE] = 0
-            position[Head.EPOCH_FIRST], position[Head.EPOCH_SIZE] = position[Head.SAMPLES], 0
+            position[Head.EPOCH_FIRST] = position[Head.SAMPLES]
+            position[Head.EPOCH_SIZE] = 0
 
     def seek(
         self, key: int, samples: int, epoch: int, first: int, size: int, *, fresh: bool = False
@@ -270,7 +280,8 @@ class StreamState:
         self.consumed[:] = key
         if self.priorities is not None:
             self.priorities.restart(key)
-        self.position[Position.DONE], self.position[Position.AHEAD] = 0, NOTHING
+        self.position[Position.DONE] = 0
+        self.position[Position.AHEAD] = NOTHING
         words = [Head.KEY, Head.SAMPLES, Head.EPOCH, Head.EPOCH_FIRST, Head.EPOCH_SIZE, Head.TOTAL]
         self.position[words] = (key, samples, epoch, first, size, size)
         if ends:
@@ -293,7 +304,8 @@ class StreamState:
         if (
             self.origins is not None
         ):  # this store's samples keep their words, those of others the id UNKNOWN
-            origins, index = self.origins.numpy()[unused], self.table.spec.own_shard.index
+            origins = self.origins.numpy()[unused]
+            index = self.table.spec.own_shard.index
             own = drawn & (ring[..., Resolution.ID] != UNKNOWN) & (origins >> SHARD_BITS == index)
             ring[own, Resolution.SLOT] = origins[own] & ((1 << SHARD_BITS) - 1)
             ring[drawn & ~own] = 0
@@ -349,7 +361,8 @@ class StreamState:
 
     def keeps_selections(self, content: dict[str, np.ndarray]) -> bool:
         """Return whether the stream keeps the unused selections of a checkpoint."""
-        heads, ring = content["heads"], content["ring"]
+        heads = content["heads"]
+        ring = content["ring"]
         return ring.shape[1] == self.spec.most_records and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:

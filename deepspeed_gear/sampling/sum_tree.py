@@ -46,7 +46,9 @@ class ItemMasses:
     def __init__(
         self, spec: StreamSpec, table: Table, on_change: Sequence[Callable[[np.ndarray], None]] = ()
     ) -> None:
-        self.spec, self.table, self.ops = spec, table, table.ops
+        self.spec = spec
+        self.table = table
+        self.ops = table.ops
         views = table.views
         self.num_items = self.count_items(spec, table.spec)
         self.words = views[spec.at + "changes"].data
@@ -117,16 +119,15 @@ class ItemMasses:
     def of(self, slots: np.ndarray) -> np.ndarray:
         """Return the masses of committed slots by the rule; of leaders those of their groups. [n], int64."""
         if self._groups is None:
-            at, chosen, steps = (
-                np.arange(len(slots)),
-                slots,
-                self.table.slots[slots, Slot.NUM_STEPS],
-            )
+            at = np.arange(len(slots))
+            chosen = slots
+            steps = self.table.slots[slots, Slot.NUM_STEPS]
         else:
             at = np.nonzero(self._groups.is_leader(slots))[0]
             chosen = slots[at]
             steps = self._groups.steps(chosen)
-        ids, masses = self.table.slots[chosen, Slot.ID], np.zeros(len(slots), np.int64)
+        ids = self.table.slots[chosen, Slot.ID]
+        masses = np.zeros(len(slots), np.int64)
         masses[at] = self.spec.rule.masses(ids, steps, lambda name: self.table.values(name, chosen))
         if self._groups is not None or not self._late:
             return masses
@@ -137,7 +138,8 @@ class ItemMasses:
         """Queue the slots of the table that changed since the last call."""
         if self._groups is not None:
             self._groups.update()
-        seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
+        seen = self.words[TreeChanges.SEEN]
+        changed = self._control[Control.CHANGED]
         if seen == changed or self.table.spec.dataset is not None:
             return
         logged = self.table.extents.changed_since(seen)
@@ -191,8 +193,10 @@ class ItemMasses:
 
     def apply(self, key: int) -> None:
         """Apply all changes that precede a global batch to the tree; `recover` repairs it after a death."""
-        seen, changed = self.words[TreeChanges.SEEN], self._control[Control.CHANGED]
-        unit, log = self._plain_unit, self._log
+        seen = self.words[TreeChanges.SEEN]
+        changed = self._control[Control.CHANGED]
+        unit = self._plain_unit
+        log = self._log
         if self._on_change or self.words[TreeChanges.NUM_QUEUED]:
             log = None
         # Where the slot table alone determines the masses, one op writes those that have changed.
@@ -273,18 +277,18 @@ class ItemMasses:
         words = rows.numpy()
         words[:, Resolution.SAMPLE_NUMBER] = numbers
         if self.draws_anchor:
-            rule, steps = self.spec.rule.anchors, words[:, Resolution.NUM_STEPS]
-            unsigned, purpose = (
-                numbers.astype(np.uint64),
-                np.array([[RandomPurpose.ANCHOR]], np.uint64),
-            )
+            rule = self.spec.rule.anchors
+            steps = words[:, Resolution.NUM_STEPS]
+            unsigned = numbers.astype(np.uint64)
+            purpose = np.array([[RandomPurpose.ANCHOR]], np.uint64)
             drawn = philox(self.spec.seed, unsigned, self.spec.key, purpose)
             index = below(tuple(quarter[0] for quarter in drawn), rule.num_anchors(steps))
             words[:, Resolution.ANCHOR] = rule.anchor_at(index, steps)
 
     def coordinates_of(self, items: torch.Tensor) -> torch.Tensor:
         """Return the first coordinate of each item. [n] -> [n], int64. Cost: 32 additions a level."""
-        coordinates, nodes = torch.zeros_like(items), items
+        coordinates = torch.zeros_like(items)
+        nodes = items
         for offset, _ in tree_levels(self.num_items):
             first = nodes // FAN_OUT * FAN_OUT
             siblings = self.sums[offset + first[:, None] + torch.arange(FAN_OUT)]
@@ -298,7 +302,8 @@ class ItemMasses:
 
     def restore(self, slots: np.ndarray, content: dict[str, np.ndarray]) -> None:
         """Restore masses that `export` returned; all other slots have none."""
-        self.leaves[:], self.queued[:] = 0, NOTHING
+        self.leaves[:] = 0
+        self.queued[:] = NOTHING
         self.leaves[slots], self.queued[slots] = content["leaves"], content["queued"]
         self._requeue()
         self._build()
@@ -308,7 +313,8 @@ class ItemMasses:
         """Derive the list of queued slots from their masses."""
         waiting = np.nonzero(self.queued != NOTHING)[0]
         self._dirty[: len(waiting)] = waiting
-        self.words[TreeChanges.NUM_QUEUED], self.words[TreeChanges.APPLYING] = len(waiting), 0
+        self.words[TreeChanges.NUM_QUEUED] = len(waiting)
+        self.words[TreeChanges.APPLYING] = 0
 
 
 class AgeMasses(ItemMasses):
@@ -333,7 +339,8 @@ class AgeMasses(ItemMasses):
     def contents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Return the committed slots, their masses by the rule, ids, items, and values of the window."""
         slots = np.nonzero(self.table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
-        masses, rule = self.of(slots), self.spec.rule
+        masses = self.of(slots)
+        rule = self.spec.rule
         counts = masses if rule.unit == "step" else (masses > 0).astype(np.int64)
         column = None if rule.window is None else rule.window.column
         values = None if column is None else self.table.values(column, slots)
@@ -353,11 +360,9 @@ class AgeMasses(ItemMasses):
 
     def ends(self, count: int, newest: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return age, mass and first coordinate of the oldest or newest trajectories, in order. [n] each."""
-        slots, ledger, ages = (
-            np.nonzero(self.leaves)[0],
-            self.table.ledger,
-            self.table.slots[:, Slot.ID],
-        )
+        slots = np.nonzero(self.leaves)[0]
+        ledger = self.table.ledger
+        ages = self.table.slots[:, Slot.ID]
         if ledger is None:
             slots = slots[np.argsort(ages[slots], kind="stable")]
         else:  # those of groups before the first number that is open

@@ -27,7 +27,9 @@ def make_run(table: Table, readers: SelectionPins, num_rows: int) -> bool:
     Open trajectories, or those that a process still reads, stay; without spare rows all do. False: there is
     no such run; eviction is cheaper, or extents that cannot move separate the free rows.
     """
-    control, spec, extents = table.control, table.spec, table.extents
+    control = table.control
+    spec = table.spec
+    extents = table.extents
     free = int(control[Control.FREE_ROWS]) - num_rows
     if spec.spare_rows == 0 or control[Control.SELECTING] or free < spec.least_free_rows:
         return False

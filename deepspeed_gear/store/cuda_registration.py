@@ -74,13 +74,15 @@ def plan(
         if budget is not None and sum(call.num_bytes for call in wanted) > budget:
             left_out[name] = OVER_BUDGET
         else:
-            calls, taken[name] = wanted, column
+            calls = wanted
+            taken[name] = column
     return RegistrationPlan(tuple(calls), taken, left_out)
 
 
 def _calls(columns: Sequence[Span], page: int, most: int) -> list[Span]:
     """Return the calls that register columns: of whole pages, none of them twice, in pieces of `most`."""
-    calls, end = list[Span](), 0
+    calls = list[Span]()
+    end = 0
     for column in sorted(columns, key=lambda column: column.begin):
         if column.num_bytes:
             begin = max(column.begin // page * page, end)  # its first page may be a neighbour's too
@@ -112,7 +114,8 @@ class CudaRuntime:
     def reads_host_addresses(self) -> bool:
         """Return whether the device reads registered memory at the address that it has on the host."""
         driver = ctypes.CDLL("libcuda.so.1")  # torch's runtime has no call for attributes
-        device, found = ctypes.c_int(), ctypes.c_int()
+        device = ctypes.c_int()
+        found = ctypes.c_int()
         failed = driver.cuDeviceGet(ctypes.byref(device), self._device.index)
         failed = failed or driver.cuDeviceGetAttribute(
             ctypes.byref(found), _CAN_USE_HOST_POINTER, device
@@ -158,7 +161,8 @@ class Registration:
     def __init__(
         self, memory: SharedMemory, wanted: RegistrationPlan, runtime: CudaRuntime
     ) -> None:
-        self._runtime, self.calls = runtime, list[Span]()
+        self._runtime = runtime
+        self.calls = list[Span]()
         self.left_out = dict(wanted.left_out)
         failed = "" if runtime.reads_host_addresses() else NO_HOST_ADDRESSES
         fcntl.flock(

@@ -28,7 +28,8 @@ from deepspeed_gear.store.records import (
 from deepspeed_gear.store.retention import Retention
 from deepspeed_gear.store.table import Table
 
-_POLL_S, _AGREE_S = 200e-6, 0.25
+_POLL_S = 200e-6
+_AGREE_S = 0.25
 _PARTS = 4  # of a store that is kept one of so many parts of the retired slots is freed at once
 
 
@@ -38,8 +39,10 @@ class Evictor:
     """
 
     def __init__(self, table: Table, context: Context, samples: bool = False) -> None:
-        self.table, self.readers = table, SelectionPins(table)
-        self.timeout_s, self._check = context.timeout_s, context.check
+        self.table = table
+        self.readers = SelectionPins(table)
+        self.timeout_s = context.timeout_s
+        self._check = context.check
         self._samples = samples
         self.retention = table.spec.retention
         self.policy = policy_class(self.retention.eviction)(self.retention)
@@ -48,7 +51,8 @@ class Evictor:
         self._is_shared = table.spec.own_shard.count > 1
 
     def may_insert(self, num_steps: int) -> bool:
-        rate, control = self.retention.rate_limiter, self.table.control
+        rate = self.retention.rate_limiter
+        control = self.table.control
         if rate is None:
             return True
         size, inserted, pending = self.table.counted(rate)
@@ -68,7 +72,9 @@ class Evictor:
         inserted = num_steps if inserts is None else inserts
         if not self.may_insert(inserted):
             return Refusal.RATE_LIMITED
-        extents, num_rows, is_clear = self.table.extents, self.table.rows_for(num_steps), False
+        extents = self.table.extents
+        num_rows = self.table.rows_for(num_steps)
+        is_clear = False
         while True:
             found = (
                 Refusal.NO_ROWS if self._is_over(num_steps) else extents.reserve(num_rows, inserted)
@@ -82,7 +88,8 @@ class Evictor:
                 continue
             waiting = self.being_read()
             if self.policy.evicts:
-                control, freed = self.table.control, self.table.slots[waiting, Slot.NUM_ROWS].sum()
+                control = self.table.control
+                freed = self.table.slots[waiting, Slot.NUM_ROWS].sum()
                 has_rows = len(waiting) > 0 and control[Control.FREE_ROWS] + freed >= num_rows
                 if self.table.is_selecting or (has_rows and not self._is_over(num_steps)):
                     return Refusal.PINNED
@@ -97,7 +104,8 @@ class Evictor:
             return Refusal.PINNED if is_written or is_read else found
 
     def _is_over(self, num_steps: int) -> bool:
-        control, retention = self.table.control, self.retention
+        control = self.table.control
+        retention = self.retention
         held = control[Control.NUM_COMMITTED] + control[Control.PENDING]
         steps = control[Control.ROWS_HELD] - held * self.table.rows_for(0)
         return bool(
@@ -116,7 +124,8 @@ class Evictor:
         """
         self.table.extents.end_abandoned()
         # Open ones are freed by their writers, which have not detected the eviction yet.
-        slots, prompts = self.being_read(), self.table.spec.prompts
+        slots = self.being_read()
+        prompts = self.table.spec.prompts
         free = slots[~self.readers.pinned(slots)].tolist() if len(slots) else []
         count = -(-len(free) // _PARTS) if prompts is not None and prompts.members else len(free)
         for slot in free[:count]:
@@ -166,10 +175,8 @@ class Evictor:
                 if waits_for_itself or self.timeout_s == 0
                 else f"within {self.timeout_s:g} s"
             )
-            rule, remedy = (
-                f"must have {what} that no selection reads {waited}",
-                "raise the capacity",
-            )
+            rule = f"must have {what} that no selection reads {waited}"
+            remedy = "raise the capacity"
             if refusal == Refusal.RATE_LIMITED:
                 rule = f"must be sampled from {waited}, as its rate limiter requires"
                 remedy = "raise rate_limiter.error_buffer"

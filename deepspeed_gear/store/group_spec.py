@@ -72,7 +72,8 @@ def _std(values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarr
 def _mean(values: np.ndarray, begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
     mean = np.add.reduceat(values, begins) / counts
     # Rounding must not lift it over equal values: (0.1 + 0.1 + 0.1) / 3 is 0.10000000000000002.
-    least, greatest = np.minimum.reduceat(values, begins), np.maximum.reduceat(values, begins)
+    least = np.minimum.reduceat(values, begins)
+    greatest = np.maximum.reduceat(values, begins)
     return np.asarray(np.clip(mean, least, greatest))
 
 

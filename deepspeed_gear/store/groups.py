@@ -45,7 +45,10 @@ class TableGroups:
         extents: RowAllocator | None,
         ledger: PromptLedger | None = None,
     ) -> None:
-        self.spec, self._name, self._extents, self._ledger = spec, name, extents, ledger
+        self.spec = spec
+        self._name = name
+        self._extents = extents
+        self._ledger = ledger
         self.words: np.ndarray = views["groups"]
         self.counts: np.ndarray = views["group_counts"]
         self._count_words: memoryview = self.counts.data
@@ -147,7 +150,8 @@ class TableGroups:
         """Raise if the group of a written slot has `max_trajectories` already."""
         if self.spec.member is None:  # what comes after `size` is late
             return
-        number, most = self.numbers(np.array([slot])), self.spec.max_trajectories
+        number = self.numbers(np.array([slot]))
+        most = self.spec.max_trajectories
         count = len(self._of_numbers(number)[0])
         if count >= most:
             rule = f"must have at most group.max_trajectories = {most} trajectories"
@@ -180,8 +184,11 @@ class TableGroups:
         """Form complete groups; evict those that fail a condition, and late trajectories. Cost: after commits
         or fills a pass over the slots, and a sort of the trajectories of these groups.
         """
-        words, changed, now = self._count_words, self._control[Control.CHANGED], time.monotonic_ns()
-        seen, is_due = words[GroupCount.SEEN], now >= words[GroupCount.DUE]
+        words = self._count_words
+        changed = self._control[Control.CHANGED]
+        now = time.monotonic_ns()
+        seen = words[GroupCount.SEEN]
+        is_due = now >= words[GroupCount.DUE]
         if self._is_kept or (seen == changed and not is_due):
             return
         log = None if is_due else self._extents
@@ -219,10 +226,13 @@ class TableGroups:
         if not len(slots):
             return
         ids = self._slots[slots, Slot.ID]
-        numbers, members = self.numbers(slots), self._members_of(slots)
+        numbers = self.numbers(slots)
+        members = self._members_of(slots)
         order = np.lexsort((ids, members, numbers))
         slots, ids, numbers, members = slots[order], ids[order], numbers[order], members[order]
-        of_member, of_group = _begins(numbers, members), _begins(numbers)  # first trajectories
+        # first trajectories
+        of_member = _begins(numbers, members)
+        of_group = _begins(numbers)
         first = np.searchsorted(of_member, of_group)  # first member of each group
         has_late = np.ones(len(slots), bool)
         if self._present is not None:
@@ -232,7 +242,8 @@ class TableGroups:
         latest = np.maximum.reduceat(self.words[slots, SlotGroup.TIME], of_group)
         is_complete = num_ready >= self.spec.size
         if self.spec.after_s is not None:  # some are complete without all members, others will be
-            due, enough = latest + int(self.spec.after_s * 1e9), num_ready >= self.spec.min_size
+            due = latest + int(self.spec.after_s * 1e9)
+            enough = num_ready >= self.spec.min_size
             next_due = int(due[enough & ~is_complete & (due > now)].min(initial=NEVER))
             self._count_words[GroupCount.DUE] = min(self._count_words[GroupCount.DUE], next_due)
             is_complete |= enough & (due <= now)
@@ -245,10 +256,8 @@ class TableGroups:
         rank[order] = np.arange(len(order)) - first[group[order]]
         of_each = _sizes(of_member, len(slots))
         is_in = np.repeat(is_complete[group] & is_ready & (rank < self.spec.size), of_each)
-        is_out, is_filled = (
-            np.repeat(is_complete[group], of_each) & ~is_in,
-            np.repeat(is_ready, of_each),
-        )
+        is_out = np.repeat(is_complete[group], of_each) & ~is_in
+        is_filled = np.repeat(is_ready, of_each)
         self._drop(slots[is_out & ~is_filled], GroupCount.UNFILLED)
         self._drop(slots[is_out & is_filled], GroupCount.SURPLUS)
         if is_in.any():
@@ -265,7 +274,8 @@ class TableGroups:
         begins = _begins(numbers)
         counts = _sizes(begins, len(slots))
         is_small = counts <= self.spec.max_trajectories
-        of_member, passes = _begins(numbers, members), np.ones(len(begins), bool)
+        of_member = _begins(numbers, members)
+        passes = np.ones(len(begins), bool)
         last = slots[np.append(of_member[1:], len(slots)) - 1]  # of each member
         first = np.searchsorted(of_member, begins)
         for condition, values, column in self._conditions:
@@ -308,14 +318,16 @@ class TableGroups:
     def _link(self, slots: np.ndarray, groups: np.ndarray) -> np.ndarray:
         """Write the words of groups, of slots group by group, [n]; return their leaders. [groups], int64."""
         begins = _begins(groups)
-        ends, counts = np.append(begins[1:], len(slots)), _sizes(begins, len(slots))
+        ends = np.append(begins[1:], len(slots))
+        counts = _sizes(begins, len(slots))
         index = np.repeat(np.arange(len(begins)), counts)
         leaders = slots[np.lexsort((self._slots[slots, Slot.ID], index))[ends - 1]]
         following = np.append(slots[1:] + 1, 0)
         following[ends - 1] = 0
         words = self.words
         words[slots, SlotGroup.NEXT] = following
-        words[leaders, SlotGroup.FIRST], words[leaders, SlotGroup.COUNT] = slots[begins] + 1, counts
+        words[leaders, SlotGroup.FIRST] = slots[begins] + 1
+        words[leaders, SlotGroup.COUNT] = counts
         steps = self._slots[slots, Slot.NUM_STEPS]
         if self._shared is not None:
             steps = steps + self._shared[slots, SharedPrompt.STEPS]
@@ -363,7 +375,8 @@ class TableGroups:
     @property
     def consumed(self) -> np.ndarray:
         """Numbers of the groups that have left the table and are remembered, the oldest first. [n], int64."""
-        count, size = self._count_words[GroupCount.CONSUMED], len(self._ring)
+        count = self._count_words[GroupCount.CONSUMED]
+        size = len(self._ring)
         return self._ring.copy()[:count] if count <= size else np.roll(self._ring, -(count % size))
 
     def _is_consumed(self, wanted: np.ndarray) -> np.ndarray:
@@ -386,7 +399,8 @@ class TableGroups:
 
     def recover(self) -> None:
         """Finish evictions and groups that a dead process has begun; count the groups again."""
-        words, is_held = self.words, self._slots[:, Slot.STATE] == SlotState.COMMITTED
+        words = self.words
+        is_held = self._slots[:, Slot.STATE] == SlotState.COMMITTED
         for removed in (True, False):
             is_marked = words[:, SlotGroup.LEAVING] == (SlotGroup.REMOVED if removed else 1)
             self.evict(np.nonzero(is_held & is_marked)[0], removed)
@@ -421,7 +435,8 @@ class TableGroups:
         self.words[:, SlotGroup.TIME] = time.monotonic_ns()
         slots = np.nonzero(saved[:, 0])[0]
         if len(slots):
-            groups, ids = saved[slots, 0], self._slots[slots, Slot.ID]
+            groups = saved[slots, 0]
+            ids = self._slots[slots, Slot.ID]
             order = np.lexsort((ids, self._members_of(slots), groups))
             leaders = self._link(slots[order], groups[order])
             self.words[leaders, SlotGroup.NUMBER] = saved[leaders, 1]

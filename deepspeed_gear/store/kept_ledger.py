@@ -37,7 +37,9 @@ Views = Mapping[str, np.ndarray]
 # _SHARES on hold, or one of _VOID and _UNKNOWN. Each is how many more entries of this store may be due by a
 # batch, from the next one on.
 _IS_BEGUN, _END, _TOKEN, _AGREED, _SHARES = range(5)
-_VOID, _UNKNOWN = -1, -2  # until the stores agree again; for the first time since a start or load
+# until the stores agree again; for the first time since a start or load
+_VOID = -1
+_UNKNOWN = -2
 
 
 class KeptLedger(PromptLedger):
@@ -52,7 +54,8 @@ class KeptLedger(PromptLedger):
         extents: RowAllocator,
     ) -> None:
         super().__init__(of, views, numbers, memory)
-        self._extents, self._life = extents, views["life_words"]
+        self._extents = extents
+        self._life = views["life_words"]
         self._num_ranks = len(views["stream/train/consumed"])
 
     def lease(self, count: int) -> list[LeaseRecord]:
@@ -109,7 +112,8 @@ class KeptLedger(PromptLedger):
 
     def _is_in_time(self, number: int, version: int) -> bool:
         """Return whether a group of a version may hold a number, so that no group becomes too old."""
-        spec, selected = self.spec, self.num_selected
+        spec = self.spec
+        selected = self.num_selected
         others = (self._states != EntryState.FREE) & (self._of_entries != number)
         if spec.order == "lease":
             before = self._before(int((others & (self._of_entries < number)).sum()))
@@ -128,7 +132,8 @@ class KeptLedger(PromptLedger):
 
     def _shares(self, version: int) -> np.ndarray:
         """Return the shares that a group of an older version than a lease has needs: by each batch before."""
-        spec, newest = self.spec, version_of(self.spec, self.views)
+        spec = self.spec
+        newest = version_of(self.spec, self.views)
         at, end = (max(one + spec.max_lag - self.num_selected, 0) for one in (version, newest))
         return np.asarray(self._life[_SHARES:][at : end if spec.is_joint else at])
 
@@ -140,7 +145,8 @@ class KeptLedger(PromptLedger):
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
         """Take what the other stores hold, and a share of what all may hold, unless a batch is drawn."""
         super().note_others(num_held, is_drawn)
-        spec, selected = self.spec, self.num_selected
+        spec = self.spec
+        selected = self.num_selected
         if spec.is_joint:
             free = np.arange(1, spec.max_lag + 1) * spec.groups - self._num_due[: spec.max_lag]
             turn = (spec.store + selected) % spec.num_stores  # the shares add up to what is free
@@ -196,10 +202,8 @@ class KeptLedger(PromptLedger):
         ids = control[Control.NEXT_ID] + np.arange(len(slots))
         self._slots[slots, Slot.ID] = ids * self.spec.num_stores + self.spec.store
         control[Control.NEXT_ID] += len(slots)
-        self.views["groups"][slots], self.views["retention"][slots, SlotRetention.TIMES_SAMPLED] = (
-            0,
-            0,
-        )
+        self.views["groups"][slots] = 0
+        self.views["retention"][slots, SlotRetention.TIMES_SAMPLED] = 0
         self._slots[slots, Slot.STATE] = SlotState.COMMITTED
 
     def _retire_others(self) -> None:
@@ -216,7 +220,9 @@ class KeptLedger(PromptLedger):
 
     def begin(self, cleared: Sequence[str] = ()) -> None:
         """Retire whole groups, free the rest, and begin at number 0; `cleared` regions become 0."""
-        life, counts, states = self._life, self.counts, self._slots[:, Slot.STATE]
+        life = self._life
+        counts = self.counts
+        states = self._slots[:, Slot.STATE]
         life[_IS_BEGUN] = 1
         life[_AGREED] = _UNKNOWN if self.spec.is_joint else 0
         life[_TOKEN] = leases = max(int(counts[PromptCount.LEASES]), int(life[_TOKEN]))
@@ -230,7 +236,10 @@ class KeptLedger(PromptLedger):
         )
         states[retired[sizes[index] != self.spec.members]] = SlotState.FREE
         life[_END] = numbers.max(initial=-1) + 1
-        self._states[:], self._left[:], self._reasons[:], counts[:] = EntryState.FREE, 0, b"", 0
+        self._states[:] = EntryState.FREE
+        self._left[:] = 0
+        self._reasons[:] = b""
+        counts[:] = 0
         self._epochs[:] = 0
         counts[[PromptCount.LEASES, PromptCount.TRAINED]] = leases, -1  # until the stores agree
         self._extents.control[Control.SELECTING] = 0
@@ -246,9 +255,12 @@ class KeptLedger(PromptLedger):
         Frees retired groups that the saved ledger holds or has counted, and others where there is no room.
         Records of trajectories that fit into the store: [n, 8] -> [n] and [n, 8], int64.
         """
-        entries, retired, moved = saved["prompt_entries"], self.retired(), records.copy()
+        entries = saved["prompt_entries"]
+        retired = self.retired()
+        moved = records.copy()
         is_open = np.isin(entries[:, Entry.STATE], (EntryState.LEASED, EntryState.RETURNED))
-        numbers, issued = self.numbers[retired], saved["prompt_counts"][PromptCount.ISSUED]
+        numbers = self.numbers[retired]
+        issued = saved["prompt_counts"][PromptCount.ISSUED]
         self._free(retired[(numbers < issued) & ~np.isin(numbers, entries[is_open, Entry.NUMBER])])
         sizes = records[:, [Slot.NUM_ROWS, Slot.NUM_STEPS]].tolist()
         while True:

@@ -37,7 +37,8 @@ def fill(
             has changed.
         StoreError: The trajectory is not stored on this node.
     """
-    name, schema = f"table {table.spec.name}", table.spec.schema
+    name = f"table {table.spec.name}"
+    schema = table.spec.schema
     trajectory_id = arguments.count("trajectory_id", trajectory_id, least=0)
     arrays = {}
     for column_name, value in flatten(name, columns, frozenset(schema.names)).items():
@@ -54,7 +55,8 @@ def fill(
         if lineage is not None and (slot < 0 or lineage != table.lineage):
             return
         if slot < 0:
-            rule, remedy = "must be stored on this node", "it may have been evicted"
+            rule = "must be stored on this node"
+            remedy = "it may have been evicted"
             raise StoreError(f"{name}: id", rule, trajectory_id, remedy)
         retention = table.views["retention"]
         if retention[slot, SlotRetention.OPEN]:
@@ -66,7 +68,8 @@ def fill(
         if written:
             rule = "must be written once"
             raise DataError(f"{name}: column {written[0]}", rule, f"id {trajectory_id} has it")
-        rows, shared = table.own_rows(slot), table.shared_prompt(slot)[0]
+        rows = table.own_rows(slot)
+        shared = table.shared_prompt(slot)[0]
         for column, array in arrays.items():
             first = 0 if schema[column].rows == "1" else shared  # what is before is another one's
             arrays[column] = array[first:] if first else array
@@ -94,17 +97,13 @@ def fill_each(
     its trajectory, or zeros. Of a prompt that another trajectory holds they are left out. Cost: a copy of the
     rows, with the lock held.
     """
-    name, schema, slots = (
-        f"table {table.spec.name}",
-        table.spec.schema,
-        np.empty(len(records), np.int64),
-    )
+    name = f"table {table.spec.name}"
+    schema = table.spec.schema
+    slots = np.empty(len(records), np.int64)
     counts = records[:, Resolution.NUM_STEPS] + int(column.rows == "T+1")
     counts = np.ones_like(counts) if column.rows == "1" else counts
-    array, shared = (
-        np.ascontiguousarray(as_stored(values, column, name, int(counts.sum()))),
-        0 * counts,
-    )
+    array = np.ascontiguousarray(as_stored(values, column, name, int(counts.sum())))
+    shared = 0 * counts
     if table.shared_prompts is not None:
         shared = table.shared_prompts[records[:, Resolution.SLOT], SharedPrompt.STEPS]
     if shared.any():
@@ -114,11 +113,9 @@ def fill_each(
         if column.rows != "1":
             array, offset = _without_prompts(counts, shared, array, offset), 0
             counts -= shared
-    native, store, bit = (
-        table.ops.native,
-        table.extents.handle.address,
-        schema.late_bits([column.name]),
-    )
+    native = table.ops.native
+    store = table.extents.handle.address
+    bit = schema.late_bits([column.name])
     given = schema.names.index(column.name), bit, records, array, offset, slots
     with quiet(table, table.lock.timeout_s):
         if lineage != table.lineage:
@@ -157,7 +154,8 @@ def _without_prompts(
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     rows = np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
-    source, is_own = rows - offset, rows >= shared[owner]
+    source = rows - offset
+    is_own = rows >= shared[owner]
     moved = np.zeros_like(values)
     has_value = np.flatnonzero((source >= 0) & (source < counts[owner]))
     moved[has_value] = values[has_value - offset]
@@ -168,7 +166,8 @@ def absent(table: Table, *names: str) -> np.ndarray:
     """Return resolutions of trajectories that lack a late column, by group and id: as of a selection, but
     with the slot that holds a shared prompt as MASS. Requires the lock.
     """
-    retention, bits = table.views["retention"], table.spec.schema.late_bits(names)
+    retention = table.views["retention"]
+    bits = table.spec.schema.late_bits(names)
     is_whole = (table.slots[:, Slot.STATE] == SlotState.COMMITTED) & (
         retention[:, SlotRetention.OPEN] == 0
     )
@@ -179,5 +178,6 @@ def absent(table: Table, *names: str) -> np.ndarray:
     if table.shared_prompts is not None:
         found[:, [Resolution.ANCHOR, Resolution.MASS]] = table.shared_prompts[slots]
     numbers = found[:, Resolution.ID] if table.groups is None else table.groups.numbers(slots)
-    found[:, Resolution.SLOT], found[:, Resolution.SAMPLE_NUMBER] = slots, numbers
+    found[:, Resolution.SLOT] = slots
+    found[:, Resolution.SAMPLE_NUMBER] = numbers
     return found[np.lexsort((found[:, Resolution.ID], numbers))]

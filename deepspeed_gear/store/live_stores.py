@@ -130,7 +130,8 @@ def named_stores(prefix: str | None) -> tuple[list[NamedStore], list[str]]:
 
     Stores of runs that have ended are left out: writers may still be attached to them.
     """
-    found, others = [], []
+    found = []
+    others = []
     for path, fd in opened(prefix):
         try:
             store = _store(fd, path.name)

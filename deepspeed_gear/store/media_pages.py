@@ -37,8 +37,12 @@ class MediaPages:
         rows: np.ndarray,
         arrivals: np.ndarray,
     ) -> None:
-        self.spec, self.name, self._memory = spec, f"table {name}: media", memory
-        self.words, self.bytes, self._slots = views["media_pages"], views["media"], views["slots"]
+        self.spec = spec
+        self.name = f"table {name}: media"
+        self._memory = memory
+        self.words = views["media_pages"]
+        self.bytes = views["media"]
+        self._slots = views["slots"]
         self._rows, self.arrivals = (
             rows,
             arrivals,
@@ -48,7 +52,8 @@ class MediaPages:
         """Return the numbers that trajectories name, or only those in reserved and `pinned` slots, [slots];
         and rows from other nodes. [n], int64. Cost: a pass over the rows.
         """
-        states, named = self._slots[:, Slot.STATE], np.flatnonzero(self._rows)
+        states = self._slots[:, Slot.STATE]
+        named = np.flatnonzero(self._rows)
         used = (states if pinned is None else states * pinned) != SlotState.FREE
         used |= states == SlotState.RESERVED
         own = self._rows[
@@ -79,7 +84,8 @@ class MediaPages:
 
     def named(self, numbers: np.ndarray, lock: Any) -> dict[int, Media]:
         """Return the media of a pinned trajectory by step, from the numbers of its steps. [T], int64."""
-        steps, found = np.flatnonzero(numbers), dict[int, Media]()
+        steps = np.flatnonzero(numbers)
+        found = dict[int, Media]()
         for number, content in self.contents(distinct(numbers[steps]), lock).items():
             rows = zip(self.spec.columns, self.spec.rows(content).values(), strict=True)
             found[number] = Media(**{c.name: _value(c, part) for c, part in rows if len(part)})
@@ -107,7 +113,8 @@ class MediaPages:
         named = distinct(named)
         is_given = np.array([number in items for number in named.tolist()], bool)
         given = [items[number] for number in named[is_given].tolist()]
-        digests, lengths = np.zeros((len(named), 4), np.int64), np.zeros(len(named), np.int64)
+        digests = np.zeros((len(named), 4), np.int64)
+        lengths = np.zeros(len(named), np.int64)
         digests[is_given] = np.array([one.digest for one in given], np.int64).reshape(-1, 4)
         lengths[is_given] = [len(one.content) for one in given]
         with lock:  # which other processes wait for, so there are no loops over items
@@ -121,14 +128,18 @@ class MediaPages:
                     self.name, "must have a number of its own", number, "change it a bit"
                 )
             for number in named[is_new & ~is_given].tolist():
-                rule, remedy = "must be held by the store", "give the Media in place of its number"
+                rule = "must be held by the store"
+                remedy = "give the Media in place of its number"
                 raise DataError(self.name, rule, number, remedy)
-            new, sizes = named[is_new], self._num_pages(lengths[is_new])
+            new = named[is_new]
+            sizes = self._num_pages(lengths[is_new])
             if len(new):
                 stays = named if keep is None else keep
                 self._make_room(int(sizes.sum()), stays, release, pinned)
-            pages, ends = self._reserve(new, lengths[is_new], digests[is_new]), np.cumsum(sizes)
-        heads, page_bytes = pages[ends - sizes], self.spec.page_bytes
+            pages = self._reserve(new, lengths[is_new], digests[is_new])
+            ends = np.cumsum(sizes)
+        heads = pages[ends - sizes]
+        page_bytes = self.spec.page_bytes
 
         def free() -> None:
             with lock:
@@ -136,8 +147,10 @@ class MediaPages:
 
         with undo_on_error(free):
             for number, size, end in zip(new.tolist(), sizes.tolist(), ends.tolist(), strict=True):
-                content, whole = items[number].content, len(items[number].content) // page_bytes
-                split, own = whole * page_bytes, pages[end - size : end]
+                content = items[number].content
+                whole = len(items[number].content) // page_bytes
+                split = whole * page_bytes
+                own = pages[end - size : end]
                 self.bytes[own[:whole]] = content[:split].reshape(whole, page_bytes)
                 self.bytes[own[-1], : len(content) - split] = content[split:]
             with lock:
@@ -166,7 +179,8 @@ class MediaPages:
             stays = self.find(distinct(np.concatenate([self.needed(pinned()), named])))
             held = sum(map(len, chain(self.words, stays[stays >= 0])))
             self._check_free(wanted, len(self.words) - held)
-        count, going_on = 1, True
+        count = 1
+        going_on = True
         while going_on:
             self._evict(max(wanted, len(self.words) // _PARTS), named)
             if self._num_free() >= wanted:
@@ -183,7 +197,8 @@ class MediaPages:
 
     def _evict(self, wanted: int, named: np.ndarray) -> None:
         """Evict items that nothing needs, beside those `named`, the oldest first, until so many are free."""
-        needed, free = distinct(np.concatenate([self.needed(), named])), self._num_free()
+        needed = distinct(np.concatenate([self.needed(), named]))
+        free = self._num_free()
         heads = np.flatnonzero(self.words[:, MediaPage.STATE] == PageState.WHOLE)
         heads = heads[look_up(needed, self.words[heads, MediaPage.NUMBER], needed) < 0]
         heads = heads[np.argsort(self.words[heads, MediaPage.AGE])]
@@ -197,14 +212,19 @@ class MediaPages:
 
     def _reserve(self, numbers: np.ndarray, lengths: np.ndarray, digests: np.ndarray) -> np.ndarray:
         """Return pages for items, marked as being written: those of the first one, of the next one, ..."""
-        sizes, words = self._num_pages(lengths), self.words
-        ends, age = np.cumsum(sizes), int(words[:, MediaPage.AGE].max()) + 1
+        sizes = self._num_pages(lengths)
+        words = self.words
+        ends = np.cumsum(sizes)
+        age = int(words[:, MediaPage.AGE].max()) + 1
         pages = np.flatnonzero(words[:, MediaPage.STATE] == PageState.FREE)[: sizes.sum()]
-        heads, following = pages[ends - sizes], np.append(pages[1:] + 1, 0)[: len(pages)]
+        heads = pages[ends - sizes]
+        following = np.append(pages[1:] + 1, 0)[: len(pages)]
         following[ends - 1] = 0
         words[pages, MediaPage.NEXT], words[pages, MediaPage.STATE] = following, PageState.FOLLOWING
-        words[heads, MediaPage.NUMBER], words[heads, MediaPage.NUM_BYTES] = numbers, lengths
-        words[heads, MediaPage.OWNER], words[heads, MediaPage.AGE] = self._memory.peer, age
+        words[heads, MediaPage.NUMBER] = numbers
+        words[heads, MediaPage.NUM_BYTES] = lengths
+        words[heads, MediaPage.OWNER] = self._memory.peer
+        words[heads, MediaPage.AGE] = age
         words[heads, MediaPage.DIGEST :] = digests
         words[heads, MediaPage.STATE] = PageState.WRITING
         return np.asarray(pages)
@@ -216,7 +236,8 @@ class MediaPages:
 
     def recover(self) -> None:
         """Free the pages that no item of the store or of a living process has."""
-        states, held = self.words[:, MediaPage.STATE], np.zeros(len(self.words), bool)
+        states = self.words[:, MediaPage.STATE]
+        held = np.zeros(len(self.words), bool)
         whole, begun = (
             np.flatnonzero(states == one) for one in (PageState.WHOLE, PageState.WRITING)
         )
@@ -229,7 +250,8 @@ class MediaPages:
     def statistics(self) -> dict[str, int]:
         """Return how many items are held, and the bytes of their pages and of all."""
         states = self.words[:, MediaPage.STATE]
-        size, used = self.spec.page_bytes, np.count_nonzero(states != PageState.FREE)
+        size = self.spec.page_bytes
+        used = np.count_nonzero(states != PageState.FREE)
         items = int(np.count_nonzero(states == PageState.WHOLE))
         return {"items": items, "bytes": int(used) * size, "capacity_bytes": len(states) * size}
 

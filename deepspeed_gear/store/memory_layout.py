@@ -32,7 +32,8 @@ HEADER = np.dtype(
         ("description_bytes", "<i8"),
     ]
 )
-MUTEX_OFFSET, MUTEX_BYTES = 256, 128
+MUTEX_OFFSET = 256
+MUTEX_BYTES = 128
 HOLDER_OFFSET = MUTEX_OFFSET + MUTEX_BYTES  # int64: process id while the lock is held, 0 otherwise
 KEPT_OFFSET = HOLDER_OFFSET + 8  # a byte: 1 if the file stays where no process is attached
 
@@ -126,15 +127,14 @@ def write_header(buffer: Any, layout: Layout, run: RunIdentity) -> None:
 
 def read_header(fd: int, path: str) -> tuple[Layout, RunIdentity]:
     """Return layout and run of an open store file; StoreError: no store, other format version or damaged."""
-    num_bytes, head = os.fstat(fd).st_size, os.pread(fd, HEADER_BYTES, 0)
+    num_bytes = os.fstat(fd).st_size
+    head = os.pread(fd, HEADER_BYTES, 0)
     if len(head) < HEADER_BYTES:
         raise StoreError(path, f"must be a gear store of at least {HEADER_BYTES} bytes", len(head))
     header = np.frombuffer(head, HEADER, 1)[0]
-    magic, version, total = (
-        bytes(header["magic"]),
-        int(header["format"]),
-        int(header["total_bytes"]),
-    )
+    magic = bytes(header["magic"])
+    version = int(header["format"])
+    total = int(header["total_bytes"])
     if magic != MAGIC:
         raise StoreError(
             path, "must be a gear store", magic, "remove the file or use its right name"

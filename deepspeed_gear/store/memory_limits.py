@@ -75,7 +75,8 @@ def _limits(read: Read) -> Iterator[MemoryLimit]:
     for version, folder in cgroup_folders(read("/proc/self/cgroup"), read("/proc/self/mountinfo")):
         limit_file, usage_file, cache_entries = _FILES[version]
         path = f"{folder}/{limit_file}"
-        limit, used = _number(read(path)), _number(read(f"{folder}/{usage_file}"))
+        limit = _number(read(path))
+        used = _number(read(f"{folder}/{usage_file}"))
         if limit is None or used is None:
             continue
         entries = _entries(read(f"{folder}/memory.stat"))
@@ -102,7 +103,8 @@ def cgroup_folders(cgroups: str | None, mounts: str | None) -> list[tuple[int, s
     for version, root, point in _cgroup_mounts(mounts or ""):
         if version not in own:
             continue
-        top, inner = PurePosixPath(point), PurePosixPath(own[version])
+        top = PurePosixPath(point)
+        inner = PurePosixPath(own[version])
         below = inner.relative_to(root) if inner.is_relative_to(root) else PurePosixPath()
         folder = top / below if ".." not in below.parts else top
         chain = [folder, *folder.parents]
@@ -116,7 +118,8 @@ def _cgroup_mounts(text: str) -> Iterator[tuple[int, str, str]]:
     """
     for line in text.splitlines():
         head, _, tail = line.partition(" - ")
-        before, after = head.split(), tail.split()
+        before = head.split()
+        after = tail.split()
         if len(before) < 5 or not after:
             continue
         # Blanks and backslashes are written as octal numbers.

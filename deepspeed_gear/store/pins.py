@@ -43,7 +43,8 @@ class SelectionPins:
     """The streams of a store. Every method requires the store's lock."""
 
     def __init__(self, table: Table) -> None:
-        self._table, views = table, table.views
+        self._table = table
+        views = table.views
         names = [name.removesuffix(_LAST_DRAWN) for name in views if name.endswith(_LAST_DRAWN)]
         self._readers = [
             _Reader(
@@ -123,9 +124,11 @@ class SelectionPins:
 
     def highest_priorities(self, slots: np.ndarray) -> np.ndarray:
         """Return priorities, or the highest of steps; inf: newer than the latest selection. [n] -> [n]."""
-        table, end = self._table, "/priorities"
+        table = self._table
+        end = "/priorities"
         name = next(name for name in table.views if name.endswith(end)).removesuffix(end)
-        values, records = table.views[name + end], table.slots[slots]
+        values = table.views[name + end]
+        records = table.slots[slots]
         if f"{name}/row_slots" in table.views:
             extents = records[:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
             highest = [values[first : first + count].max() for first, count in extents]

@@ -52,10 +52,8 @@ class InForkedChild:
         return InForkedChild.__refuse(self)
 
     def __refuse(self, *_: object) -> NoReturn:
-        rule, given = (
-            "must be used in the process that made it",
-            f"process {os.getpid()}, which was forked",
-        )
+        rule = "must be used in the process that made it"
+        given = f"process {os.getpid()}, which was forked"
         remedy = "make one in the child, or start it by spawn; a DataLoader over a Replay needs num_workers=0"
         raise StoreError("a replay or writer", rule, given, remedy)
 

@@ -40,12 +40,11 @@ def stored_books(
     ones, with `drawn` for those that are trained or in training, and of all before them, "earlier". `numbers`
     of groups, by slot.
     """
-    counts, left, names = (
-        views["prompt_counts"].tolist(),
-        views["prompt_left"][0],
-        views["prompt_reasons"],
-    )
-    states, training = views["prompt_entries"][:, Entry.STATE], num_in_training(spec, views)
+    counts = views["prompt_counts"].tolist()
+    left = views["prompt_left"][0]
+    names = views["prompt_reasons"]
+    states = views["prompt_entries"][:, Entry.STATE]
+    training = num_in_training(spec, views)
     named = [
         name.decode(errors="replace") for name in names[len(FIXED_REASONS) : OTHER_REASON].tolist()
     ]
@@ -64,12 +63,12 @@ def stored_books(
             "dropped": {reasons[at]: int(left[at]) for at in range(1, MOST_REASONS) if left[at]},
         }
 
-    issued, epochs, of_entries = (
-        counts[PromptCount.ISSUED],
-        {},
-        views["prompt_entries"][:, Entry.NUMBER],
-    )
-    following, rest, before = issued * spec.num_stores + spec.store, left.copy(), issued
+    issued = counts[PromptCount.ISSUED]
+    epochs = {}
+    of_entries = views["prompt_entries"][:, Entry.NUMBER]
+    following = issued * spec.num_stores + spec.store
+    rest = left.copy()
+    before = issued
     latest = (
         int(views["prompt_epochs"][0, :, 0].max()) - 1
     )  # may be of another store, before a load

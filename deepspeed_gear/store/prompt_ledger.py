@@ -199,20 +199,28 @@ class PromptLedger:
         memory: SharedMemory,
         now_ns: Callable[[], int] = lambda: time.monotonic_ns(),  # read late: tests replace it
     ) -> None:
-        self.spec, self.views, self._memory, self._now_ns = spec, views, memory, now_ns
-        self.entries, self.counts = views["prompt_entries"], views["prompt_counts"]
+        self.spec = spec
+        self.views = views
+        self._memory = memory
+        self._now_ns = now_ns
+        self.entries = views["prompt_entries"]
+        self.counts = views["prompt_counts"]
         self._left, self._reasons, self._kept = (
             views[f"prompt_{n}"] for n in ("left", "reasons", "kept")
         )
         self._epochs = views["prompt_epochs"]
-        self._slots, self.numbers, self._lease_ns = views["slots"], numbers, int(spec.lease_s * 1e9)
+        self._slots = views["slots"]
+        self.numbers = numbers
+        self._lease_ns = int(spec.lease_s * 1e9)
         self._position: np.ndarray = views["stream/train/position"]
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
         # Of several stores, as this process has agreed on it: the first open number, the largest stamp, the
         # trained batches, and how many entries are due by each batch from the next one on.
-        self._first, self._stamp, self._trained = 0, FIRST_STAMP, 0
+        self._first = 0
+        self._stamp = FIRST_STAMP
+        self._trained = 0
         self._num_due = np.zeros(spec.max_lag + 1, np.int64)
 
     def in_order(self, slots: np.ndarray) -> np.ndarray:
@@ -251,7 +259,8 @@ class PromptLedger:
         Of the prompts that are due by a batch, complete or not, those that do not fit into the batches after
         the next one come now. None is returned while one of these is not complete and `late` is "wait".
         """
-        spec, key = self.spec, self.num_selected
+        spec = self.spec
+        key = self.num_selected
         slots = slots[np.argsort(self._completed[slots])]
         due = self._versions(slots) + spec.max_lag
         is_open = self._has_version() & ~np.isin(self._of_entries, self.numbers[slots])
@@ -266,7 +275,8 @@ class PromptLedger:
         `due` of complete groups, as they were completed, [n]; `num_due` of the entries of all stores by each
         batch from the next one on, [max_lag + 1], int64.
         """
-        spec, is_first = self.spec, np.zeros(len(due), bool)
+        spec = self.spec
+        is_first = np.zeros(len(due), bool)
         for after, num in enumerate(num_due.tolist()):
             missing = num - after * spec.groups - np.count_nonzero(is_first)
             is_due = due <= self.num_selected + after
@@ -289,7 +299,8 @@ class PromptLedger:
         How many by each batch from the next one on, one after the other: [2 * (max_lag + 1)], int64.
         """
         versions = self.entries[self._has_version(), Entry.VERSION], self._versions(slots)
-        first, most = self.num_selected - self.spec.max_lag, self.spec.max_lag + 1
+        first = self.num_selected - self.spec.max_lag
+        most = self.spec.max_lag + 1
         counts = [np.bincount(v[v >= first] - first, minlength=most)[:most] for v in versions]
         return np.concatenate([count.cumsum() for count in counts])  # kept groups may be due later
 
@@ -358,7 +369,9 @@ class PromptLedger:
         self.reclaim()
 
     def _take(self, count: int) -> list[LeaseRecord]:
-        words, spec, version = self.counts, self.spec, version_of(self.spec, self.views)
+        words = self.counts
+        spec = self.spec
+        version = version_of(self.spec, self.views)
         if version < 0:
             return []
         returned = np.nonzero(self._states == EntryState.RETURNED)[0]
@@ -366,7 +379,8 @@ class PromptLedger:
         found = [self._give(entry, version) for entry in returned.tolist()]
         free = np.nonzero(self._states == EntryState.FREE)[0].tolist()
         busy = len(self.entries) - len(free)
-        before, wanted = self._before(busy), count - len(found)
+        before = self._before(busy)
+        wanted = count - len(found)
         if (
             spec.num_stores > 1
         ):  # where the others drop theirs, more than its share of a window are its own
@@ -395,7 +409,8 @@ class PromptLedger:
 
     def _give(self, entry: int, version: int) -> LeaseRecord:
         words = self.entries[entry]
-        token, attempt = int(self.counts[PromptCount.LEASES]) + 1, int(words[Entry.ATTEMPT]) + 1
+        token = int(self.counts[PromptCount.LEASES]) + 1
+        attempt = int(words[Entry.ATTEMPT]) + 1
         until = self._now_ns() + self._lease_ns
         self.counts[PromptCount.LEASES] = token
         kept = self.kept(entry)
@@ -457,7 +472,8 @@ class PromptLedger:
 
     def _left_as(self, lease: LeaseRecord) -> tuple[str, str]:
         """Return as `_ending`, of a prompt that is not in the ledger: never again, or not yet."""
-        spec, key = self.spec, self.num_selected
+        spec = self.spec
+        key = self.num_selected
         if lease.number >= self._next:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
         if lease.version + spec.max_lag < key:
@@ -533,9 +549,11 @@ class PromptLedger:
             stamps = self.entries[at[at >= 0], Entry.STAMP]
             self._stamp = int(stamps[stamps < 0].max(initial=self._stamp)) + len(new)
             self.entries[new, Entry.STAMP] = self._stamp - len(new) + 1 + np.arange(len(new))
-        known, busy = self.counts[PromptCount.TRAINED], np.count_nonzero(self._states)
+        known = self.counts[PromptCount.TRAINED]
+        busy = np.count_nonzero(self._states)
         dropped = self.counts[PromptCount.ISSUED] - self._left[0, Left.DRAWN] - busy
-        batches, store = trained_batches(self.views), self.spec.store
+        batches = trained_batches(self.views)
+        store = self.spec.store
         return np.array([self._first_open, batches, store, known, dropped, self._stamp])
 
     def agree(self, stores: np.ndarray) -> None:
@@ -564,7 +582,8 @@ class PromptLedger:
 
     def note_others(self, num_held: int, is_drawn: bool = False) -> None:
         """Take the `num_held` of the other stores, since which no batch was selected; `is_drawn`: one is."""
-        selected, spec = self.num_selected * self.spec.groups, self.spec
+        selected = self.num_selected * self.spec.groups
+        spec = self.spec
         if spec.is_joint:  # `agree` has taken what counts
             return
         before = self._first - spec.issued_below(self._first)
@@ -589,7 +608,8 @@ class PromptLedger:
     def _sweep(self) -> None:
         """Count the entries that are marked as left, and free them."""
         leaving = self._states >= EntryState.LEFT
-        left, numbers = self._states[leaving] - EntryState.LEFT, self._of_entries[leaving]
+        left = self._states[leaving] - EntryState.LEFT
+        numbers = self._of_entries[leaving]
         self._left[1], self._epochs[1] = self._left[0], self._epochs[0]
         for number, counter in zip(numbers.tolist(), left.tolist(), strict=True):
             self._count(1, number, counter)
@@ -643,11 +663,9 @@ class PromptLedger:
         The first store has the counters of all, except of drawn groups whose rows others hold: `in_training`
         are the numbers of all that have some, ascending, where there are several stores.
         """
-        spec, leases, every = (
-            self.spec,
-            int(self.counts[PromptCount.LEASES]),
-            saved["prompt_entries"],
-        )
+        spec = self.spec
+        leases = int(self.counts[PromptCount.LEASES])
+        every = saved["prompt_entries"]
         is_own = every[:, Entry.NUMBER] % spec.num_stores == spec.store
         entries = every[is_own]
         self._states[:] = EntryState.FREE
@@ -693,8 +711,10 @@ def merge(stores: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         [np.arange(first, issued, len(stores)) for first in following.tolist()]
     )
     returned = np.zeros((len(skipped), Entry.NUM_WORDS), np.int64)
-    returned[:, Entry.STATE], returned[:, Entry.NUMBER] = EntryState.RETURNED, skipped
-    left, reasons = np.zeros(MOST_REASONS, np.int64), np.zeros(MOST_REASONS, f"S{REASON_BYTES}")
+    returned[:, Entry.STATE] = EntryState.RETURNED
+    returned[:, Entry.NUMBER] = skipped
+    left = np.zeros(MOST_REASONS, np.int64)
+    reasons = np.zeros(MOST_REASONS, f"S{REASON_BYTES}")
     epochs = dict[int, np.ndarray]()
     for one in stores:
         names = enumerate(one["prompt_reasons"].tolist())

@@ -110,7 +110,8 @@ def divide(pool: int, wanted: Sequence[int], turn: int) -> list[int]:
     parts = [0] * count
     part, rest = divmod(pool, len(order))
     if any(wanted[node] > part for node in order):
-        part, rest = 0, 0
+        part = 0
+        rest = 0
         parts[order[0]] = pool
     for i, node in enumerate(order):
         parts[node] += part + (i < rest)

@@ -19,7 +19,8 @@ import sys
 FLOCK = struct.Struct("hhqqi4x")  # struct flock on 64-bit Linux
 WHOLE = 0  # l_len of "to the end of the file"
 NAME = "gear-reaper"  # in /proc/PID/comm; at most 15 characters
-_READY, _LINKED = b"r", b"l"
+_READY = b"r"
+_LINKED = b"l"
 _START_S = 60.0  # for an interpreter to start on a busy machine
 
 
@@ -76,7 +77,8 @@ class Start:
 def unlink_same(path: str, fd: int) -> bool:
     """Remove a name if it is that of an open file; the caller holds the whole file's lock."""
     try:
-        named, opened = os.stat(path, follow_symlinks=False), os.fstat(fd)
+        named = os.stat(path, follow_symlinks=False)
+        opened = os.fstat(fd)
         if (named.st_dev, named.st_ino) == (opened.st_dev, opened.st_ino):
             os.unlink(path)
             return True

@@ -48,14 +48,17 @@ class RowAllocator:
         columns: Mapping[str, np.ndarray],
         arrays: Sequence[np.ndarray],
     ) -> None:
-        self._native, self._memory, self._arrays = native, memory, arrays
-        self.control, self.slots, self.links = views["control"], views["slots"], views["links"]
-        self.log, self.retention = views["log"], views["retention"]
+        self._native = native
+        self._memory = memory
+        self._arrays = arrays
+        self.control = views["control"]
+        self.slots = views["slots"]
+        self.links = views["links"]
+        self.log = views["log"]
+        self.retention = views["retention"]
         self._open: np.ndarray = self.retention[:, SlotRetention.OPEN]
-        self.num_rows, self.spare_rows = (
-            spec.capacity_rows,
-            range(spec.capacity_rows, spec.num_rows),
-        )
+        self.num_rows = spec.capacity_rows
+        self.spare_rows = range(spec.capacity_rows, spec.num_rows)
         self._final_rows = int(spec.schema.has_final_row)  # rows of a trajectory beyond its steps
         roles = [spec.schema.role(role) for role in ("terminated", "truncated")]
         self._end_flags = [None if column is None else columns[column.name] for column in roles]
@@ -90,13 +93,13 @@ class RowAllocator:
         self.handle.set_ends(*(0 if flags is None else address(flags) for flags in self._end_flags))
         self._counts = bool(spec.normalized)
         if self._counts:
-            self._moments_head, self._moments = views["moments_head"], views["moments"]
-            counted, first = [], 0
+            self._moments_head = views["moments_head"]
+            self._moments = views["moments"]
+            counted = []
+            first = 0
             for column in spec.normalized_columns:
-                index, dtype = (
-                    spec.schema.names.index(column.name),
-                    list(DTYPES).index(column.dtype),
-                )
+                index = spec.schema.names.index(column.name)
+                dtype = list(DTYPES).index(column.dtype)
                 counted.append((index, dtype, column.num_elements, first))
                 first += column.num_elements
             self.handle.set_moments(
@@ -126,7 +129,8 @@ class RowAllocator:
         from its place is derived anew.
         """
         control = self.control
-        control[Control.MOVE_FROM], control[Control.MOVE_TO] = self.slots[slot, Slot.FIRST_ROW], to
+        control[Control.MOVE_FROM] = self.slots[slot, Slot.FIRST_ROW]
+        control[Control.MOVE_TO] = to
         control[Control.MOVE_DONE] = 0
         control[Control.MOVING] = slot + 1  # from here on the next owner of the lock finishes it
         self._finish_move()
@@ -137,13 +141,17 @@ class RowAllocator:
         if not control[Control.MOVING]:
             return
         record = self.slots[int(control[Control.MOVING]) - 1]
-        source, to = int(control[Control.MOVE_FROM]), int(control[Control.MOVE_TO])
-        num_rows, distance, spare = int(record[Slot.NUM_ROWS]), source - to, self.spare_rows
+        source = int(control[Control.MOVE_FROM])
+        to = int(control[Control.MOVE_TO])
+        num_rows = int(record[Slot.NUM_ROWS])
+        distance = source - to
+        spare = self.spare_rows
         longest = max(distance, len(spare))
         # Twice the rows that are done, and 1 if the next piece lies in the spare rows: one word, one store.
         while (word := int(control[Control.MOVE_DONE])) < 2 * num_rows:
             done, is_spare = divmod(word, 2)
-            count, begin = min(longest, num_rows - done), source + done
+            count = min(longest, num_rows - done)
+            begin = source + done
             if count > distance:
                 if not is_spare:
                     self._copy(begin, spare.start, count)
@@ -190,7 +198,8 @@ class RowAllocator:
 
     def grow(self, slot: int, num_steps: int) -> None:
         """Publish the first `num_steps` steps of an open trajectory, whose rows are written."""
-        control, known = self.control, int(self.slots[slot, Slot.NUM_STEPS])
+        control = self.control
+        known = int(self.slots[slot, Slot.NUM_STEPS])
         more = num_steps - known
         if self._counts:
             self.handle.stage_moments(slot, known, num_steps)
@@ -248,7 +257,8 @@ class RowAllocator:
         """Repair what dead processes have left: a move, reserved slots, ends and commits; then `rebuild`."""
         self._finish_move()  # first: the rows of its extent are at neither place until then
         self.end_move()
-        slots, control = self.slots, self.control
+        slots = self.slots
+        control = self.control
         if self._counts and self._moments_head[MomentHead.STAGED]:
             head = self._moments_head
             record = slots[head[MomentHead.SLOT]]
@@ -270,10 +280,14 @@ class RowAllocator:
 
     def rebuild(self) -> None:
         """Derive the lists and counters from the slot table."""
-        control, links, slots = self.control, self.links, self.slots
+        control = self.control
+        links = self.links
+        slots = self.slots
         state = slots[:, Slot.STATE]
-        is_committed, is_reserved = state == SlotState.COMMITTED, state == SlotState.RESERVED
-        used, free = np.nonzero(state != SlotState.FREE)[0], np.nonzero(state == SlotState.FREE)[0]
+        is_committed = state == SlotState.COMMITTED
+        is_reserved = state == SlotState.RESERVED
+        used = np.nonzero(state != SlotState.FREE)[0]
+        free = np.nonzero(state == SlotState.FREE)[0]
         self._chain(used, Slot.FIRST_ROW, self.ends, SlotLink.BEFORE, SlotLink.AFTER)
         self._chain(np.nonzero(is_committed)[0], Slot.ID, self.ends, SlotLink.OLDER, SlotLink.NEWER)
         retired = np.nonzero(state == SlotState.EVICTED)[0]
@@ -309,7 +323,8 @@ class RowAllocator:
 
     def retired(self) -> np.ndarray:
         """Return the retired slots in the order of their retirement. [n], int64."""
-        found, slot = [], int(self.links[self.retired_ends, SlotLink.NEWER])
+        found = []
+        slot = int(self.links[self.retired_ends, SlotLink.NEWER])
         while slot != self.retired_ends:
             found.append(slot)
             slot = int(self.links[slot, SlotLink.NEWER])

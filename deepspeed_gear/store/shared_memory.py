@@ -94,7 +94,10 @@ class SharedMemory:
     """
 
     def __init__(self, path: Path, fd: int, num_bytes: int, peer: int) -> None:
-        self.path, self.fd, self.num_bytes, self.peer = path, fd, num_bytes, peer
+        self.path = path
+        self.fd = fd
+        self.num_bytes = num_bytes
+        self.peer = peer
         mapped = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self.buffer = memoryview(mmap.mmap(mapped, num_bytes))
@@ -129,7 +132,8 @@ class SharedMemory:
             release(fd)
             _refuse_no_descriptor(SHM, error)
             if error.errno in _NO_MEMORY:
-                space, rule = os.statvfs(SHM), f"must have {show_bytes(num_bytes)} free"
+                space = os.statvfs(SHM)
+                rule = f"must have {show_bytes(num_bytes)} free"
                 given = f"{show_bytes(space.f_bavail * space.f_frsize)} ({error.strerror})"
                 remedy = f"lower the table's capacity, use load: mmap, run `gear clean`, or {ENLARGE_SHM}"
                 raise StoreFullError(str(SHM), rule, given, remedy) from error
@@ -169,7 +173,8 @@ class SharedMemory:
         can be started, a warning is logged. Without one, a name whose processes are all killed stays until
         `remove_garbage`; a `kept` one stays however they end.
         """
-        path, reaper = file_path(name), None
+        path = file_path(name)
+        reaper = None
         os.pwrite(self.fd, bytes([kept]), KEPT_OFFSET)
         try:
             if reaped:
@@ -253,7 +258,9 @@ class SharedMemory:
     @property
     def huge_bytes(self) -> int:
         """Bytes of this mapping that lie on huge pages, as the kernel counts them."""
-        inode, total, is_ours = os.fstat(self.fd).st_ino, 0, False
+        inode = os.fstat(self.fd).st_ino
+        total = 0
+        is_ours = False
         for line in Path("/proc/self/smaps").read_text().splitlines():
             if re.match(r"^[0-9a-f]+-[0-9a-f]+ ", line):
                 is_ours = line.split()[4] == str(inode)
@@ -303,7 +310,8 @@ def opened_file(path: Path) -> Iterator[int]:
 def _refuse_no_descriptor(path: Path, error: OSError) -> None:
     """Raise StoreError if an error is that this process, or the machine, has too many files open."""
     if error.errno in _NO_DESCRIPTOR:
-        rule, remedy = "must be opened", "raise the limit of open files (ulimit -n), or close some"
+        rule = "must be opened"
+        remedy = "raise the limit of open files (ulimit -n), or close some"
         raise StoreError(str(path), rule, error.strerror, remedy) from error
 
 

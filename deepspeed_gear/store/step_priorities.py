@@ -49,7 +49,8 @@ class StepPriorities:
 
     def forget(self, first_row: int, num_rows: int) -> None:
         """Clear the priorities of rows, so that another trajectory can use them."""
-        rows, leaves = slice(first_row, first_row + num_rows), self.leaves
+        rows = slice(first_row, first_row + num_rows)
+        leaves = self.leaves
         if not self.priorities[rows].any() and not leaves[rows].any():
             return
         self.counts[UpdateCount.DRAWABLE] -= np.count_nonzero(leaves[rows])
@@ -58,7 +59,8 @@ class StepPriorities:
 
     def replace(self, source: int, to: int, num_rows: int, spare: range) -> None:
         """Move the masses of rows to those where their priorities are now; some went through spare rows."""
-        masses, steps = self.leaves[source : source + num_rows].copy(), np.arange(num_rows)
+        masses = self.leaves[source : source + num_rows].copy()
+        steps = np.arange(num_rows)
         left = np.setdiff1d(steps + source, steps + to)
         self.priorities[left] = 0
         self.priorities[spare.start : spare.stop] = 0
@@ -78,7 +80,8 @@ class StepPriorities:
         self.priorities[free] = 0
 
     def _update(self, items: np.ndarray, masses: np.ndarray) -> None:
-        changed, count = torch.from_numpy(items), len(self.priorities)
+        changed = torch.from_numpy(items)
+        count = len(self.priorities)
         self.ops.tree_update_(self.sums, count, changed, torch.from_numpy(masses))
         if self.minima is not None:
             self.ops.minima_update_(self.minima, self.sums, count, changed)

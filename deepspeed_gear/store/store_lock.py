@@ -46,12 +46,10 @@ class StoreLock:
         timeout_s: float,
         recover: Callable[[], None],
     ) -> None:
-        self._memory, self._native, self.timeout_s, self._recover = (
-            memory,
-            native,
-            timeout_s,
-            recover,
-        )
+        self._memory = memory
+        self._native = native
+        self.timeout_s = timeout_s
+        self._recover = recover
         holder = np.ndarray((1,), np.int64, buffer=memory.buffer, offset=HOLDER_OFFSET)
         self._holder = holder.data  # one word: a NumPy scalar takes three times as long
         self._address = holder.ctypes.data - HOLDER_OFFSET + MUTEX_OFFSET
@@ -69,7 +67,8 @@ class StoreLock:
                 self._thread == thread and self._native.mutex_owner(self._address) == self._pid
             )
             if not is_held:  # else Ctrl-C interrupted its release
-                lock, until = self._native.mutex_lock, time.monotonic() + (left := self.timeout_s)
+                lock = self._native.mutex_lock
+                until = time.monotonic() + (left := self.timeout_s)
                 while (
                     result := lock(self._address, min(left, TURN_S))
                 ) == LockResult.TIMED_OUT and left > 0:
@@ -104,7 +103,8 @@ class StoreLock:
         if result != LockResult.TIMED_OUT:
             return StoreError(name, "must be usable", None, "start the run again")
         holder = int(self._holder[0])
-        given, remedy = f"held by process {holder}", "check what that process does"
+        given = f"held by process {holder}"
+        remedy = "check what that process does"
         with suppress(OSError):  # it has ended, or is in another pid namespace
             status = Path("/proc", str(holder), "stat").read_text()
             if status.rpartition(")")[2].split()[0] in (
@@ -130,7 +130,8 @@ class FutexEvents:
     """
 
     def __init__(self, words: np.ndarray, native: ModuleType) -> None:
-        self._words, self._native = words, native
+        self._words = words
+        self._native = native
         self._counts = [words[i, :1].data for i in range(len(words))]  # NumPy's scalars are slower
         self._addresses = [address(words) + i * words.strides[0] for i in range(len(words))]
 

@@ -57,8 +57,12 @@ class Table:
     def __init__(
         self, spec: TableSpec, memory: SharedMemory, layout: Layout, ops: Ops, timeout_s: float
     ) -> None:
-        self.spec, self.memory, self.layout, self.ops = spec, memory, layout, ops.on_host()
-        self.schema, self.device = spec.schema, torch.device("cpu")
+        self.spec = spec
+        self.memory = memory
+        self.layout = layout
+        self.ops = ops.on_host()
+        self.schema = spec.schema
+        self.device = torch.device("cpu")
         views = layout.views(memory.buffer)
         self.views = views
         self.control: np.ndarray = views["control"]
@@ -212,7 +216,8 @@ class Table:
     @property
     def has_living_rank(self) -> bool:
         """Whether a rank is attached; a store without one belongs to a run that has ended."""
-        own, count = self.memory.peer, self.spec.num_peers
+        own = self.memory.peer
+        count = self.spec.num_peers
         return (own < count and self.memory.is_alive(own)) or is_held(self.memory.fd, 0, count)
 
     @property
@@ -307,7 +312,8 @@ class Table:
 
     def rows(self, slot: int) -> dict[str, np.ndarray]:
         """Return a trajectory's rows, as views, or as copies where another one holds the first ones."""
-        own, (steps, holder) = self.own_rows(slot), self.shared_prompt(slot)
+        own = self.own_rows(slot)
+        (steps, holder) = self.shared_prompt(slot)
         if steps:
             for name, rows in self.own_rows(holder).items():
                 if self.spec.schema[name].rows != "1":
@@ -321,10 +327,8 @@ class Table:
         """Return the error of a trajectory for which no slot or run of rows is free."""
         name = f"table {self.spec.name}"
         if refusal == Refusal.NO_SLOT:
-            rule, remedy = (
-                f"must have a free slot of {len(self.slots)}",
-                "raise capacity_trajectories",
-            )
+            rule = f"must have a free slot of {len(self.slots)}"
+            remedy = "raise capacity_trajectories"
             return StoreFullError(name, rule, None, remedy)
         rule = f"must have {self.rows_for(num_steps)} free rows in a run"
         given = (
@@ -346,7 +350,8 @@ class Table:
         `columns` hold all rows, in arrays or lists; late ones may be left out. Written are the steps from
         `known` to `end` (None: the slot's); `before` of those in `columns` come before the slot's first one.
         """
-        at, steps = int(self.slots[slot, Slot.FIRST_ROW]), int(self.slots[slot, Slot.NUM_STEPS])
+        at = int(self.slots[slot, Slot.FIRST_ROW])
+        steps = int(self.slots[slot, Slot.NUM_STEPS])
         for column in self.spec.schema:
             stored = self.columns[column.name]
             rows = columns.get(column.name) if column.late else columns[column.name]
@@ -355,7 +360,8 @@ class Table:
                     stored[slot, ...] = no_values(column, 0) if rows is None else rows
                 continue
             more = int(column.rows == "T+1")
-            first, last = known + (more if known else 0), (steps if end is None else end) + more
+            first = known + (more if known else 0)
+            last = (steps if end is None else end) + more
             stored[at + first : at + last] = (
                 0 if rows is None else rows[before + first : before + last]
             )
@@ -364,14 +370,15 @@ class Table:
 
     def _fill(self, dataset: Dataset) -> None:
         """Fill slots and columns from a data set's part in one pass; DataError if a file has changed."""
-        spec, slots, held = self.spec, self.slots, self.spec.held
-        first_rows, lengths = (
-            dataset.first_rows[held] - dataset.row_of(held.start),
-            dataset.lengths[held],
-        )
+        spec = self.spec
+        slots = self.slots
+        held = self.spec.held
+        first_rows = dataset.first_rows[held] - dataset.row_of(held.start)
+        lengths = dataset.lengths[held]
         slots[:, Slot.GENERATION] = 1
         slots[:, Slot.ID] = np.arange(held.start, held.stop) + dataset.first_id
-        slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS] = first_rows, lengths
+        slots[:, Slot.FIRST_ROW] = first_rows
+        slots[:, Slot.NUM_STEPS] = lengths
         slots[:, Slot.NUM_ROWS] = lengths + int(dataset.schema.has_final_row)
         if spec.in_memory:
             for column in (column for column in dataset.schema if column.name in self._gathered):

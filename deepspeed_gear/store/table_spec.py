@@ -174,7 +174,8 @@ class TableSpec:
                 Region("shared_prompts", "int64", (self.num_slots, SharedPrompt.NUM_WORDS))
             )
         if self.media is not None:
-            pages, size = self.media.num_pages, self.media.page_bytes
+            pages = self.media.num_pages
+            size = self.media.page_bytes
             regions.append(Region("media_pages", "int64", (pages, MediaPage.NUM_WORDS)))
             regions.append(Region("media", "uint8", (pages, size)))
         if self.in_memory:

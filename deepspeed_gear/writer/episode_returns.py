@@ -17,16 +17,16 @@ class EpisodeReturns:
     """
 
     def __init__(self, column: Column, reward: Column, inserter: Inserter) -> None:
-        self.reward, self._name, self._inserter = reward, column.name, inserter
+        self.reward = reward
+        self._name = column.name
+        self._inserter = inserter
         # Of each stored trajectory of an environment's episode: `Table.lineage`, id, and as `note`.
         self._stored: dict[int, list[tuple[str, int, np.ndarray, int]]] = {}
 
     def note(self, env: int, trajectory_id: int, rewards: np.ndarray, evicted: int = 0) -> None:
         """Note a trajectory of an environment's episode, whose first `evicted` steps are not stored."""
-        values, lineage = (
-            as_numbers(rewards, self.reward).astype(np.float64),
-            self._inserter.table.lineage,
-        )
+        values = as_numbers(rewards, self.reward).astype(np.float64)
+        lineage = self._inserter.table.lineage
         self._stored.setdefault(env, []).append((lineage, trajectory_id, values, evicted))
 
     def end(self, env: int) -> None:

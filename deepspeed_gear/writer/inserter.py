@@ -41,14 +41,20 @@ class Inserter:
         committed: Committed | None = None,
         samples: bool = False,
     ) -> None:
-        self.table, self.timeout_s = table, context.timeout_s
-        self.max_length, self._checks, self._committed = max_length, checks, committed
-        self._samples, self.evictor = samples, Evictor(table, context, samples)
-        self._names, self._name = table.spec.schema.names, f"table {table.spec.name}"
+        self.table = table
+        self.timeout_s = context.timeout_s
+        self.max_length = max_length
+        self._checks = checks
+        self._committed = committed
+        self._samples = samples
+        self.evictor = Evictor(table, context, samples)
+        self._names = table.spec.schema.names
+        self._name = f"table {table.spec.name}"
         self._columns = frozenset(self._names)
         steps = next((c for c in table.spec.schema if c.rows != "1"), None)
         assert steps is not None
-        self._measured, self._extra = steps.name, int(steps.rows == "T+1")
+        self._measured = steps.name
+        self._extra = int(steps.rows == "T+1")
         self._ends = [self._names.index(column.name) for column in table.spec.schema.end_columns]
         self._position = table.views.get("stream/train/position")
         retention = table.spec.retention
@@ -61,11 +67,14 @@ class Inserter:
         self._late = bool(table.spec.schema.late_columns)
         self._opaque = any(column.is_opaque for column in table.spec.schema)
         # Set up the native store for this process; it adds whole trajectories where it evicts by itself.
-        self._store, self._store_add = table.extents.handle, table.ops.native.store_add
+        self._store = table.extents.handle
+        self._store_add = table.ops.native.store_add
         self._address = self._store.address
-        spec, readers = table.spec, self.evictor.readers
+        spec = table.spec
+        readers = self.evictor.readers
         is_plain = not (readers.have_step_priorities or readers.may_walk or table.groups)
-        rate, ahead = retention.rate_limiter, readers.ahead
+        rate = retention.rate_limiter
+        ahead = readers.ahead
         code = self.evictor.policy.code if is_plain else EvictionCode.BY_CALLER
         rates = []
         if rate is not None:
@@ -193,7 +202,8 @@ class Inserter:
 
     def add_media(self, groups: Sequence[list[np.ndarray]], items: Mapping[int, MediaItem]) -> None:
         """Add the media that written, reserved rows name; raises as `MediaPages.add`."""
-        media, until = self.table.media, time.monotonic() + self.timeout_s
+        media = self.table.media
+        until = time.monotonic() + self.timeout_s
         while media is not None:
             at = self._names.index(media.spec.column)
             named = np.concatenate([columns[at][columns[at] != 0] for columns in groups])
@@ -277,8 +287,6 @@ class Inserter:
 def refuse_read_only(table: Table) -> None:
     """Raise a StoreError if a table is a data set, which is read-only."""
     if table.spec.dataset is not None:
-        rule, remedy = (
-            "must have a capacity to be added to or changed",
-            "it holds a read-only data set",
-        )
+        rule = "must have a capacity to be added to or changed"
+        remedy = "it holds a read-only data set"
         raise StoreError(f"table {table.spec.name}", rule, None, remedy)

@@ -49,7 +49,8 @@ class GrowingTrajectory:
         self, owner: Any, publisher: Publisher | None, words: np.ndarray | None = None
     ) -> None:
         dropped = None if publisher is None else publisher.inserter.dropped.append
-        self.owner, self.publisher = weakref.ref(owner, dropped), publisher
+        self.owner = weakref.ref(owner, dropped)
+        self.publisher = publisher
         self.is_used_again = words is not None
         self.words = np.array(UNPUBLISHED, np.int64) if words is None else words
 
@@ -111,7 +112,9 @@ class Publisher:
     """
 
     def __init__(self, inserter: Inserter, check: Callable[[], None] = lambda: None) -> None:
-        self.inserter, self._table, self._check = inserter, inserter.table, check
+        self.inserter = inserter
+        self._table = inserter.table
+        self._check = check
         self._name = f"table {inserter.table.spec.name}"
         #: Why no steps of open trajectories can be published: rule and remedy; None: they can.
         self.unsuited: tuple[str, str] | None = None
@@ -177,7 +180,8 @@ class Publisher:
         """Publish new steps; return False if rate-limited. The caller holds the lock, as loading a checkpoint
         replaces rows.
         """
-        growing, extents = part.growing, self._table.extents
+        growing = part.growing
+        extents = self._table.extents
         if not extents.stands(growing.words):
             self._end_slot(growing, truncated=False)
             growing.words[Growing.FIRST] += (
@@ -200,7 +204,9 @@ class Publisher:
 
     def _begin(self, part: PublishedPart) -> None:
         """Publish the first steps of a trajectory."""
-        growing, limit, extents = part.growing, self.inserter.max_length, self._table.extents
+        growing = part.growing
+        limit = self.inserter.max_length
+        extents = self._table.extents
         assert limit is not None
         once = [c.name for c in self._table.spec.schema if c.rows == "1" and not c.late]
         for name in once:
@@ -255,7 +261,9 @@ class OpenWriter(ProcessBound, PublicNames, ABC):
     def __init__(
         self, table: str, schema: Schema, max_length: int | None, whole_fields: tuple[str, ...]
     ) -> None:
-        self.table, self.schema, self.max_length = table, schema, max_length
+        self.table = table
+        self.schema = schema
+        self.max_length = max_length
         #: Fields that need whole episodes, so that longer ones are not divided: a part's return-to-go lacks
         #: later rewards, and its time steps begin at 0 again.
         self.whole_fields = whole_fields
@@ -269,10 +277,13 @@ class OpenTrajectory(ProcessBound):
     """A trajectory that grows step by step in this process."""
 
     def __init__(self, writer: OpenWriter, per_trajectory: Mapping[str, Any]) -> None:
-        self._name, self._schema, self._add = f"table {writer.table}", writer.schema, writer.add
+        self._name = f"table {writer.table}"
+        self._schema = writer.schema
+        self._add = writer.add
         self._once: dict[str, np.ndarray] = {}
         self._publisher = publisher = writer.publisher
-        schema, native = writer.schema, writer.native
+        schema = writer.schema
+        native = writer.native
         self._growing = GrowingTrajectory(self, publisher)
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._rows: dict[str, list[np.ndarray]] = {column.name: [] for column in steps}

@@ -181,7 +181,8 @@ class Lease:
         except LeaseExpiredError as error:
             if not self._ending:
                 raise
-            rule, remedy = f"must be held by this worker: {self._ending}", "end a lease once"
+            rule = f"must be held by this worker: {self._ending}"
+            remedy = "end a lease once"
             raise LeaseExpiredError(error.name, rule, None, remedy) from None
 
 
@@ -194,10 +195,8 @@ class LocalLedger(LeaseLedger):
     def __init__(self, writer: TrajectoryWriter) -> None:
         table, inserter = writer.parts
         if table.ledger is None:
-            rule, remedy = (
-                "must be given for rollout workers",
-                "use a TrajectoryWriter, or give the prompts",
-            )
+            rule = "must be given for rollout workers"
+            remedy = "use a TrajectoryWriter, or give the prompts"
             raise ConfigError(f"gear.tables.{table.spec.name}.prompts", rule, None, remedy)
         self._writer = writer
         self._table = table
@@ -269,7 +268,8 @@ class LocalLedger(LeaseLedger):
 
     def commit(self, lease: LeaseRecord, trajectories: Sequence[Mapping[str, Any]]) -> list[int]:
         self._writer.check_goes_on()
-        table, inserter = self._table, self._inserter
+        table = self._table
+        inserter = self._inserter
         schema = table.spec.schema
         items = dict[int, MediaItem]()
         members = self._checked(lease, trajectories, items)
@@ -305,10 +305,8 @@ class LocalLedger(LeaseLedger):
         for columns, _, _ in members:
             self._inserter.check_finite(columns)
             if columns[column].item() != lease.number:
-                rule, remedy = (
-                    f"must have the prompt's number in {group.column}",
-                    "leave the column out",
-                )
+                rule = f"must have the prompt's number in {group.column}"
+                remedy = "leave the column out"
                 raise DataError(name, rule, columns[column].item(), remedy)
         if len(members) != group.size:
             rule = f"must have {group.size} trajectories"
@@ -392,7 +390,8 @@ def _prompt_steps(schema: Schema, trajectories: Sequence[list[np.ndarray]]) -> i
     """Return with how many equal steps the trajectories of a group begin: all of their prompt but its last
     one, whose place predicts the first token of the loss. 0: their prompts differ. Columns in stored form.
     """
-    first, mask = 1 << 62, schema.role("loss_mask")
+    first = 1 << 62
+    mask = schema.role("loss_mask")
     assert mask is not None
     number = schema.names.index(mask.name)
     for columns in trajectories:

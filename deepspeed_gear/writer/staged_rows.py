@@ -25,7 +25,9 @@ class Staging:
         places: np.ndarray,
         native: ModuleType | None,
     ) -> None:
-        self.arrays, self.places, self._native = arrays, places, native
+        self.arrays = arrays
+        self.places = places
+        self._native = native
         self.length = arrays[columns[0].name].shape[1] - 1
         self.first = places * (
             self.length + 1
@@ -59,14 +61,16 @@ class StagedRows:
         native: ModuleType | None,
         places: np.ndarray | None = None,
     ) -> None:
-        self.columns, self._places = tuple(columns), places
+        self.columns = tuple(columns)
+        self._places = places
         self._length = next((arrays[c.name].shape[1] for c in columns), 1)
         self._flat = {c.name: arrays[c.name].reshape(-1, *c.shape) for c in columns}
         self._targets: Any = None
         if native is not None:
             targets = [(address(arrays[c.name]), form_of(native, c)) for c in columns]
             self._targets = native.RowTargets(targets)
-            self._rows_put, self._address = native.rows_put, self._targets.address
+            self._rows_put = native.rows_put
+            self._address = self._targets.address
 
     def put(self, values: Sequence[Any], rows: np.ndarray) -> None:
         """Copy row i of each column's values, [n, *shape], to row rows[i]; negative ones are left out.

@@ -155,8 +155,11 @@ class TrajectoryWriter(WriterBase):
     ) -> None:
         spec = table.spec
         super().__init__(spec.name, spec.schema, inserter.max_length, spec.whole_fields)
-        self.publisher, self.native = Publisher(inserter, self.check_goes_on), table.ops.native
-        self._table, self._inserter, self._open = table, inserter, True
+        self.publisher = Publisher(inserter, self.check_goes_on)
+        self.native = table.ops.native
+        self._table = table
+        self._inserter = inserter
+        self._open = True
         self._is_attached, self._looked = (
             waiting_checks is not None,
             0.0,
@@ -254,7 +257,8 @@ class TrajectoryWriter(WriterBase):
         """
         if self._open and not self._is_attached:
             return  # before every step, so it costs no more than a call
-        name, now = f"table {self.table}", time.monotonic()
+        name = f"table {self.table}"
+        now = time.monotonic()
         if not self._open:
             remedy = "the writer was closed, by itself or with its Replay"
             raise StoreError(name, "must be open", None, remedy)

@@ -33,7 +33,9 @@ from deepspeed_gear.writer.staged_rows import Staging
 _FIRST_LENGTH = 256
 _FLAG = Column("flag", "bool")
 _LEFT = -1  # the native call did nothing
-_ENDS_LEFT, _PUBLISH_LEFT = 2, 4  # what it left: StepEvent of store/vector_steps.h
+# what it left: StepEvent of store/vector_steps.h
+_ENDS_LEFT = 2
+_PUBLISH_LEFT = 4
 
 
 class VectorWriter(ProcessBound, PublicNames):
@@ -64,18 +66,25 @@ class VectorWriter(ProcessBound, PublicNames):
         self, writer: OpenWriter, num_envs: int, autoreset: str, staging: Staging | None = None
     ) -> None:
         num_envs = arguments.count("num_envs", num_envs)
-        schema, publisher, native = writer.schema, writer.publisher, writer.native
-        self._schema, self._add, self._native = schema, writer.add, native
+        schema = writer.schema
+        publisher = writer.publisher
+        native = writer.native
+        self._schema = schema
+        self._add = writer.add
+        self._native = native
         if native is not None:
-            self._vector_step, self._vector_publish = native.vector_step, native.vector_publish
-        self.num_envs, self.autoreset = num_envs, autoreset
+            self._vector_step = native.vector_step
+            self._vector_publish = native.vector_publish
+        self.num_envs = num_envs
+        self.autoreset = autoreset
         self._all = np.arange(num_envs, dtype=np.int64)
         self._time, to_go, reward = map(schema.role, ("timestep", "return_to_go", "reward"))
         self._returns: EpisodeReturns | None = None
         if to_go is not None and reward is not None and publisher is not None:
             self._returns = EpisodeReturns(to_go, reward, publisher.inserter)
         self._continued: set[int] = set()  # environments whose rows do not begin with their episode
-        self._max_length, self._whole_fields = writer.max_length, writer.whole_fields
+        self._max_length = writer.max_length
+        self._whole_fields = writer.whole_fields
         steps = [column for column in schema if column.rows != "1" and not column.late]
         self._state = [c for c in steps if c.rows == "T+1" or c.role == "observation"]
         self._done_by = [c for c in steps if c not in self._state and c is not self._time]
@@ -87,8 +96,10 @@ class VectorWriter(ProcessBound, PublicNames):
         self.num_trajectories = 0
         self._values = {c.name: np.zeros((num_envs, *c.shape), c.numpy_dtype) for c in self._once}
         self._column_names = frozenset({*schema.names, *self._names.values()})
-        states, once = [c.name for c in self._state], [c.name for c in self._once]
-        self._reset_names, self._final_names = frozenset([*states, *once]), frozenset(states)
+        states = [c.name for c in self._state]
+        once = [c.name for c in self._once]
+        self._reset_names = frozenset([*states, *once])
+        self._final_names = frozenset(states)
         self._step_names = self._reset_names.union(
             [c.name for c in self._done_by], self._names.values()
         )
@@ -146,7 +157,8 @@ class VectorWriter(ProcessBound, PublicNames):
         ]
         words = (self._next, staging.first, self._waits, self._unstored, self._was_truncated,
                  self._check.goes_on, self._counts, self._just_completed, self._growing_words)  # fmt: skip
-        columns, truncated = [column.name for column, _ in given], self._flags["truncated"]
+        columns = [column.name for column, _ in given]
+        truncated = self._flags["truncated"]
         self._native_steps = native.VectorSteps(
             columns=[(c.name, address(staging.arrays[c.name]), form_of(native, c), is_state)
                      for c, is_state in given],
@@ -176,7 +188,8 @@ class VectorWriter(ProcessBound, PublicNames):
     def _number_steps(self, envs: Any) -> None:
         """Write the time steps of episodes that begin in the first rows of environments."""
         if self._time is not None:
-            rows, length = self._staging.arrays[self._time.name], self._staging.length
+            rows = self._staging.arrays[self._time.name]
+            length = self._staging.length
             rows[self._staging.places[envs]] = np.arange(length + 1)
 
     def _grow(self, length: int) -> None:
@@ -231,7 +244,8 @@ class VectorWriter(ProcessBound, PublicNames):
         self._refuse_others("reset", given, self._reset_names)
         begun = np.flatnonzero(which)
         once = self._values_in(given, begun, self.num_envs, which)
-        state, first = self._pick(self._state, given, "reset"), self._staging.first
+        state = self._pick(self._state, given, "reset")
+        first = self._staging.first
         self._state_rows.put(state, np.where(which, first, -1))
         ended = np.flatnonzero(which & self._waits & self.has_begun)
         if self.autoreset == "disabled" and len(ended):
@@ -317,7 +331,8 @@ class VectorWriter(ProcessBound, PublicNames):
         at = np.flatnonzero(ended)
         finals = self._finals(at, envs, final) if self.autoreset == "same_step" and len(at) else {}
         rows, following = self._rows_for(envs, waits)
-        first, length = self._staging.first[envs], self._staging.length
+        first = self._staging.first[envs]
+        length = self._staging.length
         is_full = following - first > length
         if is_full.any():
             self._done_rows.check(done_by, rows)
@@ -448,7 +463,8 @@ class VectorWriter(ProcessBound, PublicNames):
         """Return which environments' episodes end, and which are truncated. [n] each, bool, new arrays."""
         if self._names["terminated"] not in columns:
             raise DataError(f"column {self._names['terminated']}", "must be in every step")
-        ended, truncated = np.zeros(num_envs, bool), np.zeros(num_envs, bool)
+        ended = np.zeros(num_envs, bool)
+        truncated = np.zeros(num_envs, bool)
         for role, flags in (("terminated", ended), ("truncated", truncated)):
             name = self._names[role]
             if name in columns:
@@ -588,7 +604,8 @@ class VectorWriter(ProcessBound, PublicNames):
         parts = []
         for env in np.flatnonzero(used).tolist():
             steps = int(used[env])
-            end, columns = steps + int(self._steps_before[env]), self._columns_of(env, steps)
+            end = steps + int(self._steps_before[env])
+            columns = self._columns_of(env, steps)
             parts.append(PublishedPart(self._growing[env], end, columns))
         publisher.publish(parts)
 

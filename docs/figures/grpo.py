@@ -17,7 +17,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 
 RUNS = Path(__file__).with_suffix(".json")
-BEFORE, AFTER = 0.45, 0.8
+BEFORE = 0.45
+AFTER = 0.8
 
 
 def main() -> None:
@@ -33,10 +34,8 @@ def main() -> None:
     runs: list[dict[str, Any]] = json.loads(RUNS.read_text())
     figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
     for run in runs:
-        batches, accuracy = (
-            [point[0] for point in run["curve"]],
-            [point[2] for point in run["curve"]],
-        )
+        batches = [point[0] for point in run["curve"]]
+        accuracy = [point[2] for point in run["curve"]]
         axes.plot(batches, accuracy, marker=".", label=f"seed {run['seed']}")
     for level in (BEFORE, AFTER):
         axes.axhline(level, color="grey", linewidth=0.8, linestyle=":")

@@ -23,13 +23,16 @@ from deepspeed_gear import Replay
 from deepspeed_gear.batching.loss_weights import loss_weights
 from deepspeed_gear.config.options import LossConfig
 
-RESPONSES, BUDGET, LONGEST, LOCAL = 1024, 16384, 12288, 4
-TRAINED, SEEDS, VOCABULARY = 64, range(8), 32
-GEAR, MICRO, OWN = (
-    "gear: counts over the batch",
-    "means of micro batches",
-    f"means over {LOCAL} sequences",
-)
+RESPONSES = 1024
+BUDGET = 16384
+LONGEST = 12288
+LOCAL = 4
+TRAINED = 64
+SEEDS = range(8)
+VOCABULARY = 32
+GEAR = "gear: counts over the batch"
+MICRO = "means of micro batches"
+OWN = f"means over {LOCAL} sequences"
 
 
 def main() -> None:
@@ -52,7 +55,9 @@ def workload(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
 
 def filled(lengths: np.ndarray) -> np.ndarray:
     """Return the micro batch of each response, where one is filled after the other. [n], int64."""
-    owner, held, number = [], 0, 0
+    owner = []
+    held = 0
+    number = 0
     for length in lengths.tolist():
         if held + length > BUDGET:
             held, number = 0, number + 1
@@ -66,7 +71,8 @@ def filled(lengths: np.ndarray) -> np.ndarray:
 
 def draw_weights(axes: plt.Axes) -> None:
     prompts, lengths = workload(0, RESPONSES)
-    counts, index = lengths - prompts, np.arange(RESPONSES)
+    counts = lengths - prompts
+    index = np.arange(RESPONSES)
     rules = {
         GEAR: loss_weights(LossConfig(), counts, index, index),
         MICRO: mean_of_means(counts, filled(lengths)),
@@ -103,7 +109,8 @@ class Bigram(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, 16)
+        self.head = nn.Linear(16, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.head(torch.tanh(self.embed(tokens)))
@@ -126,7 +133,8 @@ def draw_gradients(axes: plt.Axes) -> None:
     for seed in SEEDS:
         prompts, lengths = workload(seed, TRAINED)
         responses = [tokens_of(seed, length) for length in lengths.tolist()]
-        model, exact = Bigram(), Bigram().double()
+        model = Bigram()
+        exact = Bigram().double()
         total = int((lengths - prompts).sum())
         ones = [np.array([number]) for number in range(TRAINED)]
         wanted = exact.gradient(

@@ -15,7 +15,11 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 ROOT = Path(__file__).resolve().parents[2]
 COLORS = ("#dbe9f6", "#fde5cc")  # of replicas
 FONT = "font-family='sans-serif' font-size='12'"
-WIDTH, HEIGHT, LEFT, TOP, GAP = 176, 100, 116, 92, 14
+WIDTH = 176
+HEIGHT = 100
+LEFT = 116
+TOP = 92
+GAP = 14
 
 
 def text(x: float, y: float, words: str, extra: str = "") -> str:
@@ -43,7 +47,8 @@ def main() -> None:
     gear = json.loads((ROOT / "configs" / "pipeline_parallel.json").read_text())["gear"]
     pipeline = parse(gear).pipeline
     assert pipeline is not None
-    width, height = LEFT + 4 * (WIDTH + GAP) + 2 * GAP, TOP + 2 * HEIGHT + 56 + 20
+    width = LEFT + 4 * (WIDTH + GAP) + 2 * GAP
+    height = TOP + 2 * HEIGHT + 56 + 20
     lines = [f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' {FONT}>"]
     lines.append(f"<rect width='{width}' height='{height}' fill='white'/>")
     lines.append(

@@ -62,7 +62,8 @@ def _sections(
 
 def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel]]]:
     for member in alternatives(annotation):
-        model, (bare, _) = as_model(member), parts(member)
+        model = as_model(member)
+        (bare, _) = parts(member)
         if model is not None:
             yield "", model
         elif get_origin(bare) is dict:
@@ -72,7 +73,8 @@ def _models_in(name: str, annotation: Any) -> Iterator[tuple[str, type[BaseModel
 
 
 def _row(name: str, info: FieldInfo, titles: dict[type[BaseModel], str]) -> str:
-    admits, links = describe(info.annotation, info.metadata), []
+    admits = describe(info.annotation, info.metadata)
+    links = []
     for title in (titles[model] for _, model in _models_in(name, info.annotation)):
         # The anchor that Markdown viewers give to a heading.
         anchor = "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "_-")

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.timeout(
 )  # of several launches, each with a limit of its own
 
 KILLS = PROGRAMS.parents[1] / "crash" / "programs" / "save_kills.py"
-BEFORE, BEHIND = 5, 5
+BEFORE = 5
+BEHIND = 5
 LOST = ("prioritized_table", "online")
 ONLINE = {"capacity_steps": 1600, "capacity_trajectories": 100, "max_length": 30}
 Found = dict[str, dict[str, dict[str, Any]]]  # by action and case
@@ -38,7 +39,9 @@ Found = dict[str, dict[str, dict[str, Any]]]  # by action and case
 def ran(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """One launch for each number of nodes, each with all cases; a shard is lost when all have loaded it."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    data, one, two = folder / "data", folder / "one", folder / "two"
+    data = folder / "data"
+    one = folder / "one"
+    two = folder / "two"
     write_dataset(data / "a", lengths_of(40), split={"eval": 0.3})
     write_dataset(data / "b", lengths_of(25))
 
@@ -54,7 +57,8 @@ def ran(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_two_nodes_go_on_as_one_process_does(ran: dict[str, Found]) -> None:
-    alone, nodes = ran["one"]["save"], ran["two"]["save"]
+    alone = ran["one"]["save"]
+    nodes = ran["two"]["save"]
     assert len(alone) == len(nodes) == 13
     for case, found in nodes.items():
         assert found["again"] == [found["behind"]] * 2, case
@@ -70,7 +74,8 @@ def test_two_nodes_go_on_as_one_process_does(ran: dict[str, Found]) -> None:
     ids="1-2 2-4 2-1".split(),
 )
 def test_any_number_of_nodes_goes_on(ran: dict[str, Found], saved: str, loaded: str) -> None:
-    expected, nodes = ran[saved]["save"], ran[loaded]["load"]
+    expected = ran[saved]["save"]
+    nodes = ran[loaded]["load"]
     assert len(nodes) == 13
     for case, found in nodes.items():
         assert found["behind"] == expected[case]["behind"], case
@@ -94,7 +99,8 @@ def test_a_shard_that_is_lost_is_named_on_all_ranks(ran: dict[str, Found]) -> No
 
 def test_no_kill_of_two_nodes_loses_a_checkpoint(cluster: Cluster, tmp_path: Path) -> None:
     """The ranks save over one tag; the next ones load it, wherever DeepSpeed's own file of it is whole."""
-    kills, env = 200 if LONG else 3, {**rank_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
+    kills = 200 if LONG else 3
+    env = {**rank_environment(), "GLOO_SOCKET_IFNAME": "eth0"}
     common = ["engine", "--folder", str(tmp_path), "--kills", str(kills), "--master", "10.77.0.1"]
     command = [str(KILLS), *common, "--port", "21000", "--ranks"]
     nodes = [
@@ -112,7 +118,9 @@ def test_two_nodes_go_on_with_grown_data_as_one_process_does(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     """The shards are others than before: old priorities move with their trajectories."""
-    data, one, two = tmp_path / "data", tmp_path / "one", tmp_path / "two"
+    data = tmp_path / "data"
+    one = tmp_path / "one"
+    two = tmp_path / "two"
     # Selections that wait in a save are of the old data: how many there are depends on a thread.
     section = {**cases(tmp_path)["n_step"], "data": str(data), "prefetch": 0}
     write_dataset(data, lengths_of(15))
@@ -135,7 +143,8 @@ def act(data: Path, actions: dict[str, Path]) -> Found:
 
     So it is the same on any number of ranks.
     """
-    act_by, found = {"save": save, "load": load, "lose": lose}, {}
+    act_by = {"save": save, "load": load, "lose": lose}
+    found = {}
     for action, folder in actions.items():
         of_action = {n: one for n, one in cases(data).items() if action != "lose" or n in LOST}
         found[action] = {
@@ -301,7 +310,8 @@ def lose(section: dict[str, Any], folder: Path) -> dict[str, Any]:
     run = Run(section)
     if run.online:
         run.add(0, 24)
-    state, said = json.loads((folder / "state.json").read_text()), []
+    state = json.loads((folder / "state.json").read_text())
+    said = []
     (table,) = run.replay.tables
     shard = folder / table / "shard-1"
     for damage in (

@@ -34,7 +34,9 @@ from deepspeed_gear.checkpoint import table_files
 from deepspeed_gear.replay import BatchInfo
 
 FIELDS = {"observation": {"length": 2}, "action": {"length": 2}}
-NODES, RANKS, TIMEOUT_S = 2, 2, 4.0
+NODES = 2
+RANKS = 2
+TIMEOUT_S = 4.0
 END_S = 280.0  # nearly as long as a test may take
 
 
@@ -307,7 +309,8 @@ def test_a_rank_that_is_killed_in_a_save_or_a_load_is_named(
 
 def refused(attempts: list[list[dict[str, Any]]]) -> list[str]:
     """Return the errors of this rank's sections."""
-    found, info = [], BatchInfo(4, 1, dist.get_world_size())
+    found = []
+    info = BatchInfo(4, 1, dist.get_world_size())
     for sections in attempts:
         with pytest.raises(GearError) as error:
             Replay(sections[dist.get_rank()], info=info)
@@ -362,7 +365,8 @@ def trained(folder: Path, section: dict[str, Any], plan: dict[str, Any]) -> None
     late; which rank `fails` at step 6 (`closes`: it closes its replay in the course of that), or `ends` then:
     it closes its replay and lives on.
     """
-    rank, num_prepared = dist.get_rank(), 0
+    rank = dist.get_rank()
+    num_prepared = 0
 
     def last_one_late(batch: Batch, keys: torch.Tensor) -> Batch:
         """Take a second for the batch after the last that is used."""
@@ -374,7 +378,8 @@ def trained(folder: Path, section: dict[str, Any], plan: dict[str, Any]) -> None
     with Replay(section, info=BatchInfo(4, 1, dist.get_world_size())) as replay:
         if rank == plan.get("lingers"):
             replay.transform = last_one_late
-        step, taken = 0, observations(replay, "pack" in section)
+        step = 0
+        taken = observations(replay, "pack" in section)
         while plan.get("steps") is None or step < plan["steps"]:
             gradient = next(taken).sum()
             dist.all_reduce(gradient)

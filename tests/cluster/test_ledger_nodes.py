@@ -29,7 +29,11 @@ from deepspeed_gear import (
 from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 
-GROUPS, BATCHES, SAVED, RANKS, LAG = 6, 8, 3, 2, 2
+GROUPS = 6
+BATCHES = 8
+SAVED = 3
+RANKS = 2
+LAG = 2
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
@@ -87,8 +91,10 @@ def trained(rollout: Rollout) -> list[int]:
 
 def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train beside the workers of this node, some of which are killed; save during a batch, and load it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    info = BatchInfo(1, 1, world)
+    place = RankCoordinates(data_rank=rank, data_world=world)
     found: dict[str, Any] = {"numbers": [], "lags": []}
     workers = []
     with Replay(config, info=info, place=place) as replay:
@@ -116,13 +122,16 @@ def train(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def train_beside_slow(sections: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """Train by completion beside workers, and a lease of each node that lasts until a batch waits for it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    info = BatchInfo(1, 1, world)
+    place = RankCoordinates(data_rank=rank, data_world=world)
     results = []
     for config in sections:
         waits = config["tables"]["main"]["prompts"]["late"] == "wait"
         found: dict[str, Any] = {"numbers": [], "slow": [], "expired": 0, "early": []}
-        workers, slow = list[int](), list[Lease]()
+        workers = list[int]()
+        slow = list[Lease]()
         with Replay(config, info=info, place=place) as replay, contextlib.ExitStack() as ends:
             if rank % RANKS == 0:
                 slow = ends.enter_context(contextlib.closing(replay.rollout_worker())).lease(1)
@@ -172,10 +181,8 @@ def train_both(
 def nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Two nodes of two ranks that have trained with each order."""
     folder = tmp_path_factory.mktemp("nodes")
-    data, where = (
-        write_prompts(folder / "prompts", 11),
-        {"where": {"reward": {"mean": {"min": 0.0}}}},
-    )
+    data = write_prompts(folder / "prompts", 11)
+    where = {"where": {"reward": {"mean": {"min": 0.0}}}}
     config = ledger_section(data, {"max_lag": 1}, GROUPS, group=where, writers=6, timeout_s=60.0)
     config["pack"]["plan_width"] = 4
     rules = [{"max_lag": LAG, "order": "completion", "late": late} for late in ("wait", "drop")]
@@ -188,7 +195,8 @@ def nodes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Trained
 
 
 def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(nodes: Trained) -> None:
-    config, ranks = nodes.config, nodes.by_lease
+    config = nodes.config
+    ranks = nodes.by_lease
     kept = [number for number in range(200) if not is_dropped(number)]
     wanted = [kept[GROUPS * batch : GROUPS * (batch + 1)] for batch in range(BATCHES)]
     assert all((rank["numbers"], rank["again"]) == (wanted, wanted[SAVED:]) for rank in ranks)
@@ -214,7 +222,8 @@ def test_two_nodes_train_the_batches_of_one_which_goes_on_with_them(nodes: Train
 
 
 def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: Trained) -> None:
-    ranks, section = nodes.by_completion, nodes.sections[0]
+    ranks = nodes.by_completion
+    section = nodes.sections[0]
     for found in zip(*ranks, strict=True):
         assert all(rank["numbers"] == found[0]["numbers"] for rank in found)
         numbers = [number for batch in found[0]["numbers"] for number in batch]
@@ -252,8 +261,10 @@ def test_nodes_train_by_completion_and_wait_for_what_is_slow_or_drop_it(nodes: T
 
 def go_on(config: dict[str, Any], folder: Path, loads: bool, batches: int) -> str:
     """Train so many batches beside workers of this node, from the save or the start on; return an error."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    info, place = BatchInfo(1, 1, world), RankCoordinates(data_rank=rank, data_world=world)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    info = BatchInfo(1, 1, world)
+    place = RankCoordinates(data_rank=rank, data_world=world)
     try:
         replay = Replay(config, info=info, place=place)
     except (ConfigError, PeerError) as error:
@@ -289,13 +300,12 @@ def test_each_node_goes_on_in_the_store_that_it_has_kept(
     order: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     """All processes of two nodes are killed; later a node has lost its store; other numbers are refused."""
-    data, where = (
-        write_prompts(tmp_path / "prompts", 11),
-        {"where": {"reward": {"mean": {"min": 0.0}}}},
-    )
+    data = write_prompts(tmp_path / "prompts", 11)
+    where = {"where": {"reward": {"mean": {"min": 0.0}}}}
     rule = {"max_lag": 1, "order": order}
     config = ledger_section(data, rule, GROUPS, group=where, writers=6, timeout_s=60.0)
-    config["pack"]["plan_width"], config["shared_memory"]["keep"] = 4, True
+    config["pack"]["plan_width"] = 4
+    config["shared_memory"]["keep"] = True
     numbers = [number for number in range(200) if not is_dropped(number)]
     names = ("log", "commits", "fills")
 
@@ -362,6 +372,7 @@ def test_the_asynchronous_example_goes_on_on_one_node(cluster: Cluster, tmp_path
     last, *_ = run_ranks(program, 2, *options, "--resume", "--iterations", "4")
     results = [json.loads(re.findall(r'{"greedy.*}', output)[-1]) for output in (first, last)]
     assert [(found["ranks"], found["iterations"]) for found in results] == [(2, 2), (2, 4)]
-    of_first_node, of_all = 2 * 4 // 2, 4 * 4
+    of_first_node = 2 * 4 // 2
+    of_all = 4 * 4
     assert [found["prompts"]["trained"] for found in results] == [of_first_node, of_all]
     assert max(found["largest_lag"] for found in results) <= 1

@@ -38,7 +38,8 @@ class Outcomes:
 @pytest.fixture(scope="module")
 def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Run each case in this process, and in one launch over nodes."""
-    folder, out = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("nodes")
+    folder = tmp_path_factory.mktemp("alone")
+    out = tmp_path_factory.mktemp("nodes")
     known = cases(write_data(folder / "set"), write_data(folder / "other", 20, 100))
     alone = {name: run_case(case, 0, 1, folder / name) for name, case in known.items()}
     seen = cluster.call_ranks(
@@ -50,7 +51,9 @@ def outcomes(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Outc
 def run_cases(known: dict[str, Case], out: Path, saves: Path) -> dict[str, Seen]:
     """Run each case on this rank, and go on from the saves that one process has made."""
     torch.set_num_threads(1)
-    rank, world, found = dist.get_rank(), dist.get_world_size(), {}
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    found = {}
     for name, case in known.items():
         folder, other = (out / name, saves / name) if case.get("resumes") else (None, None)
         found[name] = run_case(case, rank, world, folder, other)
@@ -63,21 +66,17 @@ def numbers(steps: list[list[Seen]]) -> list[list[Any]]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outcomes) -> None:
-    alone, ranks, shares = (
-        outcomes.alone[name],
-        outcomes.ranks[name],
-        outcomes.cases[name].get("shares"),
-    )
+    alone = outcomes.alone[name]
+    ranks = outcomes.ranks[name]
+    shares = outcomes.cases[name].get("shares")
     assert all(rank["numbers"] == alone["numbers"] for rank in ranks)
     assert {rank["shared_tokens"] for rank in ranks} == {alone["shared_tokens"]}
     assert (alone["shared_tokens"] > 0) == (name in ("groups", "replicated groups"))
     one_each = ranks[:: RANKS if shares == "node" else 1][
         : len(ranks) if shares is None else WORLD // 2
     ]
-    packs, wanted = (
-        in_plan_order([rank["packs"] for rank in one_each]),
-        in_plan_order([alone["packs"]]),
-    )
+    packs = in_plan_order([rank["packs"] for rank in one_each])
+    wanted = in_plan_order([alone["packs"]])
     if shares in (None, "tensor"):
         assert packs == wanted  # all bits
     else:  # two ranks have a slice each of one pack
@@ -96,9 +95,11 @@ def test_packs_and_gradients_are_those_of_one_process(name: str, outcomes: Outco
     "name", [name for name, case in cases("", "").items() if "shares" not in case]
 )
 def test_every_trajectory_is_trained_once_an_epoch(name: str, outcomes: Outcomes) -> None:
-    section, ranks = outcomes.cases[name]["section"], outcomes.ranks[name]
+    section = outcomes.cases[name]["section"]
+    ranks = outcomes.ranks[name]
     steps = in_plan_order([numbers(rank["packs"]) for rank in ranks])
-    per_batch, epochs = len(steps) // 2, section["rollout"].get("epochs", 1)
+    per_batch = len(steps) // 2
+    epochs = section["rollout"].get("epochs", 1)
     for batch, every in enumerate(ranks[0]["numbers"]):
         packs = chain.from_iterable(steps[batch * per_batch : (batch + 1) * per_batch])
         trained = list(chain.from_iterable(packs))
@@ -121,7 +122,8 @@ def test_a_save_in_a_rollout_batch_goes_on_on_other_nodes(name: str, outcomes: O
 
 @pytest.mark.parametrize("name", ["groups", "tokens"])
 def test_a_trajectory_is_sent_at_most_once_to_a_node(name: str, outcomes: Outcomes) -> None:
-    ranks, rows = outcomes.ranks[name], 0
+    ranks = outcomes.ranks[name]
+    rows = 0
     for batch in range(2):
         for node in range(NODES):
             own = ranks[node * RANKS : (node + 1) * RANKS]
@@ -164,10 +166,8 @@ def test_the_books_of_all_nodes_are_one_account(case: str, outcomes: Outcomes) -
 
 def test_nodes_fill_their_own_rows_in_as_many_micro_batches(outcomes: Outcomes) -> None:
     """Before each node's groups are there, and after; then rewards of the second batch."""
-    alone, ranks = (
-        outcomes.alone["stages"]["passes"],
-        [rank["passes"] for rank in outcomes.ranks["stages"]],
-    )
+    alone = outcomes.alone["stages"]["passes"]
+    ranks = [rank["passes"] for rank in outcomes.ranks["stages"]]
     assert [len(rank) for rank in ranks] == [NODES + 2] * WORLD
     filled = [[list(chain(*packs)) for packs in rank] for rank in ranks]
     for number in range(NODES + 2):

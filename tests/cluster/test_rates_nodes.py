@@ -73,10 +73,8 @@ def run(
 def found(cluster: Cluster, cases: Cases, tmp_path_factory: pytest.TempPathFactory) -> Run:
     phases = {}
     for name, phase in PHASES.items():
-        kind, rate = (
-            "fifo" if name == "queue" else "uniform",
-            {**phase["rate_limiter"], "timeout_s": 30.0},
-        )
+        kind = "fifo" if name == "queue" else "uniform"
+        rate = {**phase["rate_limiter"], "timeout_s": 30.0}
         section = section_of(kind, phase["unit"], remove="fifo", writers=2, rate_limiter=rate)
         section["shared_memory"] = {"prefix": f"rates{name}"}
         phases[name] = {"lose": None, **phase, "section": section}
@@ -269,14 +267,16 @@ drawn.before_group = start_actors  # type: ignore[attr-defined]
 
 def act(section: dict[str, Any], log: Path, seed: int) -> None:
     """Add trajectories of random lengths until the ranks have ended; every fourth is as long as may be."""
-    random, longest = np.random.default_rng(seed), section["tables"]["main"]["max_length"]
+    random = np.random.default_rng(seed)
+    longest = section["tables"]["main"]["max_length"]
     with (
         TrajectoryWriter.attach(section, wait_s=120.0) as writer,
         log.open("wb", buffering=0) as file,
     ):
         for number in range(10**6):
             steps = longest if number % 4 == 0 else int(random.integers(1, longest + 1))
-            made, begin = trajectory(seed * 10**6 + number, steps), time.monotonic()
+            made = trajectory(seed * 10**6 + number, steps)
+            begin = time.monotonic()
             try:
                 writer.add(made)
             except StoreError:

@@ -39,7 +39,8 @@ def test_every_sampler_gives_the_batches_of_one_process(
     tried = dict(list(sections.items())[::every])
     seen_by = cluster.call_ranks(run_cases, tried, nodes=nodes, ranks=ranks, timeout_s=200.0)
     for name in tried:
-        whole, found = alone[name], together([rank[name] for rank in seen_by])
+        whole = alone[name]
+        found = together([rank[name] for rank in seen_by])
         for step, (seen, expected) in enumerate(zip(found["train"], whole["train"], strict=True)):
             assert seen == expected, (name, step)
         known = {key: found["eval"].get(key) for key in whole["eval"] if key != "batches"}

@@ -14,13 +14,17 @@ from scipy import stats
 
 from deepspeed_gear import Column, DatasetWriter, Replay, Schema
 
-NODES, BATCHES, BATCH, ADDED = 3, 400, 60, 12
+NODES = 3
+BATCHES = 400
+BATCH = 60
+ADDED = 12
 
 
 @pytest.fixture(scope="module")
 def found(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("tables")
-    data, lengths = folder / "set", lengths_of(60)
+    data = folder / "set"
+    lengths = lengths_of(60)
     metadata = Column("metadata", "json", rows="1", max_bytes=32)
     with DatasetWriter(data, Schema([*SCHEMA, metadata])) as writer:
         for number, steps in enumerate(lengths):
@@ -30,7 +34,8 @@ def found(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> dict[st
 
 def test_shards_of_unequal_mass_give_one_distribution(found: dict[str, Any]) -> None:
     """The shards' masses are about as 1 to 100 to 10,000."""
-    drawn, ids = found["drawn"], np.arange(60)
+    drawn = found["drawn"]
+    ids = np.arange(60)
     priorities = 10.0 ** (ids * 4 // 60 - 2) * (1 + ids % 3)
     expected = priorities / priorities.sum() * drawn.sum()
     assert drawn.sum() == BATCHES * BATCH
@@ -95,7 +100,8 @@ def unequal(data: str) -> np.ndarray:
 
 def filled() -> dict[str, Any]:
     """Let every rank add trajectories; return what is drawn and in which order."""
-    rank, found = dist.get_rank(), {}
+    rank = dist.get_rank()
+    found = {}
     table = {"capacity_steps": 3000, "capacity_trajectories": 90, "max_length": 30}
     fields = {
         "code": {"length": 3},

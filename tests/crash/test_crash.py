@@ -217,10 +217,8 @@ def test_death_while_reporting() -> None:
 # ---- inside an op ------------------------------------------------------------------------------------
 
 
-PLAIN, WITH_PRIORITIES = (
-    ("slot_masses_", "tree_update_"),
-    ("prioritize_", "slot_priorities_", "mass_"),
-)
+PLAIN = ("slot_masses_", "tree_update_")
+WITH_PRIORITIES = ("prioritize_", "slot_priorities_", "mass_")
 WITH_PRIORITIES += ("tree_update_", "minima_update_")
 
 
@@ -309,7 +307,8 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
     rule = priority_rule(normalize="table", alpha=1.0)
 
     def make() -> StoreScene:
-        spec, retention = stream_spec(unit="step", batch=6, priorities=rule), Retention(removal)
+        spec = stream_spec(unit="step", batch=6, priorities=rule)
+        retention = Retention(removal)
         sizes = {"num_slots": 9, "num_rows": 28, "spare_rows": spare_rows}
         scene = StoreScene([spec], [5, 3, 7, 3, 5], retention=retention, **sizes)
         stream = scene.streams[0]
@@ -330,7 +329,8 @@ def test_death_while_extents_move(removal: str, spare_rows: int) -> None:
 
     num_moving = 0
     for scene in every_death(make, act, 28):
-        table, stream = scene.table, scene.streams[0]
+        table = scene.table
+        stream = scene.streams[0]
         num_moving += table.control[Control.MOVING] != 0
         with table.lock:  # who locks it after a death repairs it
             stored = table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED]
@@ -412,20 +412,24 @@ def test_random_deaths(kind: str, unit: str) -> None:
     Trajectory `peer` belongs to one process, which counts its first item's priority up. What was accepted
     before a kill stands in an anonymous map, and must be in the store after the next selections.
     """
-    peers, has_priorities = 4 if LONG else 2, kind == "prioritized"
+    peers = 4 if LONG else 2
+    has_priorities = kind == "prioritized"
     sizes = {"num_slots": 14, "num_rows": 120, "num_peers": peers + 1}
     if has_priorities:
         scene = scene_of(unit, alpha=lambda key: 0.4 + key // 50 % 2 * 0.2, **sizes)
     else:
         scene = StoreScene([stream_spec(kind, unit, 16)], LENGTHS, **sizes)
-    stream, chance = scene.streams[0], random.Random(0)
+    stream = scene.streams[0]
+    chance = random.Random(0)
     stream.state.ask(FOREVER)  # this process only looks on: no process waits for it
     stream.release(FOREVER)
     accepted = np.frombuffer(mmap.mmap(-1, 4096), np.int64)
 
     def live(peer: int, seed: int) -> None:
         table, (mine,) = scene.attach(peer)
-        random_, number, count = random.Random(seed), 10, int(accepted[peer]) + 2
+        random_ = random.Random(seed)
+        number = 10
+        count = int(accepted[peer]) + 2
         while True:
             key = int(mine.position[0])
             mine.state.ask(key)
@@ -469,7 +473,8 @@ def test_random_deaths(kind: str, unit: str) -> None:
         time.sleep(chance.uniform(0, 2.4 if LONG else 0.05))
         peer = 1 + death % peers
         kill(children[peer])
-        before, known = int(stream.position[0]), int(accepted[peer])
+        before = int(stream.position[0])
+        known = int(accepted[peer])
         check_whole(scene.table, scene.streams)
         wait_until(lambda before=before: stream.position[0] > before + 2, "sampling of the others")
         if has_priorities:
@@ -492,6 +497,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
     table_access.clear(scene.table, scene.streams)
     check_whole(scene.table, scene.streams)
     scene.add(80)
-    key, newest = int(stream.position[0]), int(scene.table.control[1]) - 1
+    key = int(stream.position[0])
+    newest = int(scene.table.control[1]) - 1
     assert {found[0] for found in sampled(stream, key)} == {newest}
     scene.close()

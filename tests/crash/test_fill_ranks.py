@@ -16,7 +16,8 @@ from rollout_support import COLUMNS, responses, section
 from deepspeed_gear import PeerError, Replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
-COUNT, KNOWN = 30, 3
+COUNT = 30
+KNOWN = 3
 STORED = responses(COUNT)
 
 

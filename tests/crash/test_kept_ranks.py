@@ -30,7 +30,10 @@ from deepspeed_gear.remote.gateway import Gateway
 from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.store.shared_memory import remove_garbage
 
-GROUPS, LAST, LAG, LIVES = 4, 9, 1, 5
+GROUPS = 4
+LAST = 9
+LAG = 1
+LIVES = 5
 
 
 def write(path: Path, line: Any) -> None:
@@ -44,7 +47,8 @@ def read(path: Path) -> list[Any]:
 
 def generate(folder: Path, config: dict[str, Any], seed: int, port: int = 0) -> None:
     """Lease, generate for a random time, and commit in any order, over the lives of jobs."""
-    words, url = random.Random(seed), f"grpc://127.0.0.1:{port}"
+    words = random.Random(seed)
+    url = f"grpc://127.0.0.1:{port}"
     connected = RemoteRolloutWorker.connect(url, token=TOKEN) if port else None
     with connected or RolloutWorker.attach(config) as worker:
         held: list[Any] = []
@@ -100,7 +104,8 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, loads: boo
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("loads", [True, False], ids=["from a checkpoint", "from the start"])
 def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> None:
-    data, words = write_prompts(tmp_path / "prompts", 11), random.Random(loads)
+    data = write_prompts(tmp_path / "prompts", 11)
+    words = random.Random(loads)
     group = {"group": {"needs": [] if loads else ["reward"]}}
     config = ledger_section(data, {"max_lag": LAG}, GROUPS, writers=4, timeout_s=30.0, **group)
     config["shared_memory"] = {"prefix": f"{prefix()}k{int(loads)}", "keep": True}
@@ -116,7 +121,8 @@ def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> N
                 for rank in range(2)
             ]
             workers.insert(0, in_child(lambda: serve(config, port)))
-            batches, until = words.randint(1, 4), time.monotonic() + 30
+            batches = words.randint(1, 4)
+            until = time.monotonic() + 30
             if life % 2:  # while it starts
                 time.sleep(words.random() * 0.4)
             while (
@@ -135,10 +141,8 @@ def test_no_committed_group_is_generated_again(loads: bool, tmp_path: Path) -> N
         assert statuses == [0, 0]
         (tmp_path / "end").touch()
         assert [exit_status(worker) for worker in workers[1:]] == [0] * len(workers[1:])
-        commits, lives = (
-            read(tmp_path / "commits"),
-            [read(tmp_path / f"log{n}") for n in range(life + 1)],
-        )
+        commits = read(tmp_path / "commits")
+        lives = [read(tmp_path / f"log{n}") for n in range(life + 1)]
         assert len(set(commits)) == len(commits)
         fills = Counter(map(tuple, read(tmp_path / "fills")))
         assert bool(fills) != loads

@@ -96,7 +96,8 @@ def test_death_at_any_line(part: str) -> None:
             table.groups.update()
 
     for found in every_death(make, act, STRIDE):
-        table, streams = found.table, found.streams
+        table = found.table
+        streams = found.streams
         with table.lock:
             table.ledger.reclaim()
         books = check(table, streams)
@@ -118,7 +119,8 @@ def test_death_while_groups_are_dropped_for_their_age() -> None:
 
     def make() -> StoreScene:
         found = scene(replace(PROMPTS, max_lag=1, order="completion", late="drop"))
-        table, (stream,) = found.table, found.streams
+        table = found.table
+        (stream,) = found.streams
         slow = lease(table, 4)
         for batch, leases in enumerate((slow[:2], None)):
             for one in leases or lease(table, 2):
@@ -130,7 +132,8 @@ def test_death_while_groups_are_dropped_for_their_age() -> None:
         return found
 
     for found in every_death(make, lambda _, streams: streams[0].get(2), STRIDE):
-        table, (stream,) = found.table, found.streams
+        table = found.table
+        (stream,) = found.streams
         with table.lock:
             table.ledger.reclaim()
             room = table.ledger.lease(4)
@@ -164,7 +167,8 @@ def test_a_start_that_dies_at_any_line_begins_anew() -> None:
         lease(table, 2)
 
     for found in every_death(make, act, STRIDE):
-        table, streams = found.table, found.streams
+        table = found.table
+        streams = found.streams
         table.recoveries.clear()  # as of a worker, which has no streams
         check(table, [])
         with table.lock:

@@ -32,7 +32,11 @@ from deepspeed_gear.sampling.batch_info import BatchInfo
 from deepspeed_gear.store.shared_memory import remove_garbage
 
 LONG = bool(os.environ.get("GEAR_LONG_TESTS"))
-GROUPS, PROMPTS, BEFORE, AFTER = 4, 11, 6, 8  # batches before all are killed at least, and after it
+# batches before all are killed at least, and after it
+GROUPS = 4
+PROMPTS = 11
+BEFORE = 6
+AFTER = 8
 IMAGES = 60  # more than there is memory for
 
 
@@ -78,7 +82,8 @@ def check_rows(micro: Any) -> None:
     for number in range(micro.num_trajectories):
         assert len(set(micro["tokens"][micro.sequence == number].tolist())) == 1
     numbers = [number % IMAGES for number in micro["prompt"].tolist()]
-    rows, grids = micro.media.per_place()["patches"], micro.media.per_place()["grid"].tolist()
+    rows = micro.media.per_place()["patches"]
+    grids = micro.media.per_place()["grid"].tolist()
     assert grids == [[number, len(image(number).columns["patches"])] for number in numbers]
     wanted = np.concatenate(
         [np.zeros((0, 3)), *(image(number).columns["patches"] for number in numbers)]
@@ -120,7 +125,8 @@ def train(folder: Path, rank: int, config: dict[str, Any], life: int, batches: i
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -> None:
-    data, words = write_prompts(tmp_path / "prompts", PROMPTS), random.Random(seed)
+    data = write_prompts(tmp_path / "prompts", PROMPTS)
+    words = random.Random(seed)
     config = config_of(data, {"max_lag": 1, "attempts": 99}, writers=8)
     seeds = itertools.count(100 * seed)
 
@@ -134,7 +140,9 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
             for rank in range(2)
         ]
         workers = [worker() for _ in range(2)]
-        kills, done = 0, 0  # since a batch was trained
+        # since a batch was trained
+        kills = 0
+        done = 0
         while len(lines_of(tmp_path, life)) < (AFTER if life else BEFORE):
             for rank in ranks:
                 ended = os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -153,7 +161,8 @@ def test_kills_of_workers_and_of_all_lose_no_prompt(seed: int, tmp_path: Path) -
             exit_status(child)
         if life:
             assert [exit_status(rank) for rank in ranks] == [0, 0]
-    before, after = lines_of(tmp_path, 0), lines_of(tmp_path, 1)
+    before = lines_of(tmp_path, 0)
+    after = lines_of(tmp_path, 1)
     kept = [line for line in before if line["batch"] < after[0]["batch"]]
     assert kept
     numbers = [number for line in (*kept, *after) for number in line["numbers"]]
@@ -197,12 +206,18 @@ def test_three_hundred_kills(keeps: bool, tmp_path: Path) -> None:
     """Of workers, remote ones, their gateway, fill workers, a rank, and all, while they start, attach, lease,
     commit, fill, train and save: the books stay right. In a kept store remote workers outlive all others.
     """
-    words, seeds, kills = random.Random(7), itertools.count(), Counter[str]()
-    data, port = write_prompts(tmp_path / "prompts", PROMPTS), free_port()
-    prompts, group = {"max_lag": 1, "attempts": 10**6}, {"needs": ["reward"]}
+    words = random.Random(7)
+    seeds = itertools.count()
+    kills = Counter[str]()
+    data = write_prompts(tmp_path / "prompts", PROMPTS)
+    port = free_port()
+    prompts = {"max_lag": 1, "attempts": 10**6}
+    group = {"needs": ["reward"]}
     config = config_of(data, prompts, writers=16, group=group)
     config["shared_memory"]["keep"] = keeps
-    kept, url, living = list[dict[str, Any]](), f"grpc://127.0.0.1:{port}", list[tuple[str, int]]()
+    kept = list[dict[str, Any]]()
+    url = f"grpc://127.0.0.1:{port}"
+    living = list[tuple[str, int]]()
     starts: dict[str, Any] = {
         "worker": lambda: generate(config, next(seeds)),
         "remote worker": lambda: generate_remotely(url, next(seeds)),

@@ -15,7 +15,8 @@ from deepspeed_gear.ops.records import Slot, SlotState
 from deepspeed_gear.store.records import Control
 
 WIDE = 128  # numbers of a row: most of the time of a move is copying
-LONGEST, ENVIRONMENTS = 60, 4
+LONGEST = 60
+ENVIRONMENTS = 4
 FIRST = [Slot.FIRST_ROW, Slot.GENERATION]
 SCHEMA = Schema(
     [Column("code", "int64", (WIDE,), "observation", "T+1"), Column("again", "int64", (WIDE,))]
@@ -38,8 +39,10 @@ class Episodes:
     """Steps of environments whose rows say of which episode and step they are; every 20th episode is long."""
 
     def __init__(self, seed: int) -> None:
-        self._random, self._next = np.random.default_rng(seed), seed * 1_000_000
-        self.code, self.left = np.zeros(ENVIRONMENTS, np.int64), np.zeros(ENVIRONMENTS, np.int64)
+        self._random = np.random.default_rng(seed)
+        self._next = seed * 1_000_000
+        self.code = np.zeros(ENVIRONMENTS, np.int64)
+        self.left = np.zeros(ENVIRONMENTS, np.int64)
 
     def begin(self, ended: np.ndarray) -> None:
         for env in np.flatnonzero(ended).tolist():
@@ -71,7 +74,8 @@ def steps(vector: Any, seed: int) -> Iterator[None]:
 def check_rows(table: Any) -> None:
     """Check that all rows are those of their trajectory."""
     for record in table.slots[table.slots[:, Slot.STATE] == SlotState.COMMITTED].tolist():
-        first, count = record[Slot.FIRST_ROW], record[Slot.NUM_STEPS]
+        first = record[Slot.FIRST_ROW]
+        count = record[Slot.NUM_STEPS]
         code = table.columns["code"][first : first + count + 1]
         begin = int(code[0, 0])
         assert begin % 1000 == 0
@@ -82,11 +86,10 @@ def check_rows(table: Any) -> None:
 @pytest.mark.parametrize("remove", ["fifo", "lifo"])
 def test_trajectories_are_whole_wherever_they_lie(remove: str) -> None:
     with Replay(section_of(remove), schemas={"main": SCHEMA}) as replay:
-        table, vector = (
-            replay.tables["main"],
-            replay.writer().vector_writer(ENVIRONMENTS, "disabled"),
-        )
-        places, moved_up = table.slots[:, FIRST].copy(), 0
+        table = replay.tables["main"]
+        vector = replay.writer().vector_writer(ENVIRONMENTS, "disabled")
+        places = table.slots[:, FIRST].copy()
+        moved_up = 0
         for count, _ in zip(range(4000), steps(vector, 1), strict=False):
             before, places = places, table.slots[:, FIRST].copy()
             is_same = before[:, 1] == places[:, 1]

@@ -27,7 +27,8 @@ def act(section: dict[str, Any]) -> list[list[int]]:
 
     In the first turn no rank has a writer: one waits for items that the other adds, and both wait for none.
     """
-    rank, model = dist.get_rank(), torch.nn.Linear(2, 1)
+    rank = dist.get_rank()
+    model = torch.nn.Linear(2, 1)
     optimizer = {"type": "SGD", "params": {"lr": 0.1}}
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": optimizer, "gear": section}
     schemas = {"main": Schema([Column("observation", "float32", (2,), "observation")])}
@@ -39,7 +40,8 @@ def act(section: dict[str, Any]) -> list[list[int]]:
     }
     engine, *_ = deepspeed_gear.initialize(**options)
     replay = engine.gear
-    writer, seen = None, []
+    writer = None
+    seen = []
     for turn in range(3):
         relayed = "" if rank == 1 or turn == 0 else r".* \[raised on rank 1\]$"
         with pytest.raises(NotReadyError, match=f"^table main must be filled first{relayed}"):

@@ -45,8 +45,10 @@ def replicas(device: str, shared: Any, added: Any, engine: Any, out: Path) -> No
 
 def columns(codes: torch.Tensor, device: str) -> dict[str, torch.Tensor]:
     """Return trajectories of this rank. [n, T + 1] -> [n, T or T + 1, ...] each."""
-    count, steps = len(codes), codes.shape[1] - 1
-    flags, action = torch.zeros(count, steps, dtype=torch.bool), codes[:, :steps, None].float()
+    count = len(codes)
+    steps = codes.shape[1] - 1
+    flags = torch.zeros(count, steps, dtype=torch.bool)
+    action = codes[:, :steps, None].float()
     made = {
         "observation": codes[..., None].float().expand(-1, -1, 3),
         "action": action.expand(-1, -1, 2),
@@ -71,7 +73,8 @@ def batches_of_a_data_set(device: str, shared: dict[str, Any]) -> None:
     on_device = {**rest, "tables": {"main": {"data": shared["data"], "placement": "device"}}}
     with Replay(shared) as host, DeviceReplay(on_device, device) as own:
         for _ in range(12):
-            expected, got = host.sample(), own.sample()
+            expected = host.sample()
+            got = own.sample()
             assert torch.equal(got.trajectory_id.cpu(), expected.trajectory_id)
             assert torch.equal(got.sample_number.cpu(), expected.sample_number)
             assert torch.equal(got["observation"].cpu(), expected["observation"])
@@ -80,7 +83,8 @@ def batches_of_a_data_set(device: str, shared: dict[str, Any]) -> None:
 def tables_of_their_own(device: str, added: dict[str, Any], out: Path) -> None:
     """Each rank adds, and draws alone; what all have saved is loaded on one replica."""
     numbers: list[int] = []
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     with DeviceReplay(added, device, schemas={"main": SCHEMA}) as replay:
         replay.add_(columns(rank * 1000 + torch.arange(20).view(4, 5), device))
         for _ in range(6):
@@ -123,7 +127,9 @@ def train(engine: Any, batches: int) -> np.ndarray:
 
 def training(section: dict[str, Any], out: Path) -> None:
     """An engine trains from its devices, and goes on from a checkpoint."""
-    engine, folder, rank = engine_of(section), str(out / "checkpoints"), dist.get_rank()
+    engine = engine_of(section)
+    folder = str(out / "checkpoints")
+    rank = dist.get_rank()
     assert isinstance(engine.gear, DeviceReplay)
     assert engine.gear_sample == engine.gear.sample
     for number in range(6):

@@ -19,7 +19,9 @@ from warm_python import WarmProcess
 
 from deepspeed_gear import Batch
 
-STEPS, BATCH, DIES_AT = 8, 12, 3
+STEPS = 8
+BATCH = 12
+DIES_AT = 3
 
 # torchrun. The second agent joins when the first has opened the rendezvous.
 AGENT = """
@@ -48,7 +50,8 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
         "zero_optimization": {"stage": 1},
         "gear": gear,
     }
-    file, port = tmp_path / "ds_config.json", free_port()
+    file = tmp_path / "ds_config.json"
+    port = free_port()
     file.write_text(json.dumps(config))
     call = write_call(tmp_path, run_page, tmp_path, [str(file), str(tmp_path), str(STEPS)])
     command = [
@@ -78,7 +81,8 @@ def test_the_page_continues_on_the_ranks_that_are_left(dataset: Path, tmp_path: 
     assert status == 0, (tmp_path / "first.log").read_text()
     assert agents[1].returncode == -signal.SIGKILL
     wanted = samples_of(alone({**gear, "batch_size": BATCH}, STEPS)).tolist()
-    first, second = seen(tmp_path, 0), seen(tmp_path, 1)
+    first = seen(tmp_path, 0)
+    second = seen(tmp_path, 1)
     assert sorted(first) == list(range(DIES_AT)), "it was lost in the fourth step"
     assert sorted(second) == list(range(DIES_AT, STEPS))
     assert all(batches[step] == wanted[step] for batches in (first, second) for step in batches)

@@ -23,7 +23,10 @@ import deepspeed_gear
 from deepspeed_gear.data.splits import split_of
 from deepspeed_gear.errors import ConfigError, GearError, StoreError
 
-BEFORE, AFTER, ACCUMULATION = 3, 5, 3  # global batches before and after a save; micro batches
+# global batches before and after a save; micro batches
+BEFORE = 3
+AFTER = 5
+ACCUMULATION = 3
 FIELDS = {
     "observation": {"offset": -1, "length": 4},
     "action": {},
@@ -178,11 +181,9 @@ def attach_late(gear: dict[str, Any], folder: Path) -> dict[str, Arrays]:
     found = {}
     for name in gear:
         config = ds_config(gear[name], ACCUMULATION, zero_optimization={"stage": 0})
-        engine, at, schemas = (
-            engine_of(config, plain_initialize)[0],
-            str(folder / name),
-            schemas_of(name),
-        )
+        engine = engine_of(config, plain_initialize)[0]
+        at = str(folder / name)
+        schemas = schemas_of(name)
         assert load_into(engine, folder / name)[0] is not None
         call = {"function": deepspeed_gear.attach, "engine": engine, "schemas": schemas}
         text = "checkpoint must be given: this engine has trained or loaded a checkpoint (global step 3)"
@@ -284,12 +285,14 @@ def live(gear: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def attaching(gear: dict[str, Any]) -> None:
-    attach, engine = deepspeed_gear.attach, engine_of(ds_config(), plain_initialize)[0]
+    attach = deepspeed_gear.attach
+    engine = engine_of(ds_config(), plain_initialize)[0]
     refused(ConfigError, "gear must be a section", attach, engine=engine)
     refused(ConfigError, "must be a DeepSpeed engine", attach, engine=Model(12))
     assert "gear" not in engine.__dict__
     assert attach(engine, config=gear) is engine
-    replay, engine_class = engine.gear, type(engine)
+    replay = engine.gear
+    engine_class = type(engine)
     assert attach(engine, config=gear).gear is replay
     assert type(engine) is engine_class
     train(engine, 1)
@@ -366,7 +369,8 @@ def evaluating(gear: dict[str, Any], prefetch: int, unit: str) -> dict[str, Any]
     """Train and evaluate in turns; return two whole passes, and what was trained."""
     config = {**gear, "prefetch": prefetch, "sampler": {"kind": "uniform", "unit": unit}}
     engine = engine_of(ds_config(config))[0]
-    trained, passed = [train(engine, 2)[0]], []
+    trained = [train(engine, 2)[0]]
+    passed = []
     for _ in range(2):
         passed.append(joined([record(batch, NAMES) for batch in engine.gear_iterator("eval")]))
         trained.append(train(engine, 2)[0])
@@ -380,7 +384,8 @@ def reporting(gear: dict[str, Any], out: str) -> None:
     monitor = {"enabled": True, "output_path": out, "job_name": "csv"}
     monitors = {"csv_monitor": monitor, "tensorboard": {**monitor, "job_name": "tensorboard"}}
     config = ds_config({**gear, "prefetch": 1}, 3, **monitors, steps_per_print=2)
-    engine, lines = engine_of(config)[0], Lines()
+    engine = engine_of(config)[0]
+    lines = Lines()
     logging.getLogger("deepspeed_gear").addHandler(lines)
     train(engine, 4)
     logging.getLogger("deepspeed_gear").removeHandler(lines)

@@ -124,7 +124,8 @@ class Run:
     """Ranks that train under the real launcher, in a session of its own."""
 
     def __init__(self, folder: Path, sections: list[Any]) -> None:
-        self.folder, self.num_ranks = folder, len(sections)
+        self.folder = folder
+        self.num_ranks = len(sections)
         folder.mkdir()
         command = launcher(CALL, self.num_ranks, write_call(folder, train, folder, sections))
         self._port = command[command.index("--master_port") + 1]
@@ -263,7 +264,8 @@ def test_kill_at_any_time_leaves_nothing_after_the_next_start(
     """While stores have names, while an engine trains under the launcher, while replays start and end."""
     chance = random.Random(0)
     for number in range(ROUNDS):
-        folder, when = tmp_path / f"run{number}", ["named", "one rank", "all", "start"][number % 4]
+        folder = tmp_path / f"run{number}"
+        when = ["named", "one rank", "all", "start"][number % 4]
         section = section_of(data, name, prefetch=number % 3)
         if when == "one rank":
             with Run(folder, [section] * 2) as run:
@@ -318,11 +320,13 @@ def test_a_wrong_config_on_one_rank_ends_all(
     wrong: str, name: str, data: Path, tmp_path: Path
 ) -> None:
     """Without the launcher no process ends the other rank: it must hear of the error by itself."""
-    path, text = tmp_path / "ds_config.json", "gear.prefetchh"
+    path = tmp_path / "ds_config.json"
+    text = "gear.prefetchh"
     bad: Any = section_of(data, name, prefetchh=2)
     if wrong == "file":
         path.write_text('{"gear": {')
-        bad, text = str(path), f"config {path} must be JSON"
+        bad = str(path)
+        text = f"config {path} must be JSON"
     results = run_training(tmp_path, [section_of(data, name), bad], 1).wait(START_S)
     for (status, output), kind in zip(results, ("PeerError", "ConfigError"), strict=True):
         assert status == 1, output
@@ -346,10 +350,13 @@ def refused_cases(name: str) -> list[dict[str, Any]]:
     def case(
         first: Any, second: Any, *parts: str, kinds: str = "ConfigError ConfigError", **more: Any
     ) -> Any:
-        sections, folders = [first, second], more.get("folders", "a a").split()
+        sections = [first, second]
+        folders = more.get("folders", "a a").split()
         return {"sections": sections, "folders": folders, "kinds": kinds.split(), "parts": parts}
 
-    first, second, lost = "ConfigError PeerError", "PeerError ConfigError", "PeerError DataError"
+    first = "ConfigError PeerError"
+    second = "PeerError ConfigError"
+    lost = "PeerError DataError"
     unequal = "must be the same data set on all ranks"
     nowhere = other(sampler={"where": {"task": {"min": 1e9}}})
     vast = capacity(name, 1 << 44)
@@ -400,7 +407,8 @@ def test_every_rank_refuses_what_one_rank_cannot_do(name: str, tmp_path: Path) -
 
 def refuse(cases: list[dict[str, Any]], folder: Path) -> list[tuple[str, str]]:
     """Build a replay for each case; return kind and text of this rank's errors, or what it has sampled."""
-    rank, found = dist.get_rank(), []
+    rank = dist.get_rank()
+    found = []
     for case in cases:
         os.chdir(folder / case["folders"][rank])
         try:

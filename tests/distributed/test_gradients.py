@@ -91,7 +91,9 @@ def test_packed_steps_are_those_of_one_process(world: int, kind: str, gradients:
 # ---- on each rank ------------------------------------------------------------------------------------
 
 NUM_MICRO = 3  # of a rank, with unequal, weighted losses
-WORDS, WIDTH, HEADS = 11, 8, 2
+WORDS = 11
+WIDTH = 8
+HEADS = 2
 
 
 def measured(packed: dict[str, Any], divisors: dict[str, Any]) -> dict[str, Any]:
@@ -111,13 +113,12 @@ class Model(nn.Module):
     def __init__(self, group: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.qkv = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 24)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 24)
         self.mix = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down, self.head = (
-            nn.Linear(WIDTH, 16),
-            nn.Linear(16, WIDTH),
-            nn.Linear(WIDTH, WORDS),
-        )
+        self.up = nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
         self.attention: Any = attend
         if group is not None:
             whole = DistributedAttention(attend, group, scatter_idx=2, gather_idx=1)
@@ -193,11 +194,10 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     else:
         trainer = ModuleTrainer(Model, ("", ["up"]), case["kind"], **case["options"])
     try:
-        divisor, before = gradient_divisor(trainer.trained), trainer.weights()
-        sequence, tensor = (
-            case.get("sequence", 1) * case.get("mesh", [1, 1])[1],
-            case.get("tensor", 1),
-        )
+        divisor = gradient_divisor(trainer.trained)
+        before = trainer.weights()
+        sequence = case.get("sequence", 1) * case.get("mesh", [1, 1])[1]
+        tensor = case.get("tensor", 1)
         replica, place = divmod(dist.get_rank(), sequence * tensor)
         for micro in range(NUM_MICRO):
             count = len(micro_batch(replica, micro)[0]) // sequence

@@ -27,7 +27,10 @@ import deepspeed_gear
 from deepspeed_gear import Batch, Column, DatasetWriter, Replay, Schema
 
 pytestmark = pytest.mark.timeout(600)  # of two launches, each with a limit of its own
-BATCH, MICRO, HALF, STEPS = 12, 3, 3, 6
+BATCH = 12
+MICRO = 3
+HALF = 3
+STEPS = 6
 LOOP = 250  # steps of the loop of statistics.md
 UNITS = {"prioritized": "step", "uniform": "step", "epoch": "trajectory"}
 STAGES = {0: "uniform", 1: "prioritized", 3: "epoch"}  # the samplers of their runs
@@ -38,7 +41,8 @@ TRAINERS = {  # where they get the sizes from
     },
     "DummyOptim": {"train_micro_batch_size_per_gpu": MICRO, "gradient_accumulation_steps": 2},
 }
-PACKED, FSDP = "PackedTrainer", "fully_shard"
+PACKED = "PackedTrainer"
+FSDP = "fully_shard"
 Ran = list[dict[str, Any]]  # what each rank has seen, by program
 HAS_TRAINERS = all(importlib.util.find_spec(name) for name in ("transformers", "accelerate"))
 
@@ -127,7 +131,8 @@ def test_train_continues_on_another_number_of_ranks(
     stage: int, ran: dict[int, Ran], dataset: Path
 ) -> None:
     kind = STAGES[stage]
-    first, second = seen(ran[1], f"zero{stage}"), seen(ran[2], f"zero{stage}")
+    first = seen(ran[1], f"zero{stage}")
+    second = seen(ran[2], f"zero{stage}")
     wanted, losses = seen(ran[1], f"whole.{kind}")
     assert (wanted == alone(section(dataset, kind), STEPS)).all()
     assert (np.concatenate([first[0], second[0]]) == wanted).all()
@@ -226,7 +231,8 @@ def train(
     name: str, config: dict[str, Any], steps: int, out: Path
 ) -> tuple[list[Any], list[float]]:
     """Run train.py, or continue it; return samples and losses."""
-    samples, losses = [], []
+    samples = []
+    losses = []
 
     def loss_of(engine: Any, batch: Batch) -> Any:
         loss = engine(batch)
@@ -278,7 +284,8 @@ def with_fsdp(folder: Path) -> dict[str, Any]:
     os.chdir(folder)  # has gear.json
     found = {}
     for name, ends in {"resumed": (HALF, STEPS), "whole": (STEPS,)}.items():
-        texts, models = list[int](), list[torch.nn.Module]()
+        texts = list[int]()
+        models = list[torch.nn.Module]()
 
         def make_model(
             texts: list[int] = texts, models: list[torch.nn.Module] = models

@@ -66,7 +66,8 @@ def checkpoints(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     leads = dist.get_rank() == 0
     for kind in KINDS:
-        engine, at = engine_of(kind), folder / kind
+        engine = engine_of(kind)
+        at = folder / kind
         engine.save_checkpoint(str(at))  # tag None
         latest = at / "latest"
         assert latest.read_text() == "global_step0"

@@ -67,7 +67,8 @@ def live(gear: dict[str, Any]) -> None:
 
 def wanted(model: Scores) -> dict[str, Tensor]:
     """Return the gradient of the mean over all loss tokens of all ranks' responses, in one process."""
-    sums, count = torch.zeros(()), 0
+    sums = torch.zeros(())
+    count = 0
     for rank in range(dist.get_world_size()):
         for response in responses(COUNT, seed=rank):
             scores = model(torch.from_numpy(response["tokens"].astype(np.int64)))
@@ -196,7 +197,8 @@ def two_engines(gear: dict[str, Any]) -> None:
 
 def refusals(gear: dict[str, Any]) -> None:
     """Settings of DeepSpeed that packed batches do not suit."""
-    batch, bf16 = {**gear, "batch": {"trajectories": 8}}, {"bf16": {"enabled": True}}
+    batch = {**gear, "batch": {"trajectories": 8}}
+    bf16 = {"bf16": {"enabled": True}}
     for name, options in (
         ("managed_gradient_accumulation", {"managed_gradient_accumulation": True}),
         ("gradient_accumulation_steps", {"gradient_accumulation_steps": 2}),

@@ -28,13 +28,16 @@ def trained(replay: Replay) -> dict[str, Any]:
 
     Places are [trajectory id, position], [n, 2].
     """
-    rollout, first = replay.rollout(), replay.gradient_divisor
+    rollout = replay.rollout()
+    first = replay.gradient_divisor
     for micro in rollout.forward("old", tokens=160):
         micro.fill(old=values_of(micro))
     for name, over in (("by_token", "token"), ("by_sequence", "sequence")):
         rollout.set(name, rollout.column("old"))
         rollout.whiten(name, over=over)
-    places, found, metrics = [], [], []
+    places = []
+    found = []
+    metrics = []
     for step in rollout:
         sums: dict[str, list[torch.Tensor]] = {"loss": [], "ratio": [], "one": []}
         for micro in step:
@@ -65,8 +68,10 @@ def trained(replay: Replay) -> dict[str, Any]:
 def on_slices(sections: dict[str, Any], sequence: int) -> dict[str, Any]:
     """Train a rollout batch of each section on ranks of which `sequence` share their sequences."""
     torch.set_num_threads(1)
-    rank, found = dist.get_rank(), {}
-    data, world = rank // sequence, dist.get_world_size() // sequence
+    rank = dist.get_rank()
+    found = {}
+    data = rank // sequence
+    world = dist.get_world_size() // sequence
     place = RankCoordinates(data, world, sequence_rank=rank % sequence, sequence_world=sequence)
     for name, config in sections.items():
         with Replay(config, place=place) as replay:

@@ -71,10 +71,8 @@ def test_a_rank_that_fails_or_ends_early(mode: str, dataset: Path) -> None:
         if failed:
             kind, message = result["end"]
             assert kind == "PeerError"
-            rule, had = (
-                "must take as many batches as this rank",
-                "it ended after 7 of 8 batch barriers",
-            )
+            rule = "must take as many batches as this rank"
+            had = "it ended after 7 of 8 batch barriers"
             if by_error:
                 rule = "must train as long as the others"
                 had = "it failed after 7 of 8 batch barriers: KeyError: 'of this test'"
@@ -97,7 +95,8 @@ def test_a_cut_that_fails_is_an_error_on_all_at_once(dataset: Path) -> None:
 def test_a_rank_that_dies_or_stands_still(
     kind: str, mode: str, victim: int, dataset: Path, tmp_path: Path
 ) -> None:
-    ranks, timeout_s = MODES[mode][0], 5.0
+    ranks = MODES[mode][0]
+    timeout_s = 5.0
     others = [rank for rank in range(ranks) if rank != victim]
     call = write_call(tmp_path, dying, mode, section(dataset, timeout_s=timeout_s), kind, victim)
     run = Ranks(CALL, ranks, call)
@@ -139,7 +138,8 @@ class WrongMpu:
 def refusals(gear: dict[str, Any]) -> dict[str, list[str]]:
     """Return the error of each wrong set-up."""
     deepspeed.init_distributed()
-    losses, found = Losses(), {}
+    losses = Losses()
+    found = {}
     labels = {**gear["pipeline"], "labels": ["action", "mask.nothing"]}
     odd = {**gear["fields"], "odd": {"column": "code", "offset": -2, "length": 3}}
     without = {name: value for name, value in gear.items() if name != "pipeline"}
@@ -189,7 +189,9 @@ def stepping(mode: str, gear: dict[str, Any], by_error: bool) -> dict[str, Any]:
     """The last rank fails once and all try again; later it has other samples than its replica; then it ends
     a step early, in the course of an error or not.
     """
-    engine, last, calls = engine_of(mode, gear), dist.get_rank() == dist.get_world_size() - 1, 0
+    engine = engine_of(mode, gear)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    calls = 0
 
     def transform(batch: Batch, keys: torch.Tensor) -> Batch:
         nonlocal calls

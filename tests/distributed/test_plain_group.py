@@ -57,7 +57,8 @@ def in_a_group(section: dict[str, Any], folder: Path) -> dict[str, Arrays]:
 
 def agreeing() -> None:
     """Many exchanges one after the other, at different times on each rank."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     for round_ in range(8):
         exchange = ControlPlane()
         time.sleep(0.02 * ((rank + round_) % 3))
@@ -69,7 +70,8 @@ def agreeing() -> None:
 
 def failing() -> None:
     """An error on one rank is raised there as it is, and with its text on the others; then all go on."""
-    rank, exchange = dist.get_rank(), ControlPlane()
+    rank = dist.get_rank()
+    exchange = ControlPlane()
 
     def action() -> int:
         if rank == 1:
@@ -91,8 +93,10 @@ def failing() -> None:
 
 def meeting() -> None:
     """Keys in the store where ranks have met belong to this start of them, like those of torch's groups."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    default, connection = dist.distributed_c10d._get_default_store(), rendezvous(20.0)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    default = dist.distributed_c10d._get_default_store()
+    connection = rendezvous(20.0)
     connection.set(f"gear/{rank}", "here")
     assert default.get(f"gear/{(rank + 1) % world}") == b"here"
     assert connection.get(f"gear/{(rank + 1) % world}") == b"here"

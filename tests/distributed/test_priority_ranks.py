@@ -22,7 +22,9 @@ from deepspeed_gear import Batch, Replay
 from deepspeed_gear.batching.transfer.cuda_streams import HostEvent
 from deepspeed_gear.errors import DataError, PeerError
 
-GLOBAL_BATCH, NUM_BATCHES, SAVED = 32, 30, 13
+GLOBAL_BATCH = 32
+NUM_BATCHES = 30
+SAVED = 13
 SAMPLER = {
     "kind": "prioritized",
     "unit": "step",
@@ -91,7 +93,8 @@ def cases(folder: Path, world: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Run all cases on two ranks, then on one and on four; return what each rank has seen."""
-    folder, found = tmp_path_factory.mktemp("ranks"), {}
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {}
     for world in (2, 1, 4):
         found[world] = call_on_ranks(world, run_cases, cases(folder, world))
         assert shared_files(section()["shared_memory"]["prefix"]) == []
@@ -135,7 +138,8 @@ def test_a_resumed_run_has_the_batches_that_would_have_come(
 
 def test_the_runs_show_something(ran: Ran) -> None:
     """Priorities concentrate and change, the lag is seen, and so are items that come and go."""
-    plain, ahead = batches(ran, "plain", 1), batches(ran, "ahead", 1)
+    plain = batches(ran, "plain", 1)
+    ahead = batches(ran, "ahead", 1)
     assert set(plain) >= {
         "trajectory_id",
         "anchor",
@@ -205,8 +209,10 @@ def priorities(batch: Batch) -> torch.Tensor:
 
 
 def run(replay: Replay, first: int, last: int, changes: bool) -> Arrays:
-    rows, reports = [], replay.config.sampler.kind != "uniform"
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = []
+    reports = replay.config.sampler.kind != "uniform"
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     for step in range(first, last):
         for _ in range(replay.batch_info.accumulation):
             batch = replay.sample()
@@ -249,7 +255,8 @@ def stopping(case: dict[str, Any]) -> None:
 
 
 def running(case: dict[str, Any]) -> Arrays:
-    first, last = case.get("first", 0), case["last"]
+    first = case.get("first", 0)
+    last = case["last"]
     with made(case["section"]) as replay:
         if "load" in case:
             replay.load(case["load"])
@@ -267,7 +274,8 @@ def running(case: dict[str, Any]) -> Arrays:
 class Elsewhere(torch.Tensor):
     """A tensor that says that it is on a device."""
 
-    is_cpu, is_cuda = False, True
+    is_cpu = False
+    is_cuda = True
 
 
 class Later:
@@ -283,7 +291,8 @@ class Later:
 
 def batches_of(section: dict[str, Any], is_late: bool) -> list[list[int]]:
     """Return what a rank sees whose device computes priorities late, or early."""
-    found, rank = [], dist.get_rank()
+    found = []
+    rank = dist.get_rank()
     with Replay(section) as replay:
         late_updates_of(replay)._blocks = Later()
         for turn in range(20):

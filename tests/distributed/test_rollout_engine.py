@@ -16,7 +16,9 @@ from process_support import call_on_ranks
 import deepspeed_gear
 from deepspeed_gear import Column, DatasetWriter, Schema
 
-SIZE, GROUPS, BATCHES = 2, 3, 2
+SIZE = 2
+GROUPS = 3
+BATCHES = 2
 pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
@@ -89,7 +91,9 @@ def rollouts(data: str, name: str) -> dict[str, Any]:
     rewards = lambda _, responses: [{"reward": 1.0} for _ in responses]  # noqa: E731
     worker = GearRollout(generator, engine.gear.rollout_worker(), rewards)
     sampling = SamplingConfig(max_new_tokens=3, n_samples_per_prompt=SIZE)
-    leased, trained, errors = list[int](), list[int](), list[float]()
+    leased = list[int]()
+    trained = list[int]()
+    errors = list[float]()
     for _ in range(BATCHES):
         while not engine.gear.can_sample():
             leased.append(worker.collect(2, sampling, timeout_s=0.1))

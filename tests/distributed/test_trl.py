@@ -25,7 +25,9 @@ pytestmark = [
     pytest.mark.skipif(not HAS_TRL, reason="trl is not installed"),
     pytest.mark.timeout(600),
 ]
-SAVED, STEPS = 3, 6  # two epochs of each rollout batch: step 3 is the first of its second one
+# two epochs of each rollout batch: step 3 is the first of its second one
+SAVED = 3
+STEPS = 6
 CASES: dict[str, dict[str, Any]] = {
     "dapo": {"beta": 0.1, "num_iterations": 2},
     "grpo": {"num_iterations": 2, "epsilon": 0.01, "mask_truncated_completions": True},
@@ -62,7 +64,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 @pytest.mark.parametrize("loss_type", CASES)
 def test_packed_steps_equal_padded_ones(ran: dict[str, Run], loss_type: str) -> None:
     """Two steps of SGD with rate 1 over one generation: the second one has ratios, and clips."""
-    padded, packed = ran[f"{loss_type}.padded"], ran[f"{loss_type}.packed"]
+    padded = ran[f"{loss_type}.padded"]
+    packed = ran[f"{loss_type}.packed"]
     check_equal(padded, packed, ran["begin"][1], CLIPPED if loss_type == "dr_grpo" else set())
     assert ("kl" in packed[0][0]) == (loss_type == "dapo")
     assert loss_type == "dapo" or packed[0][1]["clip_ratio/region_mean"] > 0
@@ -73,7 +76,8 @@ def test_a_run_resumes_inside_a_rollout_batch(ran: dict[str, Run]) -> None:
 
     Both ranks add at the same time: the order of groups in the table differs, and with it that of sums.
     """
-    whole, rest = ran["whole"], ran["rest"]
+    whole = ran["whole"]
+    rest = ran["rest"]
     assert [entry["step"] for entry in rest[0]] == list(
         range(1, STEPS + 1)
     )  # with the history of the save

@@ -61,7 +61,8 @@ def kernels_on_host(host_library: Path) -> Ops:
 def launched(host_library: Path, kernels_on_host: Ops) -> Callable[[], list[int]]:
     """Give the blocks of each launch of kernels on the host since the last call; 0: a memset."""
     count = ctypes.CDLL(str(host_library)).gear_host_launched
-    count.restype, count.argtypes = ctypes.c_size_t, [ctypes.c_void_p, ctypes.c_size_t]
+    count.restype = ctypes.c_size_t
+    count.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
     def take() -> list[int]:
         blocks = (ctypes.c_uint * 1000)()

@@ -35,7 +35,8 @@ def test_compiles_as_one_graph(cpu: Ops, name: str) -> None:
         op(*args)
         return [t + 1 for t in tensors_of(args)]
 
-    expected, got = arguments(name), arguments(name)
+    expected = arguments(name)
+    got = arguments(name)
     want = around(*expected)
     torch._dynamo.reset()
     have = torch.compile(around, fullgraph=True, backend="aot_eager", dynamic=False)(*got)
@@ -93,10 +94,13 @@ COORDINATES = bad("coordinates", (1, -1), (1, 120), (1, 1 << 62))  # the total i
 WINDOWS = lower([GatherSpec(Source.STEPS, length=2, part_count=2, elements=3)] * 2)
 FLOATS = [(1, value) for value in BAD_PRIORITIES]
 BITS = [((1, 3), int(torch.tensor(value).view(torch.int32))) for value in BAD_PRIORITIES]
-ITEMS, LIES = r"items.* must lie in \[0, 40\)", r"coordinates.* must lie in \[0, 120\)"
+ITEMS = r"items.* must lie in \[0, 40\)"
+LIES = r"coordinates.* must lie in \[0, 120\)"
 NO_PRIORITY = r"priority 1 must be finite and at least 0, got -?(1|inf|nan)"
-EXTENT, NO_ROW = "extent 1 must lie in", "coordinate 0 must hit a row"
-ANY_SAMPLE, EVERY = "sample 0 must be a step of a trajectory", slice(None)
+EXTENT = "extent 1 must lie in"
+NO_ROW = "coordinate 0 must hit a row"
+ANY_SAMPLE = "sample 0 must be a step of a trajectory"
+EVERY = slice(None)
 OUTSIDE = r"resolution 2 .*must lie in the columns"
 RECORDS = [
     (3, -LENGTH),

@@ -21,7 +21,8 @@ from deepspeed_gear.ops.constants import ANY_SLOT, SHARD_BITS, UNKNOWN
 from deepspeed_gear.ops.records import LogEntry, PriorityUpdate, Resolution, RowSample, Slot
 from deepspeed_gear.sampling.priority_log import NEVER
 
-MOST_32, MOST_BACK = (1 << 32) - 1, (1 << 16) - 1
+MOST_32 = (1 << 32) - 1
+MOST_BACK = (1 << 16) - 1
 Row = tuple[int, int, int]  # peer, slot, and row of the trajectory
 words_32 = st.integers(0, MOST_32) | st.sampled_from([0, 1 << 31, MOST_32])
 words_62 = st.integers(0, 1 << 62) | st.sampled_from([0, 1 << 62])
@@ -40,7 +41,8 @@ def resolutions(count: int, words: np.random.Generator) -> Tensor:
 
 @given(st.integers(0, 40), st.lists(st.integers(0, 1 << 60), min_size=1, max_size=4), st.data())
 def test_draws_are_assigned(count: int, totals: list[int], data: st.DataObject) -> None:
-    total, index = torch.tensor(totals), data.draw(st.integers(0, len(totals) - 1))
+    total = torch.tensor(totals)
+    index = data.draw(st.integers(0, len(totals) - 1))
     points = (
         [data.draw(st.integers(0, sum(totals) - 1)) for _ in range(count)] if sum(totals) else []
     )
@@ -61,9 +63,12 @@ def test_draws_arrive_as_they_were_made(
     num_nodes: int, has_steps: bool, takes_own: bool, all_asked: bool
 ) -> None:
     """Every node sends, and takes what the others have sent; replicas are read by one or by all nodes."""
-    words, count, offset = np.random.default_rng(num_nodes), 33, 5
+    words = np.random.default_rng(num_nodes)
+    count = 33
+    offset = 5
     owner = torch.from_numpy(words.integers(0, num_nodes, count))
-    records, goals = resolutions(count, words), torch.from_numpy(words.integers(-1, 9, count))
+    records = resolutions(count, words)
+    goals = torch.from_numpy(words.integers(-1, 9, count))
     records[:, Resolution.SAMPLE_NUMBER] = 100 + torch.arange(count)
     steps = torch.arange(count) * 7
     readers = torch.tensor([[0, -1, -1], [*range(num_nodes), -1, -1][:3], [num_nodes - 1, -1, -1]])
@@ -94,10 +99,8 @@ def test_draws_arrive_as_they_were_made(
         given = records[own], own, readers, need_of, offset, node
         outgoing.append(op_wrappers.encode_draws(*given, **more)[0])
     for node in range(num_nodes):
-        own, needs = (
-            torch.nonzero(owner == node)[:, 0],
-            need_of[node][(torch.arange(count) + offset) % 3],
-        )
+        own = torch.nonzero(owner == node)[:, 0]
+        needs = need_of[node][(torch.arange(count) + offset) % 3]
         asked = torch.arange(count) if all_asked else torch.nonzero(needs >= 0)[:, 0]
         most = len(own) + len(asked)
         ring, origins, samples, which, num_samples = compare(
@@ -145,7 +148,8 @@ def reports(draw: st.DrawFn) -> tuple[Tensor, int]:
     latest = draw(st.integers(0, 1 << 40) | st.integers(0, 3))
     found = torch.zeros(draw(st.integers(0, 5)), 6, dtype=torch.int64)
     for row in found:
-        by_id, is_known = draw(st.booleans()), draw(st.booleans())
+        by_id = draw(st.booleans())
+        is_known = draw(st.booleans())
         slot = draw(st.integers(0, ANY_SLOT - 1)) if is_known or not by_id else ANY_SLOT
         row[PriorityUpdate.SLOT] = draw(st.integers(0, 3)) << SHARD_BITS | slot
         row[PriorityUpdate.GENERATION] = draw(words_62 if slot == ANY_SLOT else words_32)
@@ -174,7 +178,8 @@ def test_reports(drawn: tuple[Tensor, int]) -> None:
 
 @pytest.mark.parametrize("batch", [NEVER, -1, 0, 1_000_000 - MOST_BACK - 1, 1_000_000 - MOST_BACK])
 def test_batches_that_lie_far_back_are_not_told_apart(batch: int) -> None:
-    latest, report = 1_000_000, torch.tensor([[3, 1, 2, 4, batch, 9]])
+    latest = 1_000_000
+    report = torch.tensor([[3, 1, 2, 4, batch, 9]])
     packed, _ = compare(CPU, "encode_reports_", zeros(1, 3), zeros(1), report, latest)
     report[0, LogEntry.BATCH] = latest - MOST_BACK
     assert torch.equal(compare(CPU, "decode_reports_", zeros(1, 6), packed, latest)[0], report)
@@ -258,11 +263,15 @@ def walked(samples: Tensor, windows: Tensor, members: Tensor, columns: Tensor) -
 def test_rows_of_any_layout(cpu: Ops, count: int, seed: int) -> None:
     """Each row is in a message once, and arrives where its samples look for it, or nothing does."""
     torch.manual_seed(100 * count + seed)
-    num_peers, num_needs, num_slots, steps = [1, 2, 127, 300][seed % 4], 1 + seed % 3, 9, 21
+    num_peers = [1, 2, 127, 300][seed % 4]
+    num_needs = 1 + seed % 3
+    num_slots = 9
+    steps = 21
     slots = torch.zeros(num_slots, 8, dtype=torch.int64)
     slots[:, Slot.FIRST_ROW] = torch.randperm(num_slots) * (steps + 1)
     lengths = torch.randint(1, steps + 1, (num_slots,))
-    slot, peer = torch.randint(0, num_slots, (count,)), torch.randint(0, num_peers, (count,))
+    slot = torch.randint(0, num_slots, (count,))
+    peer = torch.randint(0, num_peers, (count,))
     anchor = (torch.rand(count) * lengths[slot]).long()
     goal = torch.where(torch.rand(count) < 0.5, -1, anchor)
     n_steps = torch.minimum(torch.randint(0, 4, (count,)), lengths[slot])
@@ -271,7 +280,8 @@ def test_rows_of_any_layout(cpu: Ops, count: int, seed: int) -> None:
     heads = torch.randint(0, 5, (num_peers,)) * 4
     given = samples, *any_layout(num_needs), heads
     wanted = walked(*given[:-1])
-    row_bytes, rows = given[3][:, 2].tolist(), num_slots * (steps + 1)
+    row_bytes = given[3][:, 2].tolist()
+    rows = num_slots * (steps + 1)
     stored = [torch.randint(0, 256, (rows * size,), dtype=torch.uint8) for size in row_bytes]
     sizes = torch.zeros(num_peers, dtype=torch.int64)
     cpu.encode_rows_(torch.zeros(0).long(), sizes, stored, *given, slots)
@@ -301,7 +311,8 @@ def test_rows_of_any_layout(cpu: Ops, count: int, seed: int) -> None:
             torch.zeros(lengths_of[group < 0] * size, dtype=torch.uint8)
             for group, _, size in given[3].tolist()
         ]
-        ring, needed = torch.full((count + 3, 8), -1), torch.zeros(2, dtype=torch.int64)
+        ring = torch.full((count + 3, 8), -1)
+        needed = torch.zeros(2, dtype=torch.int64)
         which = torch.randperm(count + 3)[:count]
         cpu.decode_rows_(arrivals, ring, sizes.zero_(), needed, messages, which, *given, room)
         assert sizes.tolist() == expected

@@ -19,7 +19,8 @@ ROWS = 400
 
 def resolutions_of(count: int, steps: int) -> torch.Tensor:
     """Samples of trajectories of `steps` steps that begin anywhere."""
-    first, rest = torch.randint(0, ROWS - steps, (count,)), torch.zeros(count, dtype=torch.int64)
+    first = torch.randint(0, ROWS - steps, (count,))
+    rest = torch.zeros(count, dtype=torch.int64)
     fixed = [torch.full((count,), value) for value in (steps, steps // 2)]
     return torch.stack((rest, rest, rest, first, *fixed, rest, rest), dim=1)
 
@@ -45,7 +46,8 @@ def test_samples_are_cut_into_launches_of_few_blocks(
 ) -> None:
     torch.manual_seed(most)
     count = 100
-    fields, resolutions = fields_of_some_sizes(), resolutions_of(count, 12)
+    fields = fields_of_some_sizes()
+    resolutions = resolutions_of(count, 12)
     n_steps = torch.randint(0, 3, (count,))
     order = torch.randperm(count) if is_ordered else None
     expected = gather(REFERENCE, fields, resolutions, n_steps)
@@ -57,7 +59,8 @@ def test_samples_are_cut_into_launches_of_few_blocks(
 
 
 def test_fields_share_the_blocks_by_their_bytes(kernels_on_host: Ops, launched: Launched) -> None:
-    fields, resolutions = fields_of_some_sizes(), resolutions_of(30, 12)
+    fields = fields_of_some_sizes()
+    resolutions = resolutions_of(30, 12)
     shares = {}
     for most in (8, 32):
         gather(kernels_on_host, fields, resolutions, torch.zeros(30, dtype=torch.int64), most)
@@ -77,7 +80,8 @@ def test_large_windows_are_launched_eight_at_once(kernels_on_host: Ops, launched
 def test_without_a_bound_all_is_one_launch(
     kernels_on_host: Ops, launched: Launched, threads: int
 ) -> None:
-    fields, resolutions = fields_of_some_sizes(), resolutions_of(100, 12)
+    fields = fields_of_some_sizes()
+    resolutions = resolutions_of(100, 12)
     n_steps = torch.zeros(100, dtype=torch.int64)
     check(kernels_on_host, fields, resolutions, n_steps, threads)
     teams = [100, 100, 100 * 8 // 256 + 1, 100 * 10 // 256 + 1]
@@ -95,7 +99,8 @@ def test_each_launch_of_many_fields_has_the_blocks(
 
 
 def test_an_order_is_checked_in_every_launch(kernels_on_host: Ops) -> None:
-    fields, resolutions = fields_of_some_sizes()[:1], resolutions_of(100, 12)
+    fields = fields_of_some_sizes()[:1]
+    resolutions = resolutions_of(100, 12)
     for place in (0, 60, 99):
         order = torch.arange(100)
         order[place] = 100
@@ -109,7 +114,8 @@ def test_eight_lanes_copy_a_line_whole(
     host_library: Path, kernels_on_host: Ops, elements: int, length: int, most: int
 ) -> None:
     """Wherever a window begins: over PCIe each line is one request."""
-    take, vectors = ctypes.CDLL(str(host_library)).gear_host_streamed, (ctypes.c_size_t * 2)()
+    take = ctypes.CDLL(str(host_library)).gear_host_streamed
+    vectors = (ctypes.c_size_t * 2)()
     field = Field(random_bits(torch.float32, ROWS, elements), offset=-2, length=length)
     assert field.column.data_ptr() % 16 == 0
     take(vectors)

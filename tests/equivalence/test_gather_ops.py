@@ -111,12 +111,14 @@ def test_windows_and_their_parts(
 
     Its mask is that of a walk step by step. What is no sample is padding, where the edge is zero.
     """
-    (window, parts), (source, elements, stored, dtype, is_scaled) = divided, kind
+    (window, parts) = divided
+    (source, elements, stored, dtype, is_scaled) = kind
     random = torch.Generator().manual_seed(table.num_rows)
     column = (torch.rand(table.num_rows, elements, generator=random) * 100).to(stored)
     scale = torch.linspace(-3, 3, elements).double(), torch.linspace(0.3, 2, elements).double()
     shift, gain = scaling(*scale) if is_scaled else (NONE, NONE)
-    samples, length = table.samples, window["length"]
+    samples = table.samples
+    length = window["length"]
     steps = [0 if sample is None else i % MOST_N + 1 for i, sample in enumerate(samples)]
     n_steps = torch.tensor(steps, dtype=torch.int64)
 
@@ -153,7 +155,8 @@ def test_windows_and_their_parts(
 
 
 def test_a_trajectorys_own_row_of_what_is_no_sample_is_padding(native: Ops) -> None:
-    column, resolutions = random_bits(torch.float64, len(LENGTHS), 4), resolutions_of(7)
+    column = random_bits(torch.float64, len(LENGTHS), 4)
+    resolutions = resolutions_of(7)
     resolutions[::2, :7] = torch.tensor(NO_SAMPLE)
     fields = [
         Field(column, Source.TRAJECTORY, pad=pad, dtype=dtype, mask=0)
@@ -202,8 +205,10 @@ def test_goals_are_written_where_there_are_any(cpu: Ops, share: float) -> None:
     resolutions = resolutions_of(600)
     goals = (torch.rand(600) * (resolutions[:, 4] + 1)).long()
     goals[torch.rand(600) >= share] = -1
-    resolutions[17, :7], goals[17] = torch.tensor(NO_SAMPLE), -1
-    column, follows = random_bits(torch.float32, NUM_ROWS, 3), Follows.GOAL
+    resolutions[17, :7] = torch.tensor(NO_SAMPLE)
+    goals[17] = -1
+    column = random_bits(torch.float32, NUM_ROWS, 3)
+    follows = Follows.GOAL
     fields = [
         Field(column, Source.STEPS_PLUS_ONE, follows=follows, mask=0),
         Field(
@@ -222,7 +227,8 @@ def test_goals_are_written_where_there_are_any(cpu: Ops, share: float) -> None:
 @pytest.mark.parametrize("count", [0, 1, 33, 300])
 def test_order_changes_nothing(cpu: Ops, native: Ops, count: int) -> None:
     torch.manual_seed(count)
-    resolutions, n_steps = resolutions_of(count), torch.randint(0, 3, (count,))
+    resolutions = resolutions_of(count)
+    n_steps = torch.randint(0, 3, (count,))
     column = random_bits(torch.float32, NUM_ROWS, 5)
     fields = [
         Field(column, offset=-2, length=7, pad="edge", mask=0),
@@ -262,11 +268,11 @@ def test_more_fields_than_one_launch_takes(native: Ops, num_fields: int) -> None
 def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) -> None:
     """Many samples without padding, of every size that has a loop of its own, and some with padding."""
     torch.manual_seed(length)
-    count, slot = 600, 3  # the longest trajectory
-    sizes, zero = (
-        (1, 2, 3, 4, 8, 12, 44, 64, 65, 68, 600, 2000),
-        torch.zeros(count, dtype=torch.int64),
-    )
+    # the longest trajectory
+    count = 600
+    slot = 3
+    sizes = (1, 2, 3, 4, 8, 12, 44, 64, 65, 68, 600, 2000)
+    zero = torch.zeros(count, dtype=torch.int64)
     anchor = torch.randint(length - 1, LENGTHS[slot] - 1, (count,))
     known = zero + slot, zero + slot, zero, zero + FIRST_ROWS[slot], zero + LENGTHS[slot]
     resolutions = torch.stack((*known, anchor, zero, zero), 1)
@@ -290,7 +296,8 @@ def test_blocks_of_whole_windows(native: Ops, length: int, padded: list[int]) ->
 
 def runs_of(lengths: range) -> tuple[Tensor, int]:
     """Trajectories of these lengths, one after the other, each read at its last step; and all their rows."""
-    rows, samples = 0, []
+    rows = 0
+    samples = []
     for slot, length in enumerate(lengths):
         samples.append([slot, slot, 0, rows, length, length - 1, 0, 0])
         rows += length
@@ -302,8 +309,10 @@ def runs_of(lengths: range) -> tuple[Tensor, int]:
 def test_every_conversion(native: Ops, source: str, target: str) -> None:
     """Both give the same bits, or both refuse; runs of 1 to 70 elements from every address, to any."""
     torch.manual_seed(1)
-    from_dtype, to_dtype = DTYPES[source], DTYPES[target]
-    column, resolutions = random_bits(from_dtype, NUM_ROWS, 61), resolutions_of(33)
+    from_dtype = DTYPES[source]
+    to_dtype = DTYPES[target]
+    column = random_bits(from_dtype, NUM_ROWS, 61)
+    resolutions = resolutions_of(33)
     scale = scaling(*torch.randn(2, 61, dtype=torch.float64))
     for shift, gain in ((NONE, NONE), scale):
         window: dict[str, Any] = {
@@ -406,7 +415,8 @@ def test_frames(native: Ops, target: torch.dtype) -> None:
     """Rows of 7056 bytes: each lane of a team reads many times."""
     resolutions, rows = runs_of(range(1, 5))
     shift, gain = scaling(*torch.rand(2, 7056, dtype=torch.float64))
-    values, fields = random_bits(torch.uint8, rows, 7056), []
+    values = random_bits(torch.uint8, rows, 7056)
+    fields = []
     for column in (at_offset(values, offset) for offset in (0, 1, 6, 15)):
         fields.append(Field(column, offset=-2, length=3, dtype=target))
         for s, g in ((shift, gain), (shift[:1], gain[:1])) if target.is_floating_point else ():
@@ -419,7 +429,8 @@ def test_frames(native: Ops, target: torch.dtype) -> None:
 @pytest.mark.parametrize("target", [torch.float64, torch.bfloat16])
 def test_nothing_is_read_around_the_column(kernels_on_host: Ops, target: torch.dtype) -> None:
     """In a process of its own, as the system ends one that does."""
-    page, libc = mmap.PAGESIZE, ctypes.CDLL(None, use_errno=True)
+    page = mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
     every = torch.frombuffer(mmap.mmap(-1, 3 * page), dtype=torch.uint8)
     for start in (0, 2 * page):  # pages around the column that cannot be read
         assert (
@@ -487,7 +498,8 @@ def test_a_column_of_the_steps_that_are_read(
     """It gives what the whole trajectory gives; where nothing is read, first_row may be anything."""
     for (offset, length), anchor, follows in CASES:
         field = Field(COLUMN, source, offset, length, align, follows, pad, mask=0)
-        want, steps = gather(CPU, [field], record(anchor, 0), TWO), steps_of(field, anchor, 2)
+        want = gather(CPU, [field], record(anchor, 0), TWO)
+        steps = steps_of(field, anchor, 2)
         low, high = (steps[0], steps[-1] + 1) if steps else (anchor, anchor + 1)
         field.column = COLUMN[low:high].clone()
         for first_row in (-low,) if steps else (-low, -(1 << 62), 1 << 62):
@@ -620,7 +632,8 @@ def test_advantages(native: Ops, off_policy: bool) -> None:
     for rows, steps in ((0, 3), (1, 1), (33, 7), (300, 40)):
         *given, factors = advantage_arguments(rows, steps, off_policy=off_policy)
         found = compare(native, "advantages_", *given, factors)
-        mask, logs = given[7], given[8:10]
+        mask = given[7]
+        logs = given[8:10]
         assert all((out[~mask] == 0).all() for out in found)
         compare(native, "advantages_", *given[:6], None, mask, *logs, [1.0, 1.0, 1e30, 0.5])
         for at, special in (
@@ -638,7 +651,8 @@ def test_advantages(native: Ops, off_policy: bool) -> None:
 @pytest.mark.parametrize("n", [1, 2, 9])
 def test_n_step_of_the_steps_that_are_read(native: Ops, on_host: Ops, n: int) -> None:
     for anchor in (0, 3, STEPS - 1):
-        reward, some = torch.randn(STEPS), slice(anchor, min(anchor + n, STEPS))
+        reward = torch.randn(STEPS)
+        some = slice(anchor, min(anchor + n, STEPS))
 
         def given(reward: Tensor, first_row: int, anchor: int = anchor) -> tuple[Any, ...]:
             flags = torch.zeros_like(reward, dtype=torch.bool)
@@ -677,7 +691,8 @@ def test_a_record_that_is_almost_no_sample_is_refused(
     on_host: Ops, source: int, word: int, value: int
 ) -> None:
     """It has no anchor, or its slot lies outside."""
-    resolutions, field = torch.tensor([[*NO_SAMPLE, 5]]), Field(torch.ones(NUM_ROWS, 2), source)
+    resolutions = torch.tensor([[*NO_SAMPLE, 5]])
+    field = Field(torch.ones(NUM_ROWS, 2), source)
     gather(on_host, [field], resolutions)
     resolutions[0, word] = value
     refuse(on_host, "gather_", arguments_of([field], resolutions), "must lie")

@@ -55,12 +55,11 @@ def test_rows_of_a_pack(
     scaled = target.is_floating_point and source != Source.TIMESTEP and data.draw(st.booleans())
     shift = torch.arange(elements, dtype=torch.float64) if scaled else torch.empty(0)
     gain = torch.full((elements,), 0.5, dtype=torch.float64) if scaled else torch.empty(0)
-    first, rows = data.draw(st.integers(0, 12)), data.draw(st.integers(0, 40))
+    first = data.draw(st.integers(0, 12))
+    rows = data.draw(st.integers(0, 40))
     width = 1 if source == Source.TIMESTEP else elements
-    spec, outs = (
-        lower([GatherSpec(source, offset, elements=width)]),
-        [torch.zeros(rows, width, dtype=target)],
-    )
+    spec = lower([GatherSpec(source, offset, elements=width)])
+    outs = [torch.zeros(rows, width, dtype=target)]
     given = [column], [shift], [gain], records, places, spec, [1.0], first, rows
     (found,) = compare(cpu, "pack_", outs, *given)
     if source == Source.STEPS and dtype == target and not scaled:

@@ -85,7 +85,8 @@ def test_importance_of_the_least_mass_is_one(cpu: Ops) -> None:
 
 def minima_by_hand(masses: Tensor) -> list[int]:
     """All levels above the leaves, by a loop over the groups."""
-    below, levels = masses.tolist(), []
+    below = masses.tolist()
+    levels = []
     for _, width in minima_levels(len(masses)):
         groups = [below[i : i + FAN_OUT] for i in range(0, len(below), FAN_OUT)]
         below = [min((v for v in group if v > 0), default=0) for group in groups]
@@ -149,8 +150,10 @@ def orders(count: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("num_items", [0, 1, 33, 63, 64, 65, 1025, 20000])
 def test_top_k(cpu: Ops, num_items: int, order: str) -> None:
     torch.manual_seed(num_items)
-    priorities, masses = orders(num_items)[order], masses_of(num_items + 3)
-    values, leaves = priorities.tolist(), torch.nonzero(masses[:num_items])[:, 0].tolist()
+    priorities = orders(num_items)[order]
+    masses = masses_of(num_items + 3)
+    values = priorities.tolist()
+    leaves = torch.nonzero(masses[:num_items])[:, 0].tolist()
     by_hand = sorted(leaves, key=lambda i: (-values[i], i))
     for k in (0, 1, 7, 33, 300, max(num_items - 1, 0), num_items + 1):
         (found,) = compare(cpu, "top_k_", torch.full((k,), 5), priorities, masses)
@@ -210,7 +213,8 @@ def test_reports_count_by_batch_and_number(cpu: Ops, kind: str, count: int) -> N
     """Equal ones in the order in which they stand."""
     torch.manual_seed(count)
     slots, _ = store_of([3, 1, 8])
-    kept, updates = arrays(3, True), updates_of(slots, count)
+    kept = arrays(3, True)
+    updates = updates_of(slots, count)
     keys = torch.randint(-3, 3, (count, 2)) << 40
     order = sorted(range(count), key=lambda i: keys[i].tolist())
     if kind != "any":
@@ -219,7 +223,8 @@ def test_reports_count_by_batch_and_number(cpu: Ops, kind: str, count: int) -> N
     if kind == "two halves":  # as two ranks report
         keys = torch.cat([keys[::2], keys[1::2]])
         order = sorted(order, key=lambda i: keys[i].tolist())
-    reports, rest = torch.cat([updates, keys], dim=1), (ALL, 1, MassUnit.TRAJECTORY, 40)
+    reports = torch.cat([updates, keys], dim=1)
+    rest = (ALL, 1, MassUnit.TRAJECTORY, 40)
     expected = compare(cpu, "prioritize_", *kept, slots, updates[order], *rest)
     before = reports.clone()
     assert all(map(same_bits, compare(cpu, "prioritize_", *kept, slots, reports, *rest), expected))
@@ -233,11 +238,13 @@ def samples_of(count: int) -> Tensor:
 @pytest.mark.parametrize("size", [0, 1, 7, 33, 100])
 def test_report(cpu: Ops, size: int) -> None:
     torch.manual_seed(size)
-    log, tail = torch.randint(-9, 9, (size, LogEntry.NUM_WORDS)), (1 << 40) + 5
+    log = torch.randint(-9, 9, (size, LogEntry.NUM_WORDS))
+    tail = (1 << 40) + 5
     for count in (0, 1, 7, 32, 33, 99, 100, 0, 1):
         if count > size:
             continue
-        samples, priorities = samples_of(count), any_priorities(count)
+        samples = samples_of(count)
+        priorities = any_priorities(count)
         (found,) = compare(cpu, "append_reports_", log, samples, priorities, tail, count - 2)
         bits = [x & 0xFFFFFFFF for x in priorities.view(torch.int32).tolist()]
         for i, (sample, word) in enumerate(zip(samples.tolist(), bits, strict=True)):
@@ -257,8 +264,10 @@ def test_report(cpu: Ops, size: int) -> None:
 @given(data=st.data())
 def test_slot_priorities(cpu: Ops, data: st.DataObject) -> None:
     """Slots that change, step by step: the arrays stay those of the reference."""
-    by_step, keeps_minima = data.draw(st.booleans()), data.draw(st.booleans())
-    num_slots, length = 6, 7
+    by_step = data.draw(st.booleans())
+    keeps_minima = data.draw(st.booleans())
+    num_slots = 6
+    length = 7
     num_items = num_slots * length if by_step else num_slots
     rule = data.draw(st.sampled_from([[0, 0, 1, 1 << 40, 0], [1, 0, 2, 2, 0], [0, 2, 1, 3, 1]]))
     unit = (
@@ -267,7 +276,8 @@ def test_slot_priorities(cpu: Ops, data: st.DataObject) -> None:
         else data.draw(st.sampled_from([MassUnit.TRAJECTORY, MassUnit.LENGTH]))
     )
     slots = torch.zeros(num_slots, Slot.NUM_WORDS, dtype=torch.int64)
-    slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_ROWS] = torch.arange(num_slots) * length, length
+    slots[:, Slot.FIRST_ROW] = torch.arange(num_slots) * length
+    slots[:, Slot.NUM_ROWS] = length
     kept = [
         torch.zeros(tree_size(num_items), dtype=torch.int64),
         torch.zeros(minima_size(num_items) if keeps_minima else 0, dtype=torch.int64),
@@ -277,7 +287,8 @@ def test_slot_priorities(cpu: Ops, data: st.DataObject) -> None:
         torch.zeros(num_slots if by_step else 0, dtype=torch.int64),
         torch.zeros(num_items if by_step else 0, dtype=torch.int32),
     ]
-    log, first = torch.zeros(16, dtype=torch.int64), 0
+    log = torch.zeros(16, dtype=torch.int64)
+    first = 0
     for _ in range(data.draw(st.integers(1, 6))):
         changed = data.draw(st.lists(st.integers(0, num_slots - 1), max_size=8))
         for slot in changed:

@@ -28,7 +28,9 @@ from deepspeed_gear.ops.records import (
     UpdateCount,
 )
 
-ALL_ANCHORS, SOME_ANCHORS, FROM_THE_END = [0, 0, 1, 1 << 40, 0], [1, 1, 2, 3, 0], [1, 1, 2, 3, 1]
+ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
+SOME_ANCHORS = [1, 1, 2, 3, 0]
+FROM_THE_END = [1, 1, 2, 3, 1]
 Launched = Callable[[], list[int]]
 # unit, anchors, whether it is prioritized, whether it keeps minima, a row more than steps
 KINDS = [
@@ -65,7 +67,8 @@ VALUES = torch.tensor([0.0, 0.5, 1.0, 3.0, 1e9, float("nan"), -1.0, float("inf")
 def test_equals_the_reference(
     native: Ops, kind: tuple[Any, ...], actions: list[Any], seed: int
 ) -> None:
-    both, latest = Both(ring_of(kind, model_of(native)), ring_of(kind, native)), list[Tensor]()
+    both = Both(ring_of(kind, model_of(native)), ring_of(kind, native))
+    latest = list[Tensor]()
     for what, number in actions:
         if what == "remove":
             newest = int(both.state[RingState.NEXT])
@@ -100,7 +103,9 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
     cpu: Ops, kind: tuple[Any, ...], adds: list[list[int]]
 ) -> None:
     """Against a list: what is stored is a suffix of what was added, as long as rows and slots allow."""
-    ring, lengths, refused = ring_of(kind, cpu), [], 0
+    ring = ring_of(kind, cpu)
+    lengths = []
+    refused = 0
     for argument in adds:
         placed = ring.add(argument)
         lengths += [steps for steps in argument if 0 < steps <= 7]
@@ -124,7 +129,8 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
             rows[first : first + count] += 1
             assert first + count <= 50
         assert int(rows.max()) <= 1
-        wanted, longest = sum(steps + kind[4] for steps in held), 7 + kind[4]
+        wanted = sum(steps + kind[4] for steps in held)
+        longest = 7 + kind[4]
         assert state[RingState.TAIL] == 0 or len(stored) == 9 or wanted > 50 - 2 * longest
         items = 50 if ring.by_row else 9
         assert torch.equal(compare(cpu, "tree_build_", ring.sums, items)[0], ring.sums)
@@ -136,7 +142,8 @@ def test_the_newest_trajectories_are_stored_and_nothing_overlaps(
 
 
 # Slots, longest trajectory, and most of an add and of a batch: all by one launch, and by several.
-SMALL, LARGE = (1500, 9, 300), (3000, 30, 1100)
+SMALL = (1500, 9, 300)
+LARGE = (3000, 30, 1100)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +245,11 @@ def test_transitions_of_one_row_evict_as_many(kernels: Ops, num_rows: int) -> No
 
 def some_lengths(count: int, most: int) -> list[int]:
     """Lengths, among them ones that add nothing and ones that are refused."""
-    lengths, kind = torch.randint(1, most + 1, (count,)), torch.rand(count)
-    lengths[kind < 0.15], lengths[kind > 0.9], lengths[kind > 0.95] = 0, -1, most + 1
+    lengths = torch.randint(1, most + 1, (count,))
+    kind = torch.rand(count)
+    lengths[kind < 0.15] = 0
+    lengths[kind > 0.9] = -1
+    lengths[kind > 0.95] = most + 1
     return lengths.tolist()
 
 
@@ -262,7 +272,9 @@ def test_many_trajectories_are_placed_at_once(native: Ops, count: int) -> None:
     if native.name == "cpu" and count > 64:
         pytest.skip("one after the other, as fewer")
     torch.manual_seed(count)
-    most, num_slots, num_rows = 5, count + 40, (count + 2) * 6 + 7
+    most = 5
+    num_slots = count + 40
+    num_rows = (count + 2) * 6 + 7
     lengths = some_lengths(count, most)
     ahead = torch.tensor([0, *(steps + 1 if 0 < steps <= most else 0 for steps in lengths)]).cumsum(
         0
@@ -348,7 +360,8 @@ def test_what_cannot_be_is_refused(careful: Ops) -> None:
         ring.add([1] * 6)
     ring.add([3, 5])
     assert set(ring.select(64, [0, 0, 1, 0, 0, 0], [0])[0][:, Resolution.ID].tolist()) == {0, 1}
-    column, values = torch.zeros(50, 2), torch.zeros(1, 7, 2)
+    column = torch.zeros(50, 2)
+    values = torch.zeros(1, 7, 2)
     for place in ([0, 45, 6], [0, 0, 8]):
         with pytest.raises(REFUSED, match="must lie in the columns"):
             careful.scatter_([column], [values], torch.tensor([place]), [Source.STEPS])
@@ -453,10 +466,8 @@ def test_steps_equal_the_reference(
     both = Both(*(Environments(ops, num_envs, kind) for ops in (model_of(native), native)))
     (ends, present), generator = shares, torch.Generator().manual_seed(seed)
     for turn in range(30):
-        terminated, truncated = (
-            flags(num_envs, ends, generator),
-            flags(num_envs, ends / 2, generator),
-        )
+        terminated = flags(num_envs, ends, generator)
+        truncated = flags(num_envs, ends / 2, generator)
         mask = None if present == 1 else flags(num_envs, present, generator)
         both.step(terminated, None if turn % 5 == 0 else truncated, mask, next_step)
         if turn % 4 == 3:
@@ -485,7 +496,8 @@ def test_more_environments_than_threads_of_a_block(kernels: Ops, num_envs: int) 
 def test_an_open_trajectory_is_never_evicted_while_all_environments_step(cpu: Ops) -> None:
     """One environment has longest trajectories, the others ones of a step."""
     for final in (0, 1):
-        kind, most = (MassUnit.STEP, ALL_ANCHORS, True, True, final), 7
+        kind = (MassUnit.STEP, ALL_ANCHORS, True, True, final)
+        most = 7
         ring = Environments(cpu, 5, kind, most, part=most + final + (1 + final) * (most + 1))
         for turn in range(200):
             terminated = torch.ones(5, dtype=torch.bool)
@@ -501,7 +513,8 @@ def test_an_open_trajectory_is_never_evicted_while_all_environments_step(cpu: Op
 
 def test_an_environment_that_pauses_begins_another_trajectory(native: Ops) -> None:
     ring = Environments(native, 3, (MassUnit.STEP, ALL_ANCHORS, True, True, 1))
-    never, all_but_one = torch.zeros(3, dtype=torch.bool), torch.tensor([True, False, True])
+    never = torch.zeros(3, dtype=torch.bool)
+    all_but_one = torch.tensor([True, False, True])
     ring.step(never, None, None)
     for _ in range(60):
         ring.step(never, None, all_but_one)
@@ -514,7 +527,8 @@ def test_an_environment_that_pauses_begins_another_trajectory(native: Ops) -> No
 
 def test_a_step_whose_call_evicts_its_trajectory_is_dropped_and_counted(native: Ops) -> None:
     ring = Environments(native, 2, (MassUnit.STEP, ALL_ANCHORS, False, False, 0), most=4, part=8)
-    never, first = torch.zeros(2, dtype=torch.bool), torch.tensor([True, False])
+    never = torch.zeros(2, dtype=torch.bool)
+    first = torch.tensor([True, False])
     ring.step(never, None, None)  # trajectories 0 and 1
     for _ in range(11):  # 0, 2 and 3, in the rows of 0
         ring.step(never, None, first)

@@ -81,10 +81,8 @@ def test_slot_masses(cpu: Ops, rule: tuple[int, ...], num_slots: int) -> None:
     torch.manual_seed(num_slots)
     slots = torch.randint(0, 1 << 62, (num_slots, 8))
     slots[:, 0], slots[:, 4] = torch.randint(0, 4, (num_slots,)), torch.randint(1, 40, (num_slots,))
-    log, sums = (
-        torch.randint(0, num_slots, (50,)),
-        op_wrappers.tree(torch.full((num_slots,), 7), ops=cpu),
-    )
+    log = torch.randint(0, num_slots, (50,))
+    sums = op_wrappers.tree(torch.full((num_slots,), 7), ops=cpu)
     lengths = slots[:, 4].tolist()
     anchors = [len(some) for some in anchors_by_hand(rule, lengths)]
     masses = {
@@ -112,7 +110,8 @@ def test_resolve(cpu: Ops, rule: tuple[int, ...], unit: int, num_slots: int) -> 
     slots[0, 4] = 40  # some anchor
     anchors = anchors_by_hand(rule, slots[:, 4].tolist())
     masses = torch.tensor([len(a) if unit == MassUnit.STEP else 3 * bool(a) for a in anchors])
-    sums, total = op_wrappers.tree(masses, ops=cpu), int(masses.sum())
+    sums = op_wrappers.tree(masses, ops=cpu)
+    total = int(masses.sum())
     samples = [torch.randint(0, total, (n,)) for n in SIZES]
     for coordinates in (*samples, torch.arange(0, total, total // 300 + 1)):
         count = len(coordinates)
@@ -128,14 +127,14 @@ def test_resolve_rows(cpu: Ops, num_slots: int) -> None:
     slots, row_slots = store_of(torch.randint(1, 20, (num_slots,)).tolist())
     masses = masses_of(len(row_slots)).clamp(max=1 << 30) * (row_slots >= 0)
     masses[row_slots == 0] += 1  # one of them at least can be drawn
-    sums, total = op_wrappers.tree(masses, ops=cpu), int(masses.sum())
+    sums = op_wrappers.tree(masses, ops=cpu)
+    total = int(masses.sum())
     for count in (*SIZES, 200):
-        coordinates, out = (
-            torch.randint(0, total, (count,)),
-            torch.full((count, Resolution.NUM_WORDS), -1),
-        )
+        coordinates = torch.randint(0, total, (count,))
+        out = torch.full((count, Resolution.NUM_WORDS), -1)
         (found,) = compare(cpu, "resolve_rows_", out, sums, slots, row_slots, coordinates, 1 << 40)
-        row, slot = found[:, 3] + found[:, 5], found[:, 1]
+        row = found[:, 3] + found[:, 5]
+        slot = found[:, 1]
         assert torch.equal(row_slots[row].long(), slot)
         assert torch.equal(found[:, (0, 2, 3, 4)], slots[slot][:, (2, 1, 3, 4)])
         assert torch.equal(found[:, Resolution.MASS], sums[row])
@@ -193,7 +192,8 @@ def test_every_coordinate_of_equal_items(careful: Ops, num_items: int) -> None:
 
 def test_the_largest_total(careful: Ops) -> None:
     masses = [0] * 40
-    masses[7], masses[39] = LARGEST - 1, 1
+    masses[7] = LARGEST - 1
+    masses[39] = 1
     sums = op_wrappers.tree(torch.tensor(masses), ops=careful)
     assert descend(careful, sums, 40, [0, LARGEST - 2, LARGEST - 1]) == [
         (7, 0),

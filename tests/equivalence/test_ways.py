@@ -106,7 +106,8 @@ def fields(draw: st.DrawFn, name: str, follows: bool) -> ResolvedField:
 
 
 def records_of(table: Table, draw: st.DrawFn) -> torch.Tensor:
-    count, rows = draw(st.integers(1, 9)), []
+    count = draw(st.integers(1, 9))
+    rows = []
     for number in range(count):
         slot = draw(st.integers(0, len(LENGTHS) - 1))
         first = int(table.slots[slot, Slot.FIRST_ROW])
@@ -150,11 +151,13 @@ def test_every_way_gives_the_batches_of_the_gatherer(
     records = data.draw(st.composite(lambda draw: records_of(table, draw))())
     n_step = None if n is None else NStepConfig(n=n, gamma=0.9)
     options = GatherOptions(wanted, {}, n_step, len(records), torch.bfloat16, 1)
-    plain, other = Gatherer(options, table, DEPTH), placed(placed_ops, way, reached, options, table)
+    plain = Gatherer(options, table, DEPTH)
+    other = placed(placed_ops, way, reached, options, table)
     if everything and way == DIRECT:
         assert set(ways_in(other).values()) <= {DIRECT}
     for turn in range(3):
-        here, there = plain.gather(records.roll(turn, 0)), other.gather(records.roll(turn, 0))
+        here = plain.gather(records.roll(turn, 0))
+        there = other.gather(records.roll(turn, 0))
         for expected, got in zip(here, there, strict=True):
             assert expected.keys() == got.keys()
             for name in expected:

@@ -22,7 +22,8 @@ from warm_python import PIPE, WarmProcess
 from deepspeed_gear import Column, DatasetWriter, PolicyBoard, Replay, RolloutWorker, Schema
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
-EXAMPLES, CONFIG = ROOT / "examples", ROOT / "configs" / "grpo_async.json"
+EXAMPLES = ROOT / "examples"
+CONFIG = ROOT / "configs" / "grpo_async.json"
 SERVER = Path(__file__).parent / "programs" / "completion_server.py"
 EOS = 12
 LONG = pytest.mark.skipif(
@@ -78,11 +79,14 @@ def section(folder: Path, **prompts: Any) -> dict[str, Any]:
 def test_continuous_batches_are_what_each_prompt_generates_alone(
     task: ModuleType, worker_module: ModuleType, temperature: float
 ) -> None:
-    draw, most = random.Random(0), 9
+    draw = random.Random(0)
+    most = 9
     prompts = [[draw.randrange(14) for _ in range(draw.randint(1, 9))] for _ in range(12)]
     model = task.policy()
     generation = worker_module.Generation(model, places=7, max_tokens=most, temperature=temperature)
-    waiting, done, widest = list(enumerate(prompts)), [], 0
+    waiting = list(enumerate(prompts))
+    done = []
+    widest = 0
     while waiting or generation.free < 7:
         while waiting and generation.free >= 2:
             generation.start(*waiting.pop(0), size=2)
@@ -93,7 +97,8 @@ def test_continuous_batches_are_what_each_prompt_generates_alone(
     assert keys != sorted(keys) or temperature == 0  # they end in any order
     assert widest <= max(map(len, prompts)) + most  # columns without tokens leave
     for response in done:
-        prompt, tokens = prompts[response.key], response.tokens
+        prompt = prompts[response.key]
+        tokens = response.tokens
         assert response.has_ended == (tokens[-1] == EOS)
         assert EOS not in tokens[:-1]
         assert len(tokens) == most or response.has_ended
@@ -143,7 +148,8 @@ def test_a_worker_commits_groups_and_drops_prompts(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard, tmp_path: Path
 ) -> None:
     """Three prompts, one of them too long; a group with an endless response is dropped if it is asked to."""
-    model, reader = task.policy(), PolicyBoard.attach(board.name)
+    model = task.policy()
+    reader = PolicyBoard.attach(board.name)
     options = {"size": 2, "max_prompt": 12, "heartbeat_s": 0.0}
     with Replay(section(tmp_path)) as replay, replay.rollout_worker() as leases:
         generation = worker_module.Generation(model, board=reader, places=4, max_tokens=4)
@@ -156,7 +162,9 @@ def test_a_worker_commits_groups_and_drops_prompts(
         rollout = replay.rollout()
         for step in rollout:
             for micro in step:
-                trained, version, logp = micro.loss_mask, micro["version"], micro["logp"]
+                trained = micro.loss_mask
+                version = micro["version"]
+                logp = micro["logp"]
                 assert (version[trained] == 1).all()
                 assert (logp[trained] < 0).all()
                 assert (version[~trained] == 0).all()
@@ -185,9 +193,11 @@ def test_a_worker_generates_by_a_server(
     task: ModuleType, worker_module: ModuleType, board: PolicyBoard, tmp_path: Path
 ) -> None:
     """Log-probabilities are those of the board's weights: the server gets them before it answers."""
-    http, served = importlib.import_module("http_generation"), tmp_path / "served"
+    http = importlib.import_module("http_generation")
+    served = tmp_path / "served"
     task.policy().save_pretrained(served)  # what the server begins with
-    newest, reader = task.policy(), PolicyBoard.attach(board.name)
+    newest = task.policy()
+    reader = PolicyBoard.attach(board.name)
     board.publish(newest)
     parts = {
         "model": task.policy(),
@@ -208,10 +218,8 @@ def test_a_worker_generates_by_a_server(
                     worker.turn()
                 for group in replay.read(replay.rollout().trajectory_id.tolist()):
                     begin = group["loss_mask"].tolist().index(True)
-                    prompt, tokens = (
-                        group["tokens"][:begin].tolist(),
-                        group["tokens"][begin:].tolist(),
-                    )
+                    prompt = group["tokens"][:begin].tolist()
+                    tokens = group["tokens"][begin:].tolist()
                     expected = log_probabilities(newest, prompt, tokens)
                     assert group["logp"][begin:].tolist() == pytest.approx(expected, abs=1e-5)
                     assert group["version"].tolist() == [0] * begin + [2] * len(tokens)
@@ -298,7 +306,8 @@ def test_grpo_trains_beside_a_worker(grpo: list[str]) -> None:
 
 @LONG
 def test_grpo_goes_on_after_a_kill_of_all_ranks(grpo: list[str], tmp_path: Path) -> None:
-    ranks, latest = Ranks(EXAMPLES / "grpo_async.py", 2, *grpo), tmp_path / "checkpoints" / "latest"
+    ranks = Ranks(EXAMPLES / "grpo_async.py", 2, *grpo)
+    latest = tmp_path / "checkpoints" / "latest"
     wait_until(latest.exists, "a checkpoint")
     ranks.kill()
     wait_until(lambda: shared_files(prefix()) == [], "the end of the worker")
@@ -312,7 +321,8 @@ def test_a_worker_in_an_actor_of_ray(
 ) -> None:
     """It attaches to the node's store and board; what it leased comes back when the actor is killed."""
     ray = pytest.importorskip("ray", reason="it is no dependency")
-    config, examples = section(tmp_path), str(EXAMPLES)
+    config = section(tmp_path)
+    examples = str(EXAMPLES)
 
     class Rollouts:
         def __init__(self, board: str) -> None:

@@ -18,7 +18,8 @@ from warm_python import PIPE, WarmProcess, run_warm
 from deepspeed_gear import Dataset
 
 pytest.importorskip("gymnasium", reason="the examples act in its environments")
-EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "configs"
+EXAMPLES = ROOT / "examples"
+CONFIGS = ROOT / "configs"
 LONG = pytest.mark.skipif(
     os.environ.get("GEAR_LONG_TESTS") != "1", reason="long: GEAR_LONG_TESTS=1"
 )
@@ -62,7 +63,8 @@ def test_the_time_limit_is_no_failure(cartpole: Path) -> None:
 
 
 def test_priorities_concentrate_on_two_ranks(cartpole: Path, tmp_path: Path) -> None:
-    config, steps = str(CONFIGS / "cartpole_dqn.json"), 100
+    config = str(CONFIGS / "cartpole_dqn.json")
+    steps = 100
     options = [
         "--config",
         config,
@@ -85,7 +87,8 @@ def test_priorities_concentrate_on_two_ranks(cartpole: Path, tmp_path: Path) -> 
 
 
 def test_ddp_workers_with_one_prioritized_buffer() -> None:
-    result, workers = result_of("ddp_prioritized.py", 4, "--steps", "24"), 4
+    result = result_of("ddp_prioritized.py", 4, "--steps", "24")
+    workers = 4
     assert (result["workers"], result["added"], result["trajectories"]) == (workers, 6, 6 * workers)
     assert result["return"] >= 1
     promises = Path(__file__).parent / "programs" / "ddp_example.py"
@@ -107,7 +110,8 @@ def hopper(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("mode", PARALLEL)
 def test_an_example_of_a_parallelism_learns(mode: str, hopper: Path, tmp_path: Path) -> None:
-    (ranks, replicas), steps = PARALLEL[mode], 12
+    (ranks, replicas) = PARALLEL[mode]
+    steps = 12
     # A few steps see no warm-up.
     config = own(
         f"{mode}_parallel.json",

@@ -21,7 +21,9 @@ from warm_python import run_warm
 
 pytest.importorskip("mujoco", reason="the example evaluates in MuJoCo")
 pytest.importorskip("gymnasium", reason="likewise")
-STEPS, EVERY, BATCH = 50, 25, 16
+STEPS = 50
+EVERY = 25
+BATCH = 16
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,8 @@ def lines_of(ran: subprocess.CompletedProcess[str]) -> list[str]:
 def test_progress_and_a_summary_are_all_that_it_writes(
     ran: subprocess.CompletedProcess[str], out: Path
 ) -> None:
-    number, run = r"-?\d+", re.escape(str(out / "run"))
+    number = r"-?\d+"
+    run = re.escape(str(out / "run"))
     wanted = [
         rf"\[.*\] \[INFO\] gear: global batch {BATCH} = micro batch {BATCH // 2} x accumulation 1 x data 2",
         rf"step 0: return {number}",
@@ -172,7 +175,8 @@ def test_a_quiet_start_hides_known_warnings_only(
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setenv("RANK", str(rank))
-    common, logger = importlib.import_module("common"), logging.getLogger("DeepSpeed")
+    common = importlib.import_module("common")
+    logger = logging.getLogger("DeepSpeed")
     monkeypatch.setattr(logger, "filters", list(logger.filters))
     logged: list[str] = []
     monkeypatch.setattr(

@@ -61,7 +61,8 @@ def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> Non
     options += ["--steps", "4", "--evaluate-every", "2", "--seed", "3"]
     output = run_ranks(ROOT / "examples" / f"{name}.py", 1, *options)[0]
     assert shared_files(prefix()) == []
-    result, saves = json.loads((tmp_path / "result.json").read_text()), tmp_path / "checkpoint"
+    result = json.loads((tmp_path / "result.json").read_text())
+    saves = tmp_path / "checkpoint"
     assert json.loads(output.splitlines()[-1]).items() <= result.items()
     assert result.get("agents") == (3 if name == "mat" else None)
     assert all(
@@ -74,7 +75,8 @@ def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> Non
     ):  # the targets follow the critics by a part; the schedule begins after two steps
         files = (saves / f"global_step{step}" / STATES for step in (2, 4))
         before, after = (torch.load(file, weights_only=False)["module"] for file in files)
-        critic, target = "critics.0.0.weight", "targets.0.0.weight"
+        critic = "critics.0.0.weight"
+        target = "targets.0.0.weight"
         assert torch.equal(before[target], before[critic])
         moved = (after[target] - before[target]).abs().max()
         assert 0 < moved < 0.1 * (after[critic] - before[critic]).abs().max()
@@ -86,10 +88,12 @@ def test_a_short_run(name: str, hopper: Path, tmp_path: Path, load: Load) -> Non
 
 def test_data_of_three_agents_are_those_of_one(hopper: Path, tmp_path: Path, load: Load) -> None:
     mamujoco = load("mamujoco")
-    one, three = Dataset.open(hopper), mamujoco.divide(str(hopper), str(tmp_path / "three"))
+    one = Dataset.open(hopper)
+    three = mamujoco.divide(str(hopper), str(tmp_path / "three"))
     assert len(three) == len(one) == 40
     for number in (0, 39):
-        whole, divided = one.trajectory(number), three.trajectory(number)
+        whole = one.trajectory(number)
+        divided = three.trajectory(number)
         assert np.array_equal(divided["action"].squeeze(2), whole["action"])
         for name in ("reward", "terminated", "truncated"):
             assert np.array_equal(divided[name], whole[name])
@@ -107,7 +111,8 @@ def test_data_of_three_agents_are_those_of_one(hopper: Path, tmp_path: Path, loa
 def test_agents_observe_what_mamujoco_shows_them(load: Load) -> None:
     reason = "gymnasium-robotics has the environments"
     robotics = pytest.importorskip("gymnasium_robotics", reason=reason)
-    world, mamujoco = robotics.mamujoco_v1.parallel_env("Hopper", "3x1"), load("mamujoco")
+    world = robotics.mamujoco_v1.parallel_env("Hopper", "3x1")
+    mamujoco = load("mamujoco")
     seen, _ = world.reset(seed=0)
     for _ in range(5):
         local = mamujoco.local_observations(world.state())
@@ -121,7 +126,8 @@ def test_agents_observe_what_mamujoco_shows_them(load: Load) -> None:
 
 def test_an_action_depends_on_those_of_the_agents_before(load: Load) -> None:
     model = load("mat").MAT(agents=3, observation_size=9, action_size=2)
-    observation, action = torch.randn(5, 3, 9), torch.rand(5, 3, 2) - 0.5
+    observation = torch.randn(5, 3, 9)
+    action = torch.rand(5, 3, 2) - 0.5
     encoded = model.encode(observation)
     means = model.decode(encoded, action)
     for changed in range(3):

@@ -63,7 +63,8 @@ def captured(op: Callable[..., None], given: Any) -> None:
 
 def behind_a_kernel(op: Callable[..., None], given: Any) -> None:
     """Behind a kernel that sleeps, the call returns at once, and its result comes in the stream's order."""
-    late, stream = moved(moved(given, "cpu"), DEVICE), torch.cuda.Stream()
+    late = moved(moved(given, "cpu"), DEVICE)
+    stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         op(*late)  # leaves what it allocated to this stream
@@ -83,7 +84,8 @@ def behind_a_kernel(op: Callable[..., None], given: Any) -> None:
 def test_equals_the_reference(
     reference: Ops, cuda: Ops, name: str, run: Callable[[Callable[..., None], Any], None]
 ) -> None:
-    expected, got = arguments(name), moved(arguments(name), DEVICE)
+    expected = arguments(name)
+    got = moved(arguments(name), DEVICE)
     getattr(reference, name)(*expected)
     getattr(cuda, name)(*moved(arguments(name), DEVICE))  # loads the kernels
     run(getattr(cuda, name), got)
@@ -100,7 +102,8 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
         sizes = (count + 2) * 5, count + 9, 1, 4
         ring = Ring(ops, *sizes, MassUnit.STEP, [*ALL_ANCHORS], True, True, device=device)
         column = ring.zeros(ring.num_rows, 3, dtype=torch.float32)
-        draw, betas = [5, 1, 1, 0, 0, Normalize.TABLE], [ring.alpha]
+        draw = [5, 1, 1, 0, 0, Normalize.TABLE]
+        betas = [ring.alpha]
         nothing = ring.select(65, draw, betas)
         for _ in range(3):
             placed = ring.add(torch.randint(-1, 6, (count,), generator=random).tolist(), ONE)
@@ -119,8 +122,10 @@ def test_a_ring_equals_the_reference(reference: Ops, cuda: Ops, count: int) -> N
 def test_rows_at_any_address(reference: Ops, cuda: Ops, elements: int, shift: int) -> None:
     torch.manual_seed(elements)
     stored = torch.randint(0, 256, (shift + 400 * elements,), dtype=torch.uint8)
-    resolutions, none = resolutions_of(COUNT, slots=10), torch.empty(0)
-    expected, place = torch.empty(COUNT, 9, elements, dtype=torch.uint8), (shift * 3) % 16
+    resolutions = resolutions_of(COUNT, slots=10)
+    none = torch.empty(0)
+    expected = torch.empty(COUNT, 9, elements, dtype=torch.uint8)
+    place = (shift * 3) % 16
     for ops, device in ((reference, "cpu"), (cuda, DEVICE)):
         column = stored.to(device)[shift:].view(-1, elements)
         out = torch.zeros(place + expected.numel(), dtype=torch.uint8, device=device)[place:].view(
@@ -164,11 +169,10 @@ def test_converted_rows_at_any_address(
     """Vectors of a lane, with and without shift and gain, by one launch and by short ones of few blocks."""
     torch.manual_seed(elements)
     samples = (20 << 20) // (9 * elements * source.itemsize) if elements > 1000 else 700
-    resolutions, order = resolutions_of(samples, slots=10), torch.randperm(samples)
-    rows, spec = (
-        torch.randint(-99, 99, (400, elements)).to(source),
-        window(torch.zeros(1, elements), -4, 9),
-    )
+    resolutions = resolutions_of(samples, slots=10)
+    order = torch.randperm(samples)
+    rows = torch.randint(-99, 99, (400, elements)).to(source)
+    spec = window(torch.zeros(1, elements), -4, 9)
     scale = torch.rand(2, elements, dtype=torch.float64)
 
     def gather(
@@ -204,10 +208,8 @@ def test_column_beyond_4_gib(cuda: Ops) -> None:
     column[-40:] = torch.arange(40, dtype=torch.uint8, device=DEVICE)
     resolutions = torch.tensor([[0, 0, 0, rows - 40, 40, 5, 0, 0]], device=DEVICE)
     none = torch.empty(0)
-    out, counters = (
-        torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE),
-        torch.zeros(3, dtype=torch.int64),
-    )
+    out = torch.zeros(1, 20, dtype=torch.uint8, device=DEVICE)
+    counters = torch.zeros(3, dtype=torch.int64)
     spec = [Source.STEPS, 0, 20, 0, 0, 0, 1, -1, 0, 20]
     cuda.gather_(
         [out], [], counters.to(DEVICE), [column], [none], [none], resolutions, None, spec, [0.0], 1

@@ -83,7 +83,8 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> N
     def run(device: str, captures: bool) -> list[list[Tensor]]:
         found = []
         with DeviceReplay(section(sampler), device) as replay:
-            batch, added = replay.new_batch(), columns(0, device)
+            batch = replay.new_batch()
+            added = columns(0, device)
             lengths = torch.zeros(ENVS, dtype=torch.int64, device=device)
 
             def whole() -> None:
@@ -110,12 +111,14 @@ def test_a_table_without_masses_gives_batches_without_samples(sampler: str) -> N
 def test_nothing_waits_for_the_device() -> None:
     """Behind a kernel that sleeps for a second, every call returns within a millisecond."""
     with DeviceReplay(section("prioritized"), DEVICE) as replay:
-        batch, added = replay.new_batch(), columns(0, DEVICE)
+        batch = replay.new_batch()
+        added = columns(0, DEVICE)
         for _ in range(3):
             step(replay, batch, added)
         replay.sample()  # allocates its ring of batches
         torch.cuda.synchronize()
-        behind, took = torch.cuda.Event(), {}
+        behind = torch.cuda.Event()
+        took = {}
         with no_garbage():
             torch.cuda._sleep(2_000_000_000)
             for name, action in {
@@ -144,10 +147,12 @@ def test_a_table_of_another_device_is_refused() -> None:
 
 def environment_steps(sampler: str, rows: str, device: str, captures: bool) -> list[list[Tensor]]:
     """Return the batches of steps of environments, with removals, some environments left out, and ends."""
-    made, found = section(sampler), []
+    made = section(sampler)
+    found = []
     made["tables"]["main"] |= {"num_envs": ENVS, "rows": rows, "capacity_steps": 20 * ENVS}
     with DeviceReplay(made, device) as replay:
-        batch, first = replay.new_batch(), columns(0, device)
+        batch = replay.new_batch()
+        first = columns(0, device)
         row = {name: values[:, 0].contiguous() for name, values in first.items()}
         following = first["observation"][:, 1].contiguous()
         mask = torch.ones(ENVS, dtype=torch.bool, device=device)

@@ -32,7 +32,8 @@ def test_an_example(
     pytest.importorskip("gymnasium", reason="the examples act in its environments")
     program = f"examples/{algorithm}_device.py"
     paths = os.pathsep.join(filter(None, (str(checkout), os.environ.get("PYTHONPATH"))))
-    options, environment = ("--device", "cuda", *PROGRAMS[algorithm]), {"PYTHONPATH": paths}
+    options = ("--device", "cuda", *PROGRAMS[algorithm])
+    environment = {"PYTHONPATH": paths}
     run = run_python(program, *options, *flags, env=environment, timeout_s=LONG_S)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])

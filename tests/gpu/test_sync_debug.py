@@ -34,7 +34,8 @@ def test_a_wait_is_an_error() -> None:
 @pytest.mark.parametrize("sampler", [*SAMPLERS, *LIMITED])
 def test_a_step_of_a_device_table_waits_for_nothing(sampler: str) -> None:
     with DeviceReplay(section(sampler), DEVICE) as replay:
-        batch, added = replay.new_batch(), columns(0, DEVICE)
+        batch = replay.new_batch()
+        added = columns(0, DEVICE)
         for _ in range(3):
             step(replay, batch, added)
         replay.sample()  # allocates its ring of batches

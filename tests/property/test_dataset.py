@@ -73,7 +73,8 @@ def test_any_schema_round_trips(schema: Schema, lengths: list[int], seed: int) -
 @given(lengths=LENGTHS, seed=st.integers(0, 2**32), data=st.data())
 @settings(max_examples=25)
 def test_any_d4rl_file_round_trips(lengths: list[int], seed: int, data: st.DataObject) -> None:
-    random, total = np.random.default_rng(seed), sum(lengths)
+    random = np.random.default_rng(seed)
+    total = sum(lengths)
     last = np.cumsum(lengths) - 1
     ends = data.draw(st.lists(ENDS, min_size=len(lengths), max_size=len(lengths)))
     trailing = data.draw(st.booleans())
@@ -83,7 +84,8 @@ def test_any_d4rl_file_round_trips(lengths: list[int], seed: int, data: st.DataO
     if trailing:
         flags["terminals"][-1] = flags["timeouts"][-1] = False
     states = [random.normal(size=(length + 1, 3)) for length in lengths]
-    actions, rewards = random.normal(size=(total, 2)), random.normal(size=total)
+    actions = random.normal(size=(total, 2))
+    rewards = random.normal(size=total)
     chunks = data.draw(st.one_of(st.none(), st.integers(1, total)))
     with tempfile.TemporaryDirectory() as folder:
         with h5py.File(Path(folder) / "a.hdf5", "w") as file:
@@ -136,7 +138,8 @@ def test_bounds_of_parts(lengths: list[int], count: int) -> None:
 def test_parts_and_shards_of_any_bounds(lengths: list[int], data: st.DataObject) -> None:
     inner = data.draw(st.sets(st.integers(1, max(1, len(lengths) - 1)), max_size=len(lengths) - 1))
     bounds = np.array([0, *sorted(inner), len(lengths)])
-    in_memory, arrivals = data.draw(st.booleans()), data.draw(st.sampled_from([(0, 0), (3, 2)]))
+    in_memory = data.draw(st.booleans())
+    arrivals = data.draw(st.sampled_from([(0, 0), (3, 2)]))
     with tempfile.TemporaryDirectory() as folder:
         whole = Dataset.open(write_dataset(Path(folder) / "whole", lengths))
         parts = write_parts(whole, Path(folder) / "out", bounds)
@@ -168,7 +171,8 @@ def rows_of(
     low, high = (number - dataset.first_id for number in (shard.first, shard.end))
     rows = dataset.row_of(high) - dataset.row_of(low)
     sizes = (high - low, rows, dataset, in_memory, True, 1, shard, *arrivals)
-    spec, ops = TableSpec("main", dataset.schema, *sizes), load_backend("cpu")
+    spec = TableSpec("main", dataset.schema, *sizes)
+    ops = load_backend("cpu")
     table = Table.create(spec, [], {}, RunIdentity("0" * 32), ops, 10.0)
     try:
         ids = np.arange(shard.first, shard.end)

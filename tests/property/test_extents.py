@@ -16,7 +16,8 @@ from deepspeed_gear.store.records import Control, Refusal, SlotLink, SlotRetenti
 from deepspeed_gear.store.row_allocator import RowAllocator
 from deepspeed_gear.store.table_spec import Shard, TableSpec
 
-PEER, IDS = 3, (1, 2)
+PEER = 3
+IDS = (1, 2)
 
 
 def regions(num_slots: int, log_size: int) -> dict[str, np.ndarray]:
@@ -39,7 +40,8 @@ NATIVE = load_backend("cpu").native
 def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
     """Open lists that never lock: their mutex is not initialised."""
     memory: Any = SimpleNamespace(buffer=bytearray(HEADER_BYTES), peer=PEER)
-    schema, columns = Schema([Column("x", "int64")]), {"x": np.zeros(num_rows, np.int64)}
+    schema = Schema([Column("x", "int64")])
+    columns = {"x": np.zeros(num_rows, np.int64)}
     spec = TableSpec(
         "main", schema, len(views["slots"]), num_rows, None, True, False, 1, Shard(*IDS)
     )
@@ -48,12 +50,14 @@ def allocator(views: dict[str, np.ndarray], num_rows: int) -> RowAllocator:
 
 def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
     """Walk a list forth, and check that it is the same back."""
-    found, slot = [], int(extents.links[sentinel, on])
+    found = []
+    slot = int(extents.links[sentinel, on])
     while slot != sentinel:
         found.append(slot)
         assert len(found) <= len(extents.slots)
         slot = int(extents.links[slot, on])
-    there, slot = [], int(extents.links[sentinel, back])
+    there = []
+    slot = int(extents.links[sentinel, back])
     while slot != sentinel:
         there.append(slot)
         slot = int(extents.links[slot, back])
@@ -62,7 +66,8 @@ def ring(extents: RowAllocator, sentinel: int, on: int, back: int) -> list[int]:
 
 
 def free_slots(extents: RowAllocator) -> list[int]:
-    found, slot = [], int(extents.control[Control.FREE_SLOT])
+    found = []
+    slot = int(extents.control[Control.FREE_SLOT])
     while slot >= 0:
         found.append(slot)
         slot = int(extents.links[slot, SlotLink.AFTER])
@@ -76,7 +81,8 @@ class ExtentsMachine(RuleBasedStateMachine):
         num_slots=st.integers(1, 7), num_rows=st.integers(1, 40), log_size=st.integers(1, 9)
     )
     def make(self, num_slots: int, num_rows: int, log_size: int) -> None:
-        self.num_rows, self.num_slots = num_rows, num_slots
+        self.num_rows = num_rows
+        self.num_slots = num_slots
         self.views = regions(num_slots, log_size)
         self.extents = allocator(self.views, num_rows)
         self.extents.rebuild()
@@ -100,7 +106,8 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     def _next_fit(self, num_rows: int) -> int | None:
         """Return the row at which the first sufficient gap begins, from the extent of the last search on."""
-        records, rover = self.extents.slots, int(self.extents.control[Control.ROVER])
+        records = self.extents.slots
+        rover = int(self.extents.control[Control.ROVER])
         held = sorted(self.held, key=lambda slot: int(records[slot, Slot.FIRST_ROW]))
         begins = [0, *(int(records[slot, [Slot.FIRST_ROW, Slot.NUM_ROWS]].sum()) for slot in held)]
         ends = [*records[held, Slot.FIRST_ROW].tolist(), self.num_rows]
@@ -113,10 +120,8 @@ class ExtentsMachine(RuleBasedStateMachine):
     @rule(num_rows=st.integers(1, 20))
     def reserve(self, num_rows: int) -> None:
         where = self._next_fit(num_rows)
-        free, longest = (
-            self.num_rows - sum(rows for _, rows, _ in self.held.values()),
-            self._longest_run(),
-        )
+        free = self.num_rows - sum(rows for _, rows, _ in self.held.values())
+        longest = self._longest_run()
         slot = self.extents.reserve(num_rows, max(1, num_rows - 1))
         if len(self.held) == self.num_slots:
             assert slot == Refusal.NO_SLOT
@@ -197,7 +202,9 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def right(self) -> None:
-        extents, control, slots = self.extents, self.extents.control, self.extents.slots
+        extents = self.extents
+        control = self.extents.control
+        slots = self.extents.slots
         for slot in range(self.num_slots):
             state, rows, steps = self.held.get(slot, (SlotState.FREE, 0, 0))
             assert slots[slot, Slot.STATE] == state

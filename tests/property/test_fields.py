@@ -51,18 +51,18 @@ def scenes(draw: st.DrawFn) -> Scene:
     ]
     columns += [Column(flag, "bool", (), flag) for flag in ("terminated", "truncated")]
     for i in range(draw(st.integers(1, 4))):
-        dtype, shape = (
-            draw(st.sampled_from(list(DTYPES))),
-            draw(st.sampled_from([(), (1,), (3,), (2, 2)])),
-        )
+        dtype = draw(st.sampled_from(list(DTYPES)))
+        shape = draw(st.sampled_from([(), (1,), (3,), (2, 2)]))
         columns.append(
             Column(f"c{i}", dtype, shape, "other", draw(st.sampled_from(["T", "T+1", "1"])))
         )
     if draw(st.booleans()):
-        name, dtype = draw(st.sampled_from(NEXT)), draw(st.sampled_from(list(DTYPES)))
+        name = draw(st.sampled_from(NEXT))
+        dtype = draw(st.sampled_from(list(DTYPES)))
         role = "next_observation" if name == "after" else "observation"
         columns.append(Column(name, dtype, (2,), role))
-    schema, trajectories = Schema(columns), []
+    schema = Schema(columns)
+    trajectories = []
     for steps in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
         rows = {"T": (steps,), "T+1": (steps + 1,), "1": ()}
         found = {c.name: values(c.dtype, (*rows[c.rows], *c.shape), random) for c in schema}
@@ -120,13 +120,15 @@ class Oracle:
     """One step at a time, in Python."""
 
     def __init__(self, scene: Scene, statistics: Any = None) -> None:
-        self.scene, self.statistics = scene, statistics
+        self.scene = scene
+        self.statistics = statistics
         self.n_step = scene.options.get("n_step")
 
     def returns(self, number: int, anchor: int) -> tuple[float, float, int]:
         """Return n-step return, discount and number of steps of a sample."""
         t = self.scene.trajectories[number]
-        total, steps = 0.0, 0
+        total = 0.0
+        steps = 0
         for step in range(anchor, min(anchor + self.n_step["n"], len(t["reward"]))):
             total += self.power(steps) * float(t["reward"][step])
             steps += 1
@@ -141,12 +143,14 @@ class Oracle:
 
     def rows(self, number: int, field: dict[str, Any]) -> torch.Tensor:
         """Return all values of a field's source. [rows, *shape]."""
-        t, derived = self.scene.trajectories[number], field.get("derived")
+        t = self.scene.trajectories[number]
+        derived = field.get("derived")
         steps = len(t["reward"])
         if derived in ("timestep", "position"):
             return torch.arange(steps)
         if derived == "return_to_go":
-            total, found = 0.0, []
+            total = 0.0
+            found = []
             for reward in reversed(t["reward"].tolist()):
                 total += reward
                 found.append(total)
@@ -157,7 +161,8 @@ class Oracle:
         self, number: int, anchor: int, field: dict[str, Any]
     ) -> tuple[list[torch.Tensor | None], list[bool]]:
         """Return the value (None: the constant pad) and the mask of every place."""
-        rows, edge = self.rows(number, field), field.get("pad") == "edge"
+        rows = self.rows(number, field)
+        edge = field.get("pad") == "edge"
         if field.get("column") and self.scene.schema[field["column"]].rows == "1":
             return [rows], [True]
         offset = field["offset"]
@@ -200,9 +205,11 @@ class Oracle:
             return 0.0, field["scale"]
         known = self.statistics[field["column"]]
         if field["normalize"] == "mean_std":
-            middle, spread = np.asarray(known.mean), np.asarray(known.std)
+            middle = np.asarray(known.mean)
+            spread = np.asarray(known.std)
         else:
-            middle, spread = known.min + (known.max - known.min) / 2, (known.max - known.min) / 2
+            middle = known.min + (known.max - known.min) / 2
+            spread = (known.max - known.min) / 2
         return middle, field["scale"] / np.where(known.max > known.min, spread, 1.0)
 
     def check(self, batch: Batch) -> None:
@@ -212,7 +219,8 @@ class Oracle:
             target = batch[name].dtype
             assert target == self.dtype(field)
             for i, (number, anchor) in enumerate(samples):
-                found, mask = batch[name][i], batch.mask[name][i]
+                found = batch[name][i]
+                mask = batch.mask[name][i]
                 wanted, real = self.window(number, anchor, field)
                 if field.get("length") is None:
                     found, mask = found[None], mask[None]
@@ -259,7 +267,8 @@ class Oracle:
 @settings(max_examples=120)  # of two batches of 24 samples of up to 6 fields
 @given(scene=scenes())
 def test_fields(scene: Scene) -> None:
-    oracle, capacity = Oracle(scene), {"capacity_steps": 100, "capacity_trajectories": 10}
+    oracle = Oracle(scene)
+    capacity = {"capacity_steps": 100, "capacity_trajectories": 10}
     section = config_of(tables={"main": capacity}, batch_size=BATCH, **scene.options)
     with Replay(section, schemas={"main": scene.schema}) as replay:
         for trajectory in scene.trajectories:
@@ -348,7 +357,8 @@ def n_step_replay(form: str, placement: str, **sampler: Any) -> tuple[Any, dict[
         "n_step": {"n": 3, "gamma": 0.5},
         "fields": {"next": {"column": FORMS[form][0].name, "offset": "n_step"}, "reward": {}},
     }
-    states, ends = torch.arange(6.0)[:, None].repeat(1, 2), torch.arange(5) == 4
+    states = torch.arange(6.0)[:, None].repeat(1, 2)
+    ends = torch.arange(5) == 4
     rows = {"observation": states, "after": states[1:], "next_observation.a": states[1:]}
     episode = {**rows, "reward": torch.ones(5), "terminated": ends, "truncated": ends & False}
     options = {"schemas": {"main": schema}}

@@ -51,7 +51,8 @@ def test_groups_follow_the_rules(
     if has_condition:
         group["where"] = {"reward": {"std": {"min": 0.1}}}
     least = 0.1 if has_condition else None
-    model, key = Model(size, by_member, needs_reward or has_condition, least, remember), 0
+    model = Model(size, by_member, needs_reward or has_condition, least, remember)
+    key = 0
     with Replay(section(group, batch={"groups": 1}, **options)) as replay:
         stream = train(replay)
         for name, first, second in steps:
@@ -117,7 +118,9 @@ def test_groups_are_evicted_whole(remove: str, kind: str, sizes: list[int], seed
     )
     config["tables"]["main"].update(capacity_steps=90, capacity_trajectories=24, max_length=9)
     with Replay(config) as replay:
-        stream, key, held = train(replay), 0, dict[int, set[int]]()
+        stream = train(replay)
+        key = 0
+        held = dict[int, set[int]]()
         order = np.repeat(np.arange(len(sizes)), 3)
         order = order[
             np.argsort(order * 3 + words.integers(0, 9, len(order)), kind="stable")

@@ -21,7 +21,10 @@ from deepspeed_gear.store.prompt_books import books_of
 from deepspeed_gear.store.prompt_ledger import Left, PromptCount, merge
 from deepspeed_gear.store.records import Control, Head, SlotRetention
 
-LEASE_S, WORKERS, GATEWAY = 6.0, (1, 2, 3), 3  # 0 is the rank; remote workers outlive 3
+# 0 is the rank; remote workers outlive 3
+LEASE_S = 6.0
+WORKERS = (1, 2, 3)
+GATEWAY = 3
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
@@ -29,7 +32,8 @@ class Extents:
     """The slots of a store whose trajectories have no rows."""
 
     def __init__(self, slots: np.ndarray) -> None:
-        self.slots, self.control = slots, np.zeros(Control.NUM_WORDS, np.int64)
+        self.slots = slots
+        self.control = np.zeros(Control.NUM_WORDS, np.int64)
 
     def retire(self, slot: int) -> None:
         self.slots[slot, Slot.STATE] = SlotState.EVICTED
@@ -58,18 +62,22 @@ class Store(NodeStore):
         self.views |= {"retention": np.zeros((room, SlotRetention.NUM_WORDS), np.int64)}
         self.views |= {"group_counts": np.zeros(16, np.int64)}
         self.views |= {"fill_claims": np.zeros((1, room + 1, 3), np.int64)}
-        self.retention, self.extents = self.views["retention"], Extents(self.slots)
+        self.retention = self.views["retention"]
+        self.extents = Extents(self.slots)
         extents: Any = self.extents
         self.ledger = KeptLedger(self.spec, self.views, self.numbers, self.memory, extents)
 
     def write(
         self, slot: int, number: int, state: int, drawn: int, present: int, version: int
     ) -> None:
-        control, spec = self.extents.control, self.spec
+        control = self.extents.control
+        spec = self.spec
         self.slots[slot, Slot.ID] = control[Control.NEXT_ID] * spec.num_stores + spec.store
         self.slots[slot, Slot.STATE] = state
         control[Control.NEXT_ID] += 1
-        self.numbers[slot], self.drawn[slot], self.leaders[slot] = number, drawn, 0
+        self.numbers[slot] = number
+        self.drawn[slot] = drawn
+        self.leaders[slot] = 0
         self.retention[slot, [SlotRetention.PRESENT, SlotRetention.POLICY_VERSION]] = (
             present,
             version,
@@ -112,15 +120,17 @@ class Run:
     """Jobs on nodes, one after the other, their workers, and what must be true of them."""
 
     def __init__(self, seed: int, count: int, **how: Any) -> None:
-        self.words, self.how, self.now = random.Random(seed), how, 0.0
-        self.groups, self.max_lag, self.by_lease = (
-            how["groups"],
-            how["max_lag"],
-            how["order"] == "lease",
-        )
+        self.words = random.Random(seed)
+        self.how = how
+        self.now = 0.0
+        self.groups = how["groups"]
+        self.max_lag = how["max_lag"]
+        self.by_lease = how["order"] == "lease"
         self.stores = [Store(index, count, **how) for index in range(count)]
         self.held: list[tuple[float, Store, LeaseRecord, int]] = []  # end, store, lease, worker
-        self.trained, self.gone, self.saved = list[int](), set[int](), None
+        self.trained = list[int]()
+        self.gone = set[int]()
+        self.saved = None
         self.counts = dict.fromkeys(("found", "older", "from before", "lost", "loads"), 0)
         self.agree()
 
@@ -154,10 +164,8 @@ class Run:
 
     def take(self, store: Store, count: int) -> list[LeaseRecord]:
         """Lease, and count what is held instead; some of these are older than a lease would be."""
-        before, version = (
-            store.slots_in(SlotState.COMMITTED),
-            prompt_ledger.version_of(store.spec, store.views),
-        )
+        before = store.slots_in(SlotState.COMMITTED)
+        version = prompt_ledger.version_of(store.spec, store.views)
         leases = store.ledger.lease(count)
         found = np.setdiff1d(store.slots_in(SlotState.COMMITTED), before)
         self.counts["found"] += len(found)
@@ -185,7 +193,8 @@ class Run:
 
     def commit(self, store: Store, lease: LeaseRecord) -> None:
         if store.make_room():
-            committed, words = self.num_held(store), (-1, self.words.randint(0, 1), lease.version)
+            committed = self.num_held(store)
+            words = (-1, self.words.randint(0, 1), lease.version)
             slot = int(store.slots_in(SlotState.FREE)[0])
             with store.ledger.committing(lease, 1):
                 store.write(slot, lease.number, SlotState.COMMITTED, *words)
@@ -200,7 +209,8 @@ class Run:
             store.retention[self.words.choice(store.lacking.tolist()), SlotRetention.PRESENT] = 1
 
     def die(self) -> None:
-        store, worker = self.words.choice(self.stores), self.words.choice(WORKERS)
+        store = self.words.choice(self.stores)
+        worker = self.words.choice(WORKERS)
         store.alive.discard(worker)
         self.held = [
             one for one in self.held if one[1] is not store or one[3] != worker or worker == GATEWAY
@@ -211,7 +221,8 @@ class Run:
     def note_dropped(self, store: Store) -> None:
         """Note the numbers that a store has issued and lost, which are neither open nor trained."""
         store.ledger.reclaim()
-        spec, issued = store.spec, int(store.ledger.counts[PromptCount.ISSUED])
+        spec = store.spec
+        issued = int(store.ledger.counts[PromptCount.ISSUED])
         issued_numbers = {n * spec.num_stores + spec.store for n in range(issued)}
         self.gone |= issued_numbers - store.open_numbers - {*self.trained}
 
@@ -313,7 +324,8 @@ class Run:
             store = self.stores[index]
             store.drawn[:] = -1
             store.ledger.begin(STREAM)
-        self.trained, self.gone = [], set()
+        self.trained = []
+        self.gone = set()
         self.begin()
 
     def begin(self) -> None:
@@ -433,14 +445,13 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
     stores = [Store(index, 2, **how) for index in range(2)]
     selected = 3 if case == "too old" else 2
     for store in stores:
-        store.position[Head.KEY], store.consumed[:] = (
-            selected,
-            1 if case == "more are trained" else 2,
-        )
+        store.position[Head.KEY] = selected
+        store.consumed[:] = 1 if case == "more are trained" else 2
         for number in range(2 * selected + store.spec.store, 2 * selected + 6, 2):
             store.write(number // 2, number, SlotState.EVICTED, -1, 1, 0)
         store.ledger.counts[PromptCount.ISSUED] = selected
-        store.views["prompt_left"][0, Left.DRAWN], store.views["life_words"][1] = selected, 99
+        store.views["prompt_left"][0, Left.DRAWN] = selected
+        store.views["life_words"][1] = 99
         if case == "begun":
             store.ledger.begin()
     known = np.stack([store.ledger.progress() for store in stores])

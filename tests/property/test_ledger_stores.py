@@ -26,7 +26,9 @@ from deepspeed_gear.store.prompt_ledger import (
 )
 from deepspeed_gear.store.records import Head
 
-LEASE_S, ATTEMPTS, WORKERS = 6.0, 2, 3
+LEASE_S = 6.0
+ATTEMPTS = 2
+WORKERS = 3
 PARTS = ("trained", "training", "waiting", "incomplete", "leased", "returned")
 
 
@@ -45,8 +47,11 @@ class Store(NodeStore):
     ) -> int:
         """Write a group; `completed`: complete groups ever, up to it, or 0: it lacks a late column."""
         slot = int(self.slots_in(SlotState.FREE)[0])
-        self.numbers[slot], self.slots[slot, Slot.STATE], self.drawn[slot] = number, state, key
-        self.leaders[slot], self.completed[slot] = (slot + 1) * (completed > 0), completed
+        self.numbers[slot] = number
+        self.slots[slot, Slot.STATE] = state
+        self.drawn[slot] = key
+        self.leaders[slot] = (slot + 1) * (completed > 0)
+        self.completed[slot] = completed
         self.num_completed = max(self.num_completed, completed)
         return slot
 
@@ -69,12 +74,20 @@ class Run:
     """Nodes, their workers, and what must be true of them."""
 
     def __init__(self, seed: int, count: int, **how: Any) -> None:
-        self.words, self.seed, self.how = random.Random(seed), seed, how
-        self.groups, self.max_lag, self.needs = how["groups"], how["max_lag"], how["needs"]
-        self.by_lease, self.drops = how["order"] == "lease", how["late"] == "drop"
+        self.words = random.Random(seed)
+        self.seed = seed
+        self.how = how
+        self.groups = how["groups"]
+        self.max_lag = how["max_lag"]
+        self.needs = how["needs"]
+        self.by_lease = how["order"] == "lease"
+        self.drops = how["late"] == "drop"
         self.places: dict[int, int] = {}  # of complete groups in the order of completion, by number
-        self.last, self.num_gone = 0, 0  # place, and dropped numbers, of the latest agreement
-        self.now, self.saved = 0.0, None
+        # place, and dropped numbers, of the latest agreement
+        self.last = 0
+        self.num_gone = 0
+        self.now = 0.0
+        self.saved = None
         self.held: list[tuple[float, Store, LeaseRecord, int]] = []  # end, store, lease, worker
         self.versions: dict[int, int] = {}  # of the latest lease of each number
         self.trained: list[int] = []  # numbers of all batches
@@ -128,7 +141,9 @@ class Run:
         end = min(self.held, key=lambda one: one[0])
         self.held.remove(end)
         self.now, (_, store, lease, worker) = max(self.now, end[0]), end
-        chance, number, store.memory.peer = self.words.random(), lease.number, worker
+        chance = self.words.random()
+        number = lease.number
+        store.memory.peer = worker
         try:
             if chance < 0.15:
                 store.ledger.fail(lease, f"reason {number % 40}", retry=chance < 0.1)
@@ -247,7 +262,8 @@ class Run:
     def select(self) -> bool:
         """Select the next batch if its groups are there; a rank may be late with the one before."""
         races = self.stores[0].spec.is_joint and self.words.random() < 0.5
-        known, batch = self.agree(races), self.selected
+        known = self.agree(races)
+        batch = self.selected
         if self.by_lease:
             lacking = [
                 number for store in self.stores for number in store.numbers[store.lacking].tolist()
@@ -328,12 +344,10 @@ class Run:
 
     def save(self) -> None:
         """Save the stores one after the other, while workers go on."""
-        parts, rows, gone, count = (
-            dict[int, Any](),
-            list[tuple[int, int, int, int]](),
-            set[int](),
-            len(self.stores),
-        )
+        parts = dict[int, Any]()
+        rows = list[tuple[int, int, int, int]]()
+        gone = set[int]()
+        count = len(self.stores)
         for store in self.words.sample(self.stores, count):
             parts[store.spec.store] = store.ledger.export()
             for state in (SlotState.COMMITTED, SlotState.EVICTED):
@@ -360,7 +374,10 @@ class Run:
         if any(len(own) > len(store.slots) for own, store in zip(owned, self.stores, strict=True)):
             self.stores = before
             return
-        self.held, self.trained, self.gone, self.places = [], list(trained), set(gone), dict(places)
+        self.held = []
+        self.trained = list(trained)
+        self.gone = set(gone)
+        self.places = dict(places)
         self.last = max(places.values(), default=0)
         drawn = sorted({number for number, state, *_ in rows if state == SlotState.EVICTED})
         for store, own in zip(self.stores, owned, strict=True):

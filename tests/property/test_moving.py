@@ -44,8 +44,10 @@ def check_rows(scene: StoreScene) -> None:
     """Every row, and what is derived from it, is of the trajectory that says to lie there."""
     table = scene.table
     for slot in np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0].tolist():
-        number, steps = int(table.slots[slot, Slot.ID]), int(table.slots[slot, Slot.NUM_STEPS])
-        wanted, rows = trajectory(number, steps), table.rows(slot)
+        number = int(table.slots[slot, Slot.ID])
+        steps = int(table.slots[slot, Slot.NUM_STEPS])
+        wanted = trajectory(number, steps)
+        rows = table.rows(slot)
         assert all(np.array_equal(rows[name], wanted[name]) for name in rows), number
         first = int(table.slots[slot, Slot.FIRST_ROW])
         returns = wanted["reward"][::-1].cumsum()[::-1]
@@ -54,7 +56,8 @@ def check_rows(scene: StoreScene) -> None:
 
 def take(scene: StoreScene, key: int) -> np.ndarray:
     """Return what a selection draws, checked to be what is stored. [B, 8], int64."""
-    stream, table = scene.streams[0], scene.table
+    stream = scene.streams[0]
+    table = scene.table
     stream.state.ask(key)
     records = np.array(stream.get(key).records.numpy())
     check_drawn(scene, records)
@@ -77,7 +80,8 @@ def set_priorities(scene: StoreScene, records: np.ndarray) -> dict[tuple[int, in
 
 def check_priorities(scene: StoreScene, known: dict[tuple[int, int], float]) -> None:
     """Each step has the priority that was reported for it, or the first one."""
-    masses, table = scene.streams[0].masses, scene.table
+    masses = scene.streams[0].masses
+    table = scene.table
     for slot in np.nonzero(masses.applied * (table.slots[:, Slot.STATE] == SlotState.COMMITTED))[
         0
     ].tolist():
@@ -94,7 +98,9 @@ def test_rows_and_priorities_move_with_their_trajectory(removal: str, data: st.D
         st.sampled_from([LONGEST + 1, 5, 2])
     )  # extents move as a whole, or in pieces
     with scene_of(removal, spare_rows=spare_rows) as scene:
-        key, by, known = 0, inserter(scene), dict[Any, float]()
+        key = 0
+        by = inserter(scene)
+        known = dict[Any, float]()
         late: np.ndarray | None = None  # of a selection that is not consumed yet
         for steps in data.draw(st.lists(st.integers(1, LONGEST), min_size=20, max_size=40)):
             try:
@@ -124,7 +130,8 @@ def test_a_store_of_random_lengths_is_as_full_as_it_can_be(
 ) -> None:
     """If trajectories are evicted only until a new one fits, 90% are full, at least 70%; then 83% and 51%."""
     with scene_of(removal, num_slots=400, num_rows=4000, spare_rows=spare_rows) as scene:
-        by, levels = inserter(scene), list[float]()
+        by = inserter(scene)
+        levels = list[float]()
         count, first = (600, 300) if longest == 40 else (300, 50)
         for number, steps in enumerate(
             np.random.default_rng(0).integers(1, longest + 1, count).tolist()

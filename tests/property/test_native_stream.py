@@ -32,13 +32,16 @@ LONGEST = 5
 
 
 def in_python(writer: VectorWriter) -> VectorWriter:
-    writer._native_steps, writer._stores, writer._publishes = None, False, False
+    writer._native_steps = None
+    writer._stores = False
+    writer._publishes = False
     return writer
 
 
 def stored(replay: Replay) -> list[Any]:
     """Return what batches may hold: id, steps and rows of each trajectory, by id."""
-    table, found = replay.tables["main"], []
+    table = replay.tables["main"]
+    found = []
     for slot in np.flatnonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED).tolist():
         rows = {name: values.tolist() for name, values in table.rows(slot).items()}
         found.append((*table.slots[slot, [Slot.ID, Slot.NUM_STEPS]].tolist(), rows))
@@ -123,7 +126,8 @@ def nested(columns: dict[str, Any]) -> dict[str, Any]:
     """Return columns as environments with Dict and Tuple spaces return them."""
     found = dict(columns)
     if "observation.place" in columns:
-        place, part = found.pop("observation.place"), found.pop("observation.parts.0")
+        place = found.pop("observation.place")
+        part = found.pop("observation.parts.0")
         found["observation"] = {"place": place, "parts": (part,)}
     if "info.task" in columns:
         found["info"] = {"task": found.pop("info.task")}
@@ -166,9 +170,11 @@ class Side:
     ) -> None:
         self.replay = Replay(config, schemas={"main": SCHEMA})
         self.stream: BatchStream = self.replay._parts.train[0]
-        self.writer, self.mode = self.replay.writer().vector_writer(num_envs, mode), mode
+        self.writer = self.replay.writer().vector_writer(num_envs, mode)
+        self.mode = mode
         self.could = (self.stream._native is not None, self.writer._native_steps is not None)
-        self.native, self.num_envs = native, num_envs
+        self.native = native
+        self.num_envs = num_envs
         if not native:
             self.stream._native = None
             in_python(self.writer)
@@ -188,7 +194,8 @@ class Side:
 
     def step(self, given: dict[str, Any]) -> Any:
         """Step the environments, or one of them, and reset those that the program resets."""
-        columns, some = columns_of(self.at, self.num_envs, given), given["some"]
+        columns = columns_of(self.at, self.num_envs, given)
+        some = given["some"]
         self.at += 1
         more: dict[str, Any] = {"publish": given["publish"]}
         if some is not None:
@@ -264,7 +271,8 @@ class Side:
         return [*found, stored(self.replay), self.writer.num_steps, self.writer.num_trajectories]
 
 
-OBSERVED, FLAGS = ("observation.place", "observation.parts.0"), ("terminated", "truncated")
+OBSERVED = ("observation.place", "observation.parts.0")
+FLAGS = ("terminated", "truncated")
 
 
 def values_of(batch: Batch) -> list[Any]:
@@ -302,10 +310,8 @@ def test_a_plain_stream_is_native(kind: str) -> None:
         "fields": {"reward": {}},
         "batch_size": 4,
     }
-    side, step = (
-        Side(config, native=True),
-        {"form": "", "publish": True, "some": None, "resets": False},
-    )
+    side = Side(config, native=True)
+    step = {"form": "", "publish": True, "some": None, "resets": False}
     step |= {"nested": False, "terminated": [False], "truncated": [False]}
     with side.replay:
         assert side.could == (True, True)
@@ -351,7 +357,8 @@ def test_native_transitions_are_those_of_python(
     """With gaps, ends of both kinds, parts of `max_length`, and a table that evicts and compacts."""
     spaces = pytest.importorskip("gymnasium").spaces
     num_envs, mode, longest, steps = scene
-    space, actions = spaces.Box(-1e6, 1e6, (2,), np.float32), spaces.Discrete(5)
+    space = spaces.Box(-1e6, 1e6, (2,), np.float32)
+    actions = spaces.Discrete(5)
     options = {
         "n_envs": num_envs,
         "autoreset": mode,

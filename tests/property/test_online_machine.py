@@ -38,7 +38,9 @@ SCHEMA = Schema(
         Column("after", "int64", late=True),
     ]
 )
-CAPACITY, LONGEST, BATCH = 4, 9, 16
+CAPACITY = 4
+LONGEST = 9
+BATCH = 16
 PRIORITIES = np.array([0.5, 1.0, 4.0], np.float32)
 
 
@@ -123,7 +125,9 @@ class OnlineMachine(Machine):
             "batch_size": BATCH,
             "timeout_s": 5.0,
         }
-        self.kind, self.by_step, self.wants_late = kind, unit == "step", wants_late
+        self.kind = kind
+        self.by_step = unit == "step"
+        self.wants_late = wants_late
         self.replay = Replay(section, schemas={"main": SCHEMA})
         self.table = self.replay.tables["main"]
         self.writer = self.replay.writer()
@@ -212,7 +216,8 @@ class OnlineMachine(Machine):
         self.opened[number].append(state=state + 1, action=-state, truncated=False, publish=publish)
 
     def publish(self, number: int) -> None:
-        key, first = self.open_id(number), self.first[number]
+        key = self.open_id(number)
+        first = self.first[number]
         steps = self.appended[number] - first
         self.unknown -= {number} if steps else set()
         if key is not None:
@@ -231,7 +236,8 @@ class OnlineMachine(Machine):
         self.unknown.discard(number)
         key = self.open_id(number)
         if key is not None:
-            self.stored[key].is_open, self.stored[key].is_truncated = False, breaks
+            self.stored[key].is_open = False
+            self.stored[key].is_truncated = breaks
         if breaks:
             with pytest.raises(KeyError), opened:
                 raise KeyError(number)
@@ -395,10 +401,12 @@ class OnlineMachine(Machine):
         state = self.replay.save(self.folder)
         self.replay.load(self.folder, state)
         shutil.rmtree(self.folder)
-        self.batches, self.unknown = [], set()
+        self.batches = []
+        self.unknown = set()
         for held in self.stored.values():
             if held.is_open:
-                held.is_open, held.is_truncated = False, True
+                held.is_open = False
+                held.is_truncated = True
                 self.first[held.number] = held.first + held.steps
 
     @rule()
@@ -414,7 +422,8 @@ class OnlineMachine(Machine):
                 assert (rows[name].numpy() == values).all(), (key, name)
         with self.table.lock:
             self.writer._inserter.evictor.free_retired()
-        control, closed = self.table.control, [h for h in self.stored.values() if not h.is_open]
+        control = self.table.control
+        closed = [h for h in self.stored.values() if not h.is_open]
         assert control[Control.NUM_COMMITTED] == len(self.stored)
         assert control[Control.PENDING] == 0
         grow = len(self.stored) - len(closed)
@@ -431,7 +440,9 @@ TestOnline.settings = settings(
 
 # ---- epochs ------------------------------------------------------------------------------------------
 
-CAPACITY_STEPS, NUM_SLOTS, EPOCH_BATCH = 30, 5, 6
+CAPACITY_STEPS = 30
+NUM_SLOTS = 5
+EPOCH_BATCH = 6
 
 
 class EpochMachine(Machine):
@@ -494,15 +505,19 @@ class EpochMachine(Machine):
         elif how == "clear":
             self.replay.clear()
             self.stored.clear()
-            self.items, self.visited = set(), set()
+            self.items = set()
+            self.visited = set()
 
     def sample(self) -> None:
         if not self.stored:
             with pytest.raises(StoreError, match="must hold at least one item"):
                 self.replay.sample()
-            self.items, self.visited = set(), set()  # the epoch has ended
+            # the epoch has ended
+            self.items = set()
+            self.visited = set()
             return
-        batch, by_step = self.replay.sample(), self.unit == "step"
+        batch = self.replay.sample()
+        by_step = self.unit == "step"
         numbers = range(self.num_samples, self.num_samples + EPOCH_BATCH)
         assert batch.sample_number.tolist() == list(numbers)
         self.num_samples += EPOCH_BATCH
@@ -516,7 +531,9 @@ class EpochMachine(Machine):
                 assert epoch > self.epoch
                 left = {item for item in self.items - self.visited if item[0] in self.stored}
                 assert not left, "an epoch ended before all that is there was visited"
-                self.epoch, self.items, self.visited = epoch, set(current), set()
+                self.epoch = epoch
+                self.items = set(current)
+                self.visited = set()
             item = (number, anchor if by_step else 0)
             assert item in self.items
             assert item not in self.visited, "visited twice in one epoch"

@@ -30,7 +30,8 @@ def sums(plan: PackingPlan, values: torch.Tensor) -> torch.Tensor:
 
 def check_plan(plan: PackingPlan, values: torch.Tensor, budget: PackBudget) -> None:
     """Check what holds for every plan of these lengths."""
-    width, most = plan.width, budget.trajectories
+    width = plan.width
+    most = budget.trajectories
     placed = [i for rank in range(width) for pack in plan.packs(rank) for i in pack.tolist()]
     assert sorted(placed) == list(range(len(values)))
     if not len(values):
@@ -136,7 +137,8 @@ def test_plans_up_to_the_largest_costs() -> None:
         ([MOST_PACK_TOKENS], MOST_PACK_TOKENS, 1, 0, 1 << 20),
     ]
     for lengths, tokens, linear, quadratic, width in cases:
-        values, budget = torch.tensor(lengths), PackBudget(tokens, linear, quadratic)
+        values = torch.tensor(lengths)
+        budget = PackBudget(tokens, linear, quadratic)
         check_plan(plan_packs(values, budget, width, OPS), values, budget)
 
 
@@ -202,7 +204,8 @@ def best_fit(lengths: list[int], packs: int, tokens: int) -> bool:
 def test_no_simple_rule_needs_fewer_packs(
     kind: str, count: int, width: int, spread: int, seed: int
 ) -> None:
-    random, tokens = np.random.default_rng(seed), 16384
+    random = np.random.default_rng(seed)
+    tokens = 16384
     part = {"thirds": 3, "fourths": 4, "halves": 2}.get(kind, 0)
     lengths = {
         "log-normal": lambda: 100 + np.exp(random.normal(7.6, 0.9, count)),
@@ -244,7 +247,8 @@ def fewest(lengths: list[int], tokens: int, width: int) -> int:
             rooms[pack] = room
         return False
 
-    num_micro, ordered = 1, sorted(lengths, reverse=True)
+    num_micro = 1
+    ordered = sorted(lengths, reverse=True)
     while not fits([tokens] * (num_micro * width), ordered):
         num_micro += 1
     return num_micro
@@ -263,7 +267,8 @@ def fewest(lengths: list[int], tokens: int, width: int) -> int:
 def test_the_number_of_packs_against_all_packings(
     draw: Callable[[np.random.Generator, int], np.ndarray], tokens: int
 ) -> None:
-    random, more = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    more = []
     for _ in range(300):
         lengths = draw(random, int(random.integers(1, 12)))
         width = int(random.choice([1, 2, 4]))
@@ -274,9 +279,12 @@ def test_the_number_of_packs_against_all_packings(
 
 
 def test_the_balance_against_all_packings() -> None:
-    random, more = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    more = []
     for _ in range(60):
-        count, width, tokens = int(random.integers(4, 8)), int(random.choice([2, 3, 4])), 100
+        count = int(random.integers(4, 8))
+        width = int(random.choice([2, 3, 4]))
+        tokens = 100
         lengths = np.minimum(np.exp(random.normal(3.2, 0.7, count)).astype(int) + 1, tokens)
         plan = plan_packs(torch.from_numpy(lengths), PackBudget(tokens, 300, 1), width, OPS)
         size = plan.num_micro * width

@@ -21,7 +21,10 @@ from deepspeed_gear.replay import table_access
 from deepspeed_gear.sampling.mass_rules import Decay
 from deepspeed_gear.store.records import Head
 
-NUM_SLOTS, NUM_ROWS, KEY_OF_STREAM, NUM_PEERS = 5, 40, 7, 3
+NUM_SLOTS = 5
+NUM_ROWS = 40
+KEY_OF_STREAM = 7
+NUM_PEERS = 3
 ALPHAS = (0.0, 0.3, 0.6, 1.0)
 Item = tuple[int, int]  # trajectory, and its step; 0 where the unit is a trajectory
 
@@ -52,14 +55,21 @@ def masses_of(values: list[float], alpha: float) -> list[int]:
 class PriorityMachine(RuleBasedStateMachine):
     """The oracle: `known` is as of the latest selection; `reported` waits, with batch and order."""
 
-    unit, kind, lag, normalize, initial = "step", "random", 0, "table", None
-    batch, decay = 9, None
+    unit = "step"
+    kind = "random"
+    lag = 0
+    normalize = "table"
+    initial = None
+    batch = 9
+    decay = None
 
     @initialize(
         seed=st.integers(0, 1000), lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4)
     )
     def make(self, seed: int, lengths: list[int]) -> None:
-        self.seed, self.key, self.samples = seed, 0, 0
+        self.seed = seed
+        self.key = 0
+        self.samples = 0
         self.asked = [-(1 << 62)] * NUM_PEERS
         self.alpha_of: dict[int, float] = {}
         self.alpha = 0.6
@@ -76,7 +86,8 @@ class PriorityMachine(RuleBasedStateMachine):
             kind, self.unit, self.batch, priorities=rule, seed=seed, depth=self.lag + 4
         )
         self.scene = StoreScene([spec], (), NUM_SLOTS, NUM_ROWS, NUM_PEERS)
-        self.tables, self.streams = [self.scene.table], [self.scene.streams[0]]
+        self.tables = [self.scene.table]
+        self.streams = [self.scene.streams[0]]
         for peer in range(1, NUM_PEERS):
             table, (stream,) = self.scene.attach(peer)
             self.tables.append(table)

@@ -22,7 +22,8 @@ from deepspeed_gear.store.prompt_ledger import Entry, EntryState, PromptSpec, ma
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.shared_memory import remove_garbage
 
-LEASE_S, PROMPTS = 6.0, 23
+LEASE_S = 6.0
+PROMPTS = 23
 
 
 class Run:
@@ -31,13 +32,12 @@ class Run:
     def __init__(
         self, seed: int, folder: Path, groups: int, max_lag: int, order: str, late: str, stages: str
     ) -> None:
-        needs, self.keeps = "needs" in stages, "keeps" in stages
-        self.words, self.folder, self.groups, self.max_lag = (
-            random.Random(seed),
-            folder,
-            groups,
-            max_lag,
-        )
+        needs = "needs" in stages
+        self.keeps = "keeps" in stages
+        self.words = random.Random(seed)
+        self.folder = folder
+        self.groups = groups
+        self.max_lag = max_lag
         data = folder / "prompts"
         options = {
             "max_lag": max_lag,
@@ -53,7 +53,8 @@ class Run:
         group = {"where": where, "needs": ["reward"] if needs else []}
         self.config = ledger_section(data, options, groups, group=group, writers=4)
         self.config["shared_memory"]["keep"] = self.keeps
-        self.replay, self.now = Replay(self.config), 0.0
+        self.replay = Replay(self.config)
+        self.now = 0.0
         self.workers: list[RolloutWorker] = []
         self.ends: list[tuple[float, Lease, RolloutWorker]] = []  # when each lease ends
         self.trained: list[int] = []  # numbers, in order
@@ -194,11 +195,14 @@ class Run:
             if not self.keeps:
                 for worker in self.workers:
                     worker._ledger._table.close()
-                self.workers, self.ends = [], []
+                self.workers = []
+                self.ends = []
             self.replay.close()
             self.replay = Replay(self.config)
         if elsewhere and self.keeps and self.words.random() < 0.3:  # from the start
-            self.trained, self.rejected, self.kept = [], set(), {}
+            self.trained = []
+            self.rejected = set()
+            self.kept = {}
             self.check()
             return
         self.replay.load(self.folder / "saved")
@@ -313,9 +317,12 @@ def test_admission_is_exact() -> None:
 
 def test_a_kept_group_is_held_exactly_if_every_group_stays_within_the_lag() -> None:
     """In the order of completion, beside entries of any versions, by the earliest of their last batches."""
-    words, answers = random.Random(0), Counter[bool]()
+    words = random.Random(0)
+    answers = Counter[bool]()
     for _ in range(2000):
-        groups, max_lag, trained = words.randint(1, 3), words.randint(0, 3), words.randint(0, 3)
+        groups = words.randint(1, 3)
+        max_lag = words.randint(0, 3)
+        trained = words.randint(0, 3)
         key = trained + words.randint(0, min(1, max_lag))  # one batch is in training, or none
         given = (groups, 1, 1.0, 1, max_lag, 0, 0, "completion")
         spec = PromptSpec("", "", 99, *given, members=1)

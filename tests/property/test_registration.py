@@ -40,7 +40,8 @@ class LockedPages:
 
     def __init__(self, shares_addresses: bool = True) -> None:
         self.locked: list[tuple[int, int]] = []
-        self.cleared, self._shares_addresses = 0, shares_addresses
+        self.cleared = 0
+        self._shares_addresses = shares_addresses
 
     def reads_host_addresses(self) -> bool:
         return self._shares_addresses
@@ -73,7 +74,8 @@ def memory() -> Iterator[SharedMemory]:
 @st.composite
 def columns(draw: st.DrawFn) -> dict[str, Span]:
     """Neighbouring columns in some order, some of them empty, some elsewhere."""
-    at, found = 1000, []
+    at = 1000
+    found = []
     for _ in range(draw(st.integers(0, 8))):
         at += draw(st.integers(0, 40))
         size = draw(st.integers(0, 200))
@@ -150,7 +152,8 @@ def test_a_failed_call_leaves_its_columns_out_and_no_error(memory: SharedMemory)
         for name, at in (("a", 0), ("b", 8192), ("c", 16384))
     }
     calls = tuple(Span(base + at, base + at + 8192) for at in (0, 8192, 16384))
-    runtime, pages = LockedPages(), ctypes.c_void_p(base + 8192)
+    runtime = LockedPages()
+    pages = ctypes.c_void_p(base + 8192)
     assert LIBC.mprotect(pages, ctypes.c_size_t(8192), 0) == 0  # unreadable: they cannot be locked
     try:
         found = Registration(memory, RegistrationPlan(calls, columns, {"file": IS_FILE}), runtime)

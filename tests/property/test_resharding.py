@@ -42,7 +42,8 @@ def content_of(
     random: np.random.Generator, records: np.ndarray, by_step: bool, cuts: int
 ) -> dict[str, Any]:
     """Make the content of a stream with priorities, as one store saves it."""
-    count, items = len(records), int(records[:, Slot.NUM_ROWS].sum()) if by_step else len(records)
+    count = len(records)
+    items = int(records[:, Slot.NUM_ROWS].sum()) if by_step else len(records)
     log = random.integers(0, 9, (7 if count else 0, LogEntry.NUM_WORDS))
     log[:, PriorityUpdate.SLOT] = random.integers(0, max(count, 1), len(log))
     committed = np.nonzero(records[:, Slot.STATE] == SlotState.COMMITTED)[0]
@@ -127,11 +128,13 @@ def test_shards_are_the_whole_again_and_shards_of_shards_are_those_of_the_whole(
         if (
             by_rows
         ):  # slots stand in the order of shards: compare trajectories, in the order of rows
-            a, b = reshard.in_rows(direct.slots), reshard.in_rows(over.slots)
+            a = reshard.in_rows(direct.slots)
+            b = reshard.in_rows(over.slots)
             np.testing.assert_array_equal(direct.slots[a], over.slots[b])
             items = [reshard.items_of(one.slots, at) for one, at in ((direct, a), (over, b))]
             for name in ("priorities", "draws") if by_step else ():
-                one, other = direct.streams["train"][name], over.streams["train"][name]
+                one = direct.streams["train"][name]
+                other = over.streams["train"][name]
                 np.testing.assert_array_equal(one[items[0]], other[items[1]])
         else:
             assert_same(direct, over)
@@ -172,11 +175,9 @@ def test_reports_of_other_shards_go_where_their_trajectories_went() -> None:
 
     def shard(ids: list[int], numbers: list[int], words: list[tuple[int, int, int]]) -> SavedShard:
         records = np.zeros((len(ids), Slot.NUM_WORDS), np.int64)
-        records[:, Slot.STATE], records[:, Slot.ID], records[:, Slot.NUM_ROWS] = (
-            SlotState.COMMITTED,
-            ids,
-            2,
-        )
+        records[:, Slot.STATE] = SlotState.COMMITTED
+        records[:, Slot.ID] = ids
+        records[:, Slot.NUM_ROWS] = 2
         records[:, Slot.FIRST_ROW] = 2 * np.arange(len(ids))
         content = content_of(np.random.default_rng(1), records, False, 0)
         content["log"] = np.zeros((len(words), LogEntry.NUM_WORDS), np.int64)
@@ -215,7 +216,10 @@ def test_a_table_is_divided_wherever_whole_trajectories_fit(
     records = np.zeros((len(rows), Slot.NUM_WORDS), np.int64)
     records[:, Slot.NUM_ROWS] = rows
     records[:, Slot.FIRST_ROW] = np.cumsum(rows) - rows
-    used, filled, shards = 0, 0, 1  # as many as fit into each, one after the other
+    # as many as fit into each, one after the other
+    used = 0
+    filled = 0
+    shards = 1
     for length in rows:
         if used + 1 > slots or filled + length > most:
             used, filled, shards = 0, 0, shards + 1
@@ -268,7 +272,8 @@ def test_groups_stay_whole_and_in_order(size: int, before: int, count: int, seed
             assert len(set(division.owner[numbers == number].tolist())) <= 1
         shards = []
         for index in range(parts):
-            chosen, groups_of = division.chosen(index), reshard.groups_of(whole, division, index)
+            chosen = division.chosen(index)
+            groups_of = reshard.groups_of(whole, division, index)
             slots = reshard.packed(whole.slots[chosen])
             shards.append(SavedShard(slots, None, 0, {}, groups=groups_of))
             own = groups_of.records

@@ -59,7 +59,8 @@ class Scene(NamedTuple):
 
 @st.composite
 def reads(draw: st.DrawFn) -> WindowRead:
-    column, first = draw(st.sampled_from(sorted(FINAL_ROW))), draw(st.integers(-7, 7))
+    column = draw(st.sampled_from(sorted(FINAL_ROW)))
+    first = draw(st.integers(-7, 7))
     end = first + draw(st.integers(1, 6))
     return WindowRead(
         column, first, end, draw(st.booleans()), draw(st.booleans()), FINAL_ROW[column]
@@ -80,7 +81,8 @@ needs_of_one = st.builds(
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    num_nodes, needs = draw(st.integers(1, 4)), draw(st.lists(needs_of_one, max_size=3))
+    num_nodes = draw(st.integers(1, 4))
+    needs = draw(st.lists(needs_of_one, max_size=3))
     lengths = draw(
         st.lists(st.integers(1, 9), min_size=1, max_size=3)
     )  # of each node's trajectories
@@ -89,7 +91,8 @@ def scenes(draw: st.DrawFn) -> Scene:
         slot = draw(st.integers(0, len(lengths) - 1))
         steps = lengths[slot]
         ends = draw(st.tuples(*[st.integers(0, num_nodes - 1)] * 2))
-        need, anchor = draw(st.integers(0, len(needs) - 1)), draw(st.integers(0, steps - 1))
+        need = draw(st.integers(0, len(needs) - 1))
+        anchor = draw(st.integers(0, steps - 1))
         goal = draw(st.integers(-1, steps - 1))
         samples.append(
             Sample(
@@ -209,7 +212,8 @@ def test_each_row_travels_once_to_where_windows_look_for_it(scene: Scene, random
             ]
             wanted += [(t, which, sample.slot) for t in scene.needs[sample.need].per_trajectory]
             for column, at, row in wanted:
-                size, index = ROW_BYTES[column], layout.names.index(column)
+                size = ROW_BYTES[column]
+                index = layout.names.index(column)
                 held = stores[sample.holder][index][row * size : (row + 1) * size]
                 assert torch.equal(plan.arrivals[index][at * size : (at + 1) * size], held)
             for read in scene.needs[sample.need].reads:  # ops check the row that is nearest
@@ -225,7 +229,8 @@ def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
     drawn = [Sample(1, 1, 0, 7, 50, anchor, 0, -1) for anchor in (10, 12, 15, 10, 19, 49)]
     received = [torch.zeros(0, dtype=torch.int64), torch.arange(104).byte().view(torch.int64)]
     plan = taken(layout_of(needs, ROW_BYTES), drawn, "holder", received)
-    first, end = 4 * FIRST[0], 4 * (FIRST[0] + 12)
+    first = 4 * FIRST[0]
+    end = 4 * (FIRST[0] + 12)
     assert plan.arrivals[0][first:end].tolist() == list(range(HEAD, HEAD + 48))
     assert not plan.arrivals[0][:first].any()
     assert not plan.arrivals[0][end:].any()
@@ -235,7 +240,8 @@ def test_overlapping_windows_are_merged_and_distant_ones_are_not() -> None:
 
 # ---- packs: every node gets what it gathers, once, and all nodes compute the same places ---------------
 
-SLOTS, EDGE = 6, 2
+SLOTS = 6
+EDGE = 2
 READS = RowReads(
     (WindowRead("steps", 0, WHOLE), WindowRead("final", 0, WHOLE, final_row=1)), ("single",)
 )
@@ -253,10 +259,8 @@ class Node:
         held = {name: np.full(rows, -1) for name in ("steps", "final")}
         for slot, (first, count) in enumerate(slots[:, [Slot.FIRST_ROW, Slot.NUM_STEPS]].tolist()):
             codes = code(index, slot) + np.arange(count + 1)
-            held["steps"][first : first + count], held["final"][first : first + count + 1] = (
-                codes[:-1],
-                codes,
-            )
+            held["steps"][first : first + count] = codes[:-1]
+            held["final"][first : first + count + 1] = codes
         held["single"] = code(index, np.arange(SLOTS))
         sizes = {"steps": room[0] + 2 * EDGE, "final": room[0] + 2 * EDGE, "single": room[1]}
         whole = {name: np.concatenate([held[name], np.full(sizes[name], -2)]) for name in held}
@@ -281,7 +285,8 @@ def code(node: int, slot: Any) -> Any:
 
 def exchange(nodes: list[Node], moves: list[Moves]) -> None:
     """Send and receive, as `TrajectoryExchange` does on each node."""
-    count, sent = len(nodes), []
+    count = len(nodes)
+    sent = []
     for node, its in zip(nodes, moves, strict=True):
         encoded = node.rows.encode(torch.from_numpy(its.outgoing), [1] * count)
         sent.append([words[1:].copy() for words in encoded])
@@ -289,7 +294,8 @@ def exchange(nodes: list[Node], moves: list[Moves]) -> None:
         num_incoming = len(its.incoming)
         places = torch.empty(num_incoming, Resolution.NUM_WORDS, dtype=torch.int64)
         received = [words[index] for words in sent]
-        incoming, which = torch.from_numpy(its.incoming), torch.arange(num_incoming)
+        incoming = torch.from_numpy(its.incoming)
+        which = torch.arange(num_incoming)
         node.rows.fill(0, places, which, incoming, received, [0] * count, its.used)
 
 
@@ -297,7 +303,8 @@ def exchange(nodes: list[Node], moves: list[Moves]) -> None:
 def test_every_node_has_what_it_gathers(count: int, size: int, mapped: bool, seed: int) -> None:
     random = np.random.default_rng(seed)
     steps = random.integers(1, 9, (count, SLOTS))
-    owner, slot = random.integers(0, count, size), random.integers(0, SLOTS, size)
+    owner = random.integers(0, count, size)
+    slot = random.integers(0, SLOTS, size)
     lengths = random.integers(1, steps[owner, slot] + 1)  # samples of one trajectory while it grows
     distinct = len(set(zip(owner.tolist(), slot.tolist(), strict=True)))
     room = int((steps + 1).sum()), distinct

@@ -27,7 +27,8 @@ from deepspeed_gear.sampling.mass_rules import Decay
 from deepspeed_gear.sampling.samplers.kinds import stratify_
 
 ALL_ANCHORS = (0, 0, 1, 1 << 40, 0)
-MANY, CHUNK = 1 << 25, 1 << 22
+MANY = 1 << 25
+CHUNK = 1 << 22
 # Draws for each item among the 2^25, on average, and which steps are looked at: GEAR_LONG_TESTS=1 draws 32
 # times as many, and looks at all, for some minutes.
 DRAWS, EVERY = (8.0, 1) if os.environ.get("GEAR_LONG_TESTS") else (0.25, 7)
@@ -50,7 +51,8 @@ def chi_square(counts: Any, expected: Any, degrees: int = 0, spread: float = 1.0
 
 @pytest.mark.parametrize("total", [7, 1000, 3 << 40, (1 << 62) - 1])
 def test_coordinates_are_uniform(total: int) -> None:
-    count, bins = 200_000, min(total, 1000)
+    count = 200_000
+    bins = min(total, 1000)
     coordinates = op_wrappers.draw(1, 2, 0, total, count)
     edges = np.array([total * i // bins for i in range(1, bins)])
     counts = np.bincount(np.searchsorted(edges, coordinates.numpy(), side="right"), minlength=bins)
@@ -58,7 +60,8 @@ def test_coordinates_are_uniform(total: int) -> None:
 
 
 def test_neighbouring_samples_streams_and_seeds_are_independent() -> None:
-    count, bins = 100_000, 16
+    count = 100_000
+    bins = 16
     keys = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1 << 32, 0, 0))  # seed, stream, first
     draws = [op_wrappers.draw(*key, bins, count) for key in keys]
     for other in draws[1:]:
@@ -73,8 +76,10 @@ class TestManyEqualItems:
         tree = op_wrappers.tree(torch.ones(MANY, dtype=torch.int64))
         assert op_wrappers.tree_total(tree, MANY) == MANY
         slots = torch.zeros(MANY, 8, dtype=torch.int64)  # never written, so they take no memory
-        counts, one = torch.zeros(MANY, dtype=torch.int32), torch.ones(CHUNK, dtype=torch.int32)
-        num_draws, out = int(MANY * DRAWS), torch.empty(CHUNK, 8, dtype=torch.int64)
+        counts = torch.zeros(MANY, dtype=torch.int32)
+        one = torch.ones(CHUNK, dtype=torch.int32)
+        num_draws = int(MANY * DRAWS)
+        out = torch.empty(CHUNK, 8, dtype=torch.int64)
         for first in range(0, num_draws, CHUNK):
             coordinates = op_wrappers.draw(9, 0, first, MANY, CHUNK)
             NATIVE.resolve_(out, tree, slots, coordinates, ALL_ANCHORS, MassUnit.STEP, 0, 0, 0)
@@ -165,7 +170,9 @@ def test_every_order_of_four_items() -> None:
 
 def test_neighbours_are_spread() -> None:
     """The distance of two neighbours' places is as that of two random places; so is the place of index 0."""
-    size, epochs, bins = 1000, 300, 20
+    size = 1000
+    epochs = 300
+    bins = 20
     steps = torch.zeros(bins, dtype=torch.int64)
     for epoch in range(epochs):
         items = order(size, seed=2, epoch=epoch)
@@ -181,7 +188,8 @@ def test_seeds_streams_and_epochs_differ() -> None:
 
 # ---- samplers ----------------------------------------------------------------------------------------
 
-BATCH, NUM_BATCHES = 20_000, 6
+BATCH = 20_000
+NUM_BATCHES = 6
 
 
 @pytest.fixture
@@ -269,7 +277,8 @@ def test_old_items_decay_exactly() -> None:
         for _ in range(60):
             counted(scene, 1)
             scene.add(1)
-        counts, masses = counted(scene), scene.streams[0].masses.leaves.copy()
+        counts = counted(scene)
+        masses = scene.streams[0].masses.leaves.copy()
     with localcontext(prec=40):
         exact = [(Decimal(-age) / 7).exp() for age in range(60, -1, -1)]
         wanted = np.array([float(value / sum(exact)) for value in exact])

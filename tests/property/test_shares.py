@@ -28,7 +28,8 @@ def test_a_pool_is_divided_as_a_whole(pool: int, wanted: list[int], turn: int) -
 def test_room_is_all_that_may_be_added(
     ratio: float, size: int, more: int, sampled: int, min_size: int
 ) -> None:
-    rate, inserted = RateLimiter.ratio("step", min_size + 1, ratio, 40.0), size + more
+    rate = RateLimiter.ratio("step", min_size + 1, ratio, 40.0)
+    inserted = size + more
     room = rate.room(size, inserted, sampled)
     for count in range(1, room + 1):
         assert rate.may_insert(size, inserted, sampled, count)
@@ -63,7 +64,8 @@ class Nodes:
     """Several of them, whose records say what was so at different times."""
 
     def __init__(self, count: int, rate: RateLimiter) -> None:
-        self.nodes, self.rate = [Node() for _ in range(count)], rate
+        self.nodes = [Node() for _ in range(count)]
+        self.rate = rate
         self.sampled = self.turn = 0
         self.was_open = True
 
@@ -75,7 +77,8 @@ class Nodes:
         node = self.nodes[index]
         node.reach = kept(node.admitted, max(node.reach, node.admitted), not self.was_open)
         said = node.admitted, node.reach, max(node.wanted, int(node.admitted > node.said))
-        node.said, node.wanted = node.admitted, 0
+        node.said = node.admitted
+        node.wanted = 0
         return said
 
     def hear(self, said: list[tuple[int, int, int]], count: int) -> bool:

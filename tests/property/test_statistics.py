@@ -36,7 +36,8 @@ def real_rows(column: Column, values: np.ndarray, rows: KeptRows) -> np.ndarray:
     """Return the rows that count, picked one trajectory after the other."""
     parts = []
     for i in np.flatnonzero(rows.keep):
-        first, steps = rows.first_rows[i], rows.lengths[i]
+        first = rows.first_rows[i]
+        steps = rows.lengths[i]
         ends = {"T": first + steps, "T+1": first + steps + 1}
         parts.append(values[i : i + 1] if column.rows == "1" else values[first : ends[column.rows]])
     return np.concatenate(parts)
@@ -161,7 +162,8 @@ def test_statistics_of_a_split_leave_its_trajectories_out(tmp_path: Path) -> Non
             Column("z", "float64", rows="1"),
         ]
     )
-    random, split = np.random.default_rng(0), {"eval": 0.3, "test": 0.2}
+    random = np.random.default_rng(0)
+    split = {"eval": 0.3, "test": 0.2}
     with DatasetWriter(tmp_path / "set", schema, split=split) as writer:
         for length in random.integers(1, 9, 100):
             x = random.normal(size=(length + 1, 2)).astype(np.float32)
@@ -210,15 +212,14 @@ IMAGES = [
 def test_images_have_statistics_per_channel(
     shape: tuple[int, ...], kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    column, random = Column("x", "uint8", shape), np.random.default_rng(len(shape))
+    column = Column("x", "uint8", shape)
+    random = np.random.default_rng(len(shape))
     share = np.linspace(0.1, 0.9, math.prod(kept)).reshape(kept)
     values = random.binomial(255, share, (9, *shape)).astype(np.uint8)
     rows = KeptRows(np.array([0, 4]), np.array([4, 4]), np.array([True, False]), True)
     monkeypatch.setattr(dataset_statistics, "_BLOCK_ROWS", 3)
-    found, axes = (
-        column_statistics(values, column, rows),
-        (0, *(1 + i for i, n in enumerate(kept) if n == 1)),
-    )
+    found = column_statistics(values, column, rows)
+    axes = (0, *(1 + i for i, n in enumerate(kept) if n == 1))
     wanted = values[:4].astype(np.float64)
     assert (found.count, found.quantile_rows, found.non_finite) == (4, 4, 0)
     for name in ("mean", "std", "min", "max"):
@@ -234,9 +235,11 @@ def test_images_have_statistics_per_channel(
     assert ColumnStatistics.from_json(found.to_json(), column).to_json() == found.to_json()
     for how in ("mean_std", "min_max"):  # the numbers are those of each pixel
         shift, gain = affine(ResolvedField("x", column, normalize=how), {"x": found}, shape)
-        middle, spread = found.mean, found.std
+        middle = found.mean
+        spread = found.std
         if how == "min_max":
-            middle, spread = (found.min + found.max) / 2, (found.max - found.min) / 2
+            middle = (found.min + found.max) / 2
+            spread = (found.max - found.min) / 2
         got = convert(torch.from_numpy(values.reshape(9, -1)), torch.float32, shift, gain).numpy()
         np.testing.assert_allclose(
             got.reshape(values.shape), (values - middle) / spread, rtol=1e-5, atol=1e-6
@@ -244,7 +247,8 @@ def test_images_have_statistics_per_channel(
 
 
 def test_statistics_of_each_pixel_that_older_data_sets_have_stay_readable() -> None:
-    column, random = Column("x", "uint8", (24, 20, 3)), np.random.default_rng(0)
+    column = Column("x", "uint8", (24, 20, 3))
+    random = np.random.default_rng(0)
     numbers = random.random((24, 20, 3))
     quantiles = dict.fromkeys(QUANTILES, numbers)
     old = ColumnStatistics(5, numbers, numbers + 1, numbers, numbers + 9, quantiles, 5, 0)
@@ -273,7 +277,8 @@ UNITS = {"float32": [1.0, 1e-40, 1e-3, 1e30], "float64": [1.0, 1e-320, 1e-140, 1
 
 
 def statistics(column: Column, values: np.ndarray) -> ColumnStatistics:
-    first, lengths = np.zeros(1, np.int64), np.array([len(values)])
+    first = np.zeros(1, np.int64)
+    lengths = np.array([len(values)])
     return compute_statistics(Schema([column]), {"x": values}, first, lengths, {})["x"]
 
 
@@ -313,10 +318,8 @@ def test_what_float64_does_not_hold_is_refused_and_constants_become_zero() -> No
         for values in several:
             column = Column("x", dtype, ())
             for how in ("mean_std", "min_max"):
-                field, known = (
-                    ResolvedField("x", column, normalize=how),
-                    {"x": statistics(column, values)},
-                )
+                field = ResolvedField("x", column, normalize=how)
+                known = {"x": statistics(column, values)}
                 with pytest.raises(
                     ConfigError, match=r"spread from 1e-307 .* element \[\] of x.; store the"
                 ):

@@ -124,10 +124,8 @@ def test_parts_are_episodes_with_their_own_last_states(
     ends: list[tuple[bool, bool]], has_final: bool, is_sparse: bool
 ) -> None:
     terminated, truncated = (list(flag) for flag in zip(*ends, strict=True))
-    given, inner = (
-        rollout(terminated, truncated),
-        [i for i, end in enumerate(ends[:-1]) if any(end)],
-    )
+    given = rollout(terminated, truncated)
+    inner = [i for i, end in enumerate(ends[:-1]) if any(end)]
     states = [step + 0.5 if step in inner or not is_sparse else None for step in range(len(ends))]
     final = {"observation": states} if has_final else None
     cut = [step for step in inner if not terminated[step]]

@@ -21,7 +21,8 @@ class Counting(gymnasium.Env):
     action_space = gymnasium.spaces.Discrete(2)
 
     def __init__(self) -> None:
-        self.episode, self.at = -1, 0
+        self.episode = -1
+        self.at = 0
 
     def _observation(self) -> np.ndarray:
         return np.array([self.episode, self.at], np.float32)

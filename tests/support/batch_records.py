@@ -94,7 +94,8 @@ def in_plan_order(ranks: Sequence[Sequence[Sequence[Any]]], width: int = 4) -> l
         ranks: The packs of each step of each rank.
         width: Ranks that packs are planned for.
     """
-    per_rank, steps = width // len(ranks), []
+    per_rank = width // len(ranks)
+    steps = []
     for of_ranks in zip(*ranks, strict=True):
         firsts = range(0, len(of_ranks[0]), per_rank)
         steps.append(

@@ -41,7 +41,9 @@ class Launch:
     def __init__(
         self, cluster: Cluster, mark: str, command: list[str], env: dict[str, str], log: Path
     ) -> None:
-        self.cluster, self.mark, self.log = cluster, mark, log
+        self.cluster = cluster
+        self.mark = mark
+        self.log = log
         with log.open("wb") as file:
             self.process = subprocess.Popen(
                 cluster.command(0, *command),
@@ -96,7 +98,8 @@ class Cluster:
     """Nodes node0 .. node<N-1> with the addresses 10.77.0.1 to 10.77.0.N; all see the files of the folder."""
 
     def __init__(self, folder: Path, num_nodes: int = 4) -> None:
-        self.folder, self.num_nodes = folder, num_nodes
+        self.folder = folder
+        self.num_nodes = num_nodes
         self._env = {**os.environ, "GEAR_CLUSTER_DIR": str(folder / "state")}
         self._numbers = itertools.count()
         subprocess.run([str(SCRIPT), "up", str(num_nodes)], env=self._env, check=True)
@@ -274,7 +277,8 @@ class NodeRanks(Ranks):
     def __init__(
         self, cluster: Cluster, program: Path | str, *arguments: str, nodes: int = 2, ranks: int = 1
     ) -> None:
-        self.cluster, self.ranks = cluster, ranks
+        self.cluster = cluster
+        self.ranks = ranks
         env = {
             "MASTER_ADDR": "10.77.0.1",
             "GLOO_SOCKET_IFNAME": "eth0",

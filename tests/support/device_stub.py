@@ -51,7 +51,9 @@ class DeviceTensor(torch.Tensor):
 
     held: Tensor
     streams: set[str]
-    is_meta, is_cuda = False, True  # it has values, and they are not the host's
+    # it has values, and they are not the host's
+    is_meta = False
+    is_cuda = True
 
     @staticmethod
     def __new__(cls, held: Tensor) -> DeviceTensor:
@@ -63,7 +65,8 @@ class DeviceTensor(torch.Tensor):
             dtype=held.dtype,
             device=DEVICE,
         )
-        made.held, made.streams = held, set()
+        made.held = held
+        made.streams = set()
         return made
 
     def data_ptr(self) -> int:
@@ -223,7 +226,8 @@ class StubStream(HostStream):
 
     def __init__(self, stub: DeviceStub) -> None:
         super().__init__()
-        self.device, self._stub = DEVICE, stub
+        self.device = DEVICE
+        self._stub = stub
 
     @contextmanager
     def running(self) -> Iterator[None]:

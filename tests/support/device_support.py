@@ -35,7 +35,9 @@ LIMITED = {
     "highest twice": ({"kind": "top_k"}, 2),
     "limited": ({"kind": "prioritized", "normalize": "table"}, 12),
 }
-ENVS, STEPS, BATCH = 8, 4, 64
+ENVS = 8
+STEPS = 4
+BATCH = 64
 AT_ONCE_S = 20e-3  # with whatever else the process does, where a device sleeps for a second
 
 
@@ -93,7 +95,8 @@ def run_on(device: str, sampler: str, turns: int, wrap: Callable[..., Any]) -> l
     """Take turns; return what each one gave, and the table's state behind it (the last of each)."""
     found = []
     with DeviceReplay(section(sampler), device) as replay:
-        batch, added = replay.new_batch(), columns(0, device)
+        batch = replay.new_batch()
+        added = columns(0, device)
         run = wrap(replay, batch, added)
         for turn in range(turns):
             for name, tensor in columns(turn, device).items():

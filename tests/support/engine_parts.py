@@ -61,7 +61,8 @@ class Model(nn.Module):
 
 def train(engine: Any, global_batches: int) -> tuple[Arrays, list[float]]:
     """Train; return what this rank saw, a row per global batch, and the losses."""
-    rows, losses = [], []
+    rows = []
+    losses = []
     for _ in range(global_batches):
         seen = []
         for _ in range(engine.gradient_accumulation_steps()):

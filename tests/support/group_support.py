@@ -90,7 +90,8 @@ def take(stream: BatchStream, key: int) -> list[list[int]]:
 def trained(replay: Replay) -> list[list[int]]:
     """Return the groups of the next rollout batch, after training it."""
     rollout = replay.rollout()
-    ids, group = rollout.trajectory_id, rollout.group
+    ids = rollout.trajectory_id
+    group = rollout.group
     seen = [number for step in rollout for micro in step for number in micro.trajectory_id.tolist()]
     assert sorted(seen) == sorted(ids.tolist())
     return [ids[group == index].tolist() for index in range(rollout.num_items)]
@@ -106,7 +107,8 @@ def check_groups(replay: Replay) -> None:
     """Check that groups and what is derived from them agree with the slot table."""
     stream = train(replay)
     check_whole(stream.table, [stream])
-    table, groups = stream.table, stream.table.groups
+    table = stream.table
+    groups = stream.table.groups
     assert groups is not None
     with table.lock:
         held = np.nonzero(table.slots[:, Slot.STATE] == SlotState.COMMITTED)[0]

@@ -30,8 +30,10 @@ class NodeStore:
         self.alive = set(workers)
         self.memory: Any = SimpleNamespace(peer=0, is_alive=lambda peer: peer in self.alive)
         self.views = {one.name: np.zeros(one.shape, one.dtype) for one in self.spec.regions()}
-        self.position, self.consumed = np.zeros(Head.NUM_WORDS, np.int64), np.zeros(1, np.int64)
-        self.slots, self.drawn = np.zeros((room, Slot.NUM_WORDS), np.int64), np.full(room, -1)
+        self.position = np.zeros(Head.NUM_WORDS, np.int64)
+        self.consumed = np.zeros(1, np.int64)
+        self.slots = np.zeros((room, Slot.NUM_WORDS), np.int64)
+        self.drawn = np.full(room, -1)
         self.views |= {"slots": self.slots, "stream/train/last_drawn": self.drawn}
         self.views |= dict(zip(STREAM, (self.position, self.consumed), strict=True))
         self.views["groups"] = np.zeros((room, SlotGroup.NUM_WORDS), np.int64)

@@ -85,7 +85,8 @@ def check_books(replay: Replay) -> dict[str, Any]:
         assert table.ledger is not None
         assert table.groups is not None
         table.groups.update()
-        books, groups = books_of(table.ledger), table.groups.statistics
+        books = books_of(table.ledger)
+        groups = table.groups.statistics
     parts = [
         books[name]
         for name in ("trained", "training", "waiting", "incomplete", "leased", "returned")

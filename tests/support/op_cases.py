@@ -23,8 +23,11 @@ ON_DEVICE = [
     *RING_NAMES,
 ]
 HOST_ONLY = [name for name in OP_NAMES if name not in ON_DEVICE]
-NUM_SLOTS, LENGTH, COUNT = 1500, 40, 33
-HOST_SLOTS, HOST_COUNT = 40, 7
+NUM_SLOTS = 1500
+LENGTH = 40
+COUNT = 33
+HOST_SLOTS = 40
+HOST_COUNT = 7
 ALL_ANCHORS = [0, 0, 1, 1 << 40, 0]
 SCRATCH = slice(16, 22)  # of a ring's state: what kernels pass to each other
 ALPHA = round(0.6 * ONE_Q62)
@@ -35,7 +38,8 @@ BAD_PRIORITIES = [-1.0, -1e-45, float("inf"), float("-inf"), float("nan")]
 
 
 def resolutions_of(count: int, slots: int = NUM_SLOTS, length: int = LENGTH) -> Tensor:
-    slot, anchor = torch.randint(0, slots, (count,)), torch.randint(0, length, (count,))
+    slot = torch.randint(0, slots, (count,))
+    anchor = torch.randint(0, length, (count,))
     zero = torch.zeros_like(slot)
     parts = (slot, slot, zero, slot * length, zero + length, anchor, zero + 1, torch.arange(count))
     return torch.stack(parts, dim=1)
@@ -54,20 +58,25 @@ def arguments(name: str) -> tuple[Any, ...]:
         from ring_op_cases import ring_arguments  # which needs this module
 
         return tuple(moved(ring_arguments(name), "cpu"))
-    out, masses = torch.zeros(COUNT, dtype=torch.int64), torch.randint(0, 1 << 40, (NUM_SLOTS,))
+    out = torch.zeros(COUNT, dtype=torch.int64)
+    masses = torch.randint(0, 1 << 40, (NUM_SLOTS,))
     sums = torch.zeros(tree_size(NUM_SLOTS), dtype=torch.int64)
     sums[:NUM_SLOTS] = masses
     built = sums.clone()
     reference_ops().tree_build_(built, NUM_SLOTS)
     rows = torch.randn(NUM_SLOTS * LENGTH, 11)
-    reward, ends = rows[:, 0].contiguous(), torch.rand(len(rows)) < 0.05
+    reward = rows[:, 0].contiguous()
+    ends = torch.rand(len(rows)) < 0.05
     extents = torch.stack(
         (torch.arange(NUM_SLOTS) * LENGTH, torch.full((NUM_SLOTS,), LENGTH)), dim=1
     )
-    none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
+    none = torch.empty(0)
+    counters = torch.zeros(3, dtype=torch.int64)
     outs = [torch.zeros(COUNT, 7, 11), torch.zeros(COUNT, 7, 11, dtype=torch.bfloat16)]
-    spec, scale = window(rows, -3, 7) * 2, [none.double(), torch.randn(11).double()]
-    masks, resolutions = [torch.zeros(COUNT, 7, dtype=torch.bool)], resolutions_of(COUNT)
+    spec = window(rows, -3, 7) * 2
+    scale = [none.double(), torch.randn(11).double()]
+    masks = [torch.zeros(COUNT, 7, dtype=torch.bool)]
+    resolutions = resolutions_of(COUNT)
     returns = torch.zeros(2, COUNT)
     minima = torch.zeros(minima_size(NUM_SLOTS), dtype=torch.int64)
     return {
@@ -135,31 +144,28 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     sums = torch.zeros(tree_size(HOST_SLOTS), dtype=torch.int64)
     sums[:HOST_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
     rows = torch.randn(HOST_SLOTS * 5, 3)
-    slot, zero = (
-        torch.randint(0, HOST_SLOTS, (HOST_COUNT,)),
-        torch.zeros(HOST_COUNT, dtype=torch.int64),
-    )
+    slot = torch.randint(0, HOST_SLOTS, (HOST_COUNT,))
+    zero = torch.zeros(HOST_COUNT, dtype=torch.int64)
     resolutions = torch.stack((slot, slot, zero, slot * 5, zero + 5, zero + 2, zero, zero), dim=1)
     none = torch.empty(0)
-    two, pads = [none, none], [0.0, 1.0]
+    two = [none, none]
+    pads = [0.0, 1.0]
     packed = [0, 1, 1, 0, 0, 0, 3, 0, 0, 1, 3, 0, 1, 0, 0, 0, 1, 0, 0, 1]
     masses = torch.full((HOST_COUNT,), 9)
     weighed = torch.cat((resolutions[:, :6], masses[:, None], masses[:, None]), dim=1)
     row_slots = torch.arange(HOST_SLOTS // 5, dtype=torch.int32).repeat_interleave(5)
     table = slots.clone()
     table[:, 0] = 2
-    minima, priorities = (
-        torch.zeros(minima_size(HOST_SLOTS), dtype=torch.int64),
-        torch.rand(HOST_SLOTS),
-    )
+    minima = torch.zeros(minima_size(HOST_SLOTS), dtype=torch.int64)
+    priorities = torch.rand(HOST_SLOTS)
     updates = torch.tensor([[1, 0, 2, 0x3F000000], [1, 0, 2, 0x40000000], [9, 1, 2, 0x3F000000]])
-    rows_bytes, messages = torch.zeros(64).byte(), [torch.arange(n) << 40 | 7 for n in (2, 3)]
-    nodes, room = torch.arange(2), [1, 9, 0, 9, 50, 5]
-    sampled, words, readers = (
-        torch.zeros(2, 7).long(),
-        torch.zeros(2, 4).long(),
-        torch.tensor([[1]]),
-    )
+    rows_bytes = torch.zeros(64).byte()
+    messages = [torch.arange(n) << 40 | 7 for n in (2, 3)]
+    nodes = torch.arange(2)
+    room = [1, 9, 0, 9, 50, 5]
+    sampled = torch.zeros(2, 7).long()
+    words = torch.zeros(2, 4).long()
+    readers = torch.tensor([[1]])
     rows_wanted = (
         torch.tensor([[0, 0, 3, 9, 4, 0, -1], [1, 0, 2, 9, 8, 0, -1]]),
         torch.tensor([[0, 0, -1, 2, 0, 0, 0]]),
@@ -167,7 +173,8 @@ def host_arguments(name: str) -> tuple[Any, ...]:
         torch.tensor([[0, 0, 4]]),
         nodes + 0,
     )
-    needs, reported = torch.zeros(2, 1, dtype=torch.int16), torch.arange(18).view(3, 6)
+    needs = torch.zeros(2, 1, dtype=torch.int16)
+    reported = torch.arange(18).view(3, 6)
     taken = (
         torch.zeros(3, 8).long(),
         torch.zeros(3).long(),
@@ -283,7 +290,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 def assert_equal(got: Any, expected: Any) -> None:
     """Compare every tensor, of a ring's state what has a meaning behind the call."""
     for a, b in zip(tensors_of(got), tensors_of(expected), strict=True):
-        found, wanted = a.cpu(), b.cpu()
+        found = a.cpu()
+        wanted = b.cpu()
         if found.shape == (RingState.NUM_WORDS,):
             found, wanted = found.clone(), wanted.clone()
             found[SCRATCH] = wanted[SCRATCH] = 0
@@ -314,6 +322,7 @@ def store_of(lengths: list[int], gap: int = 2) -> tuple[Tensor, Tensor]:
     first = len(row_slots)
     for i, length in enumerate(lengths):
         first -= length + gap
-        slots[i, 3], slots[i, 4] = first, length
+        slots[i, 3] = first
+        slots[i, 4] = length
         row_slots[first : first + length] = i
     return slots, row_slots

@@ -122,7 +122,8 @@ def encode_rows(
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Pack the rows of samples into messages, each row once."""
-    run, sizes = ((ops or load_backend()).encode_rows_, torch.zeros_like(heads))
+    run = (ops or load_backend()).encode_rows_
+    sizes = torch.zeros_like(heads)
     given = (stored, samples, windows, members, columns, heads, slots)
     run(torch.empty(0, dtype=torch.int64), sizes, *given)
     message = torch.zeros(int((-(-(heads + sizes) // 8)).sum()), dtype=torch.int64)
@@ -145,7 +146,8 @@ def decode_rows(
     ops: Ops | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Copy rows out of messages to where batches are gathered from."""
-    sizes, needed = (torch.zeros_like(heads), torch.zeros(2, dtype=torch.int64))
+    sizes = torch.zeros_like(heads)
+    needed = torch.zeros(2, dtype=torch.int64)
     given = (messages, which, samples, windows, members, columns, heads, room)
     (ops or load_backend()).decode_rows_(arrivals, ring, sizes, needed, *given)
     return (sizes, needed)

@@ -23,7 +23,8 @@ class Scores(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(1000, 4), nn.Linear(4, 1)
+        self.embed = nn.Embedding(1000, 4)
+        self.head = nn.Linear(4, 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
         return torch.tanh(self.head(self.embed(tokens)))[..., 0]

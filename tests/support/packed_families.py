@@ -151,7 +151,8 @@ def flash(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Attend as `flash_attention_2` does, with sequences by their bounds, or else by their positions."""
-    count, repeats = query.shape[2], query.shape[1] // key.shape[1]
+    count = query.shape[2]
+    repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = (
         query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)

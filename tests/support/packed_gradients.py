@@ -23,8 +23,11 @@ from deepspeed_gear import MicroBatch, Replay
 from deepspeed_gear.frameworks.deepspeed_compat import place_of
 from deepspeed_gear.frameworks.gradient_divisor import gradient_divisor
 
-VOCABULARY, WIDTH, MOST = 50, 16, 40
-GROUPS, SIZE = 10, 4
+VOCABULARY = 50
+WIDTH = 16
+MOST = 40
+GROUPS = 10
+SIZE = 4
 COLUMNS = {
     "tokens": {"dtype": "uint8", "role": "token"},
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
@@ -38,11 +41,13 @@ def responses() -> list[dict[str, Any]]:
 
     In the even groups three have a prompt of 12 tokens, or less where they are shorter.
     """
-    words, found = np.random.default_rng(5), []
+    words = np.random.default_rng(5)
+    found = []
     for number in range(GROUPS * SIZE):
         length = int(words.integers(2, MOST + 1))
         prompt = int(words.integers(0, length + 1))
-        group, member = number // SIZE, number % SIZE // 2
+        group = number // SIZE
+        member = number % SIZE // 2
         is_shared = group % 2 == 0 and number % SIZE < 3
         if is_shared:
             prompt = min(12, length)
@@ -115,7 +120,8 @@ def model_of(group: Any = None) -> Any:
 
 def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any]) -> Weights:
     """Return the gradient of the intended mean, from one sequence at a time."""
-    sums, counts = [], []
+    sums = []
+    counts = []
     for response in stored:
         tokens = torch.from_numpy(response["tokens"]).long()[None]
         logits = model(input_ids=tokens, use_cache=False).logits[0, :-1]
@@ -124,13 +130,16 @@ def unpacked(model: nn.Module, stored: list[dict[str, Any]], loss: dict[str, Any
         sums.append((values * mask).sum())
         counts.append(int(mask.sum()))
     normalize = loss["normalize"]
-    by_member, by_group = loss.get("by") == "member", normalize == "group"
+    by_member = loss.get("by") == "member"
+    by_group = normalize == "group"
     units: dict[Any, list[int]] = {}  # the trajectories of each sequence or group
     for number, response in enumerate(stored):
-        group, member = int(response["prompt"]), int(response["member"])
+        group = int(response["prompt"])
+        member = int(response["member"])
         unit = group if by_group else (group, member) if by_member else number
         units.setdefault(unit, []).append(number)
-    means, num_units = [], 0
+    means = []
+    num_units = 0
     for numbers in units.values():
         count = sum(counts[number] for number in numbers)
         num_units += bool(count or loss.get("count_masked"))
@@ -177,7 +186,8 @@ def section(loss: dict[str, Any], tokens: int, is_slice: bool) -> dict[str, Any]
         "max_length": MOST,
         "schema": {"columns": COLUMNS},
     }
-    sampler, batch = {"kind": "fifo"}, {"trajectories": GROUPS * SIZE}
+    sampler = {"kind": "fifo"}
+    batch = {"trajectories": GROUPS * SIZE}
     if loss["normalize"] == "group" or loss.get("by") == "member":
         table["group"] = {
             "column": "prompt",
@@ -240,7 +250,9 @@ def train(
 def compare(
     trainer: Any, reference: nn.Module, loss: dict[str, Any], tokens: int
 ) -> dict[str, Any]:
-    stored, before, divisor = responses(), trainer.weights(), gradient_divisor(trainer.trained)
+    stored = responses()
+    before = trainer.weights()
+    divisor = gradient_divisor(trainer.trained)
     counts = train(trainer, divisor, loss, tokens, stored)
     after = trainer.weights()
     reference.load_state_dict({**reference.state_dict(), **before})

@@ -16,7 +16,11 @@ from deepspeed_gear.distributed.topology import RankCoordinates
 from deepspeed_gear.replay import BatchInfo
 from deepspeed_gear.replay.rollout import TrainStep
 
-NODES, WIDTH, MOST, COUNT, GROUP = 2, 4, 40, 48, 4
+NODES = 2
+WIDTH = 4
+MOST = 40
+COUNT = 48
+GROUP = 4
 COLUMNS = {
     "tokens": {"dtype": "int32", "role": "token"},
     "loss_mask": {"dtype": "bool", "role": "loss_mask"},
@@ -36,7 +40,8 @@ def response(number: int) -> dict[str, Any]:
     """Return the trajectory of a number; all but the first of a group have a prompt of 9 tokens, or less."""
     words = np.random.default_rng(number)
     length = int(words.integers(2, MOST + 1))
-    tokens, prompt = words.integers(1, 500, length).astype(np.int32), int(words.integers(0, length))
+    tokens = words.integers(1, 500, length).astype(np.int32)
+    prompt = int(words.integers(0, length))
     if number % GROUP:
         prompt = min(9, length - 1)
         tokens[:prompt] = 1 + (number // GROUP + np.arange(prompt)) % 499
@@ -54,7 +59,8 @@ def response(number: int) -> dict[str, Any]:
 
 def with_prompt(number: int, response: dict[str, Any]) -> dict[str, Any]:
     """Return a response with a longer prompt, which is that of all members of a group."""
-    steps, found = number % 7 + 2, dict(response)
+    steps = number % 7 + 2
+    found = dict(response)
     for name in ("tokens", "loss_mask", "logp", "state"):
         own = response[name][: MOST - steps]
         found[name] = np.concatenate([np.full((steps, *own.shape[1:]), number % 5, own.dtype), own])
@@ -114,7 +120,8 @@ def cases(data: str, other: str) -> dict[str, Case]:
     members["where"] = {"reward": {"std": {"min": 0.1}}}
     token, sequence, by_group = ({"normalize": name} for name in ("token", "sequence", "group"))
     uniform = {"kind": "uniform", "unit": "trajectory"}
-    memory, capacity = {"data": {"path": data, "load": "memory"}}, {"tables": {"main": table()}}
+    memory = {"data": {"path": data, "load": "memory"}}
+    capacity = {"tables": {"main": table()}}
 
     def groups(
         kind: str,
@@ -213,7 +220,8 @@ def fill(replay: Replay) -> None:
 
     So nodes have the ids 0, 2, ... and 1, 3, ...; one node has them in the order of shards, or that of ids.
     """
-    store, topology = replay._parts.tables.get("main"), replay._parts.plan.topology
+    store = replay._parts.tables.get("main")
+    topology = replay._parts.plan.topology
     if store is None or store.spec.dataset is not None or not topology.leads_node:
         return
     late = bool(store.schema.late_columns)
@@ -259,7 +267,9 @@ def fill_stages(replay: Replay, config: dict[str, Any]) -> list[list[list[int]]]
     """Add this node's groups after those of the nodes before it, and fill "ref" before and after each; then
     the rewards of six groups, the first one last. Return the trajectories of each micro batch of each pass.
     """
-    topology, barrier, passes = replay._parts.plan.topology, replay._parts.plan.exchange.barrier, []
+    topology = replay._parts.plan.topology
+    barrier = replay._parts.plan.exchange.barrier
+    passes = []
     for node in range(topology.num_nodes):
         passes.append(fill_column(replay, "ref"))
         if topology.node == node:
@@ -290,12 +300,16 @@ class Seen:
     """
 
     def __init__(self, replay: Replay) -> None:
-        self._replay, self.packs, self.gradients, self.shared_tokens = replay, [], [], 0
+        self._replay = replay
+        self.packs = []
+        self.gradients = []
+        self.shared_tokens = 0
         self._embedding = torch.linspace(-1, 1, 500)
 
     def train(self, step: TrainStep) -> None:
         """Train a step: note its packs, and the gradient of a model with one weight for each token."""
-        replay, packs = self._replay, []
+        replay = self._replay
+        packs = []
         self.shared_tokens += step.shared_tokens
         weights = self._embedding.clone().requires_grad_()
         for micro in step:
@@ -324,10 +338,8 @@ def described(micro: MicroBatch, divisor: float) -> dict[str, Any]:
             assert set(micro["image"][0].tolist()) >= {one.number for one in items(group, step)}
     opaque = micro.opaque("note") if "note" in micro.sources.opaque else None
     assert opaque is None or [one["number"] for one in opaque] == micro["number"].tolist()
-    numbers, rows = (
-        micro["number"].tolist(),
-        [int(micro["tokens"].numel()), int(micro.loss_mask.sum())],
-    )
+    numbers = micro["number"].tolist()
+    rows = [int(micro["tokens"].numel()), int(micro.loss_mask.sum())]
     return {
         "numbers": numbers,
         "group": micro.group.tolist(),
@@ -341,12 +353,15 @@ def prepare(replay: Replay) -> tuple[Any, list[int]]:
 
     One rank reports the priorities of groups.
     """
-    rollout, filled, reports = replay.rollout(), [], replay._parts.plan.topology.rank == 0
+    rollout = replay.rollout()
+    filled = []
+    reports = replay._parts.plan.topology.rank == 0
     for micro in rollout.forward("old"):
         filled += micro["number"].tolist()
         micro.fill(old=micro["logp"] * 2 + micro["tokens"] / 100)
     if "advantage" not in rollout.columns:  # else the batch is resumed
-        by_item, prompts = replay.config.item_sampler.unit == "group", rollout.values("prompt")
+        by_item = replay.config.item_sampler.unit == "group"
+        prompts = rollout.values("prompt")
         if by_item and replay.config.item_sampler.kind == "prioritized" and reports:
             replay.set_priorities(rollout.trajectory_id[::GROUP], 1.0 + prompts[::GROUP] * 5 % 11)
         if "again" in replay.tables:
@@ -406,7 +421,8 @@ def run_case(
         if asks:
             found["missing"] += [replay.missing_groups(), replay.can_sample()]
         replay._parts.plan.exchange.barrier()
-        before, seen = sent_bytes(replay), Seen(replay)
+        before = sent_bytes(replay)
+        seen = Seen(replay)
         for _ in range(2):
             if is_staged and not replay.can_sample():
                 found["passes"].append(fill_column(replay, "reward"))

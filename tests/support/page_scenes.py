@@ -140,7 +140,8 @@ def language_model() -> tuple[
     engine, *_ = deepspeed_gear.initialize(
         model=model, model_parameters=model.parameters(), config=config
     )
-    random, numbers = np.random.default_rng(0), iter(range(10_000))
+    random = np.random.default_rng(0)
+    numbers = iter(range(10_000))
 
     def generate(count: int) -> None:
         for group in [next(numbers) for _ in range(count)]:

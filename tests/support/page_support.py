@@ -76,7 +76,8 @@ def blocks(page: Path, language: str | None = None) -> Iterator[Block]:
     notes: dict[str, str] = {}
     replaced: list[tuple[str, str]] = []
     for part in _PART.finditer(source):
-        kind, hidden = part["kind"], part["hidden"]
+        kind = part["kind"]
+        hidden = part["hidden"]
         if kind == "replace":
             old, new = part["value"].split(" -> ")
             replaced.append((old, new))

@@ -63,7 +63,8 @@ TOGETHER = [
     ["mesh:2x2"],
     ["pipe:3"],
 ]
-BATCH, STEPS = 12, 12
+BATCH = 12
+STEPS = 12
 ROW_BYTES = {"observation": 12, "action": 8, "code": 8, "late": 8, "position": 8}
 UNIFORM = {"kind": "uniform", "unit": "step"}
 PRIORITIZED = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
@@ -113,11 +114,14 @@ def rows_of(seen: Arrays, name: str, part: int, parts: int) -> int:
     length = field.get("length", 1)
     begin = seen["anchor"] + field.get("offset", 0)
     rows = seen["num_steps"] + (name == "observation")
-    first, last = np.clip(begin, 0, rows), np.clip(begin + length, 0, rows)
+    first = np.clip(begin, 0, rows)
+    last = np.clip(begin + length, 0, rows)
     place = np.where(field.get("align") == "right", length - (last - first), first - begin)
-    low, high = part * length // parts, (part + 1) * length // parts
+    low = part * length // parts
+    high = (part + 1) * length // parts
     if "length" not in field:
-        low, high = 0, 1
+        low = 0
+        high = 1
     return int(
         np.clip(np.minimum(place + last - first, high) - np.maximum(place, low), 0, None).sum()
     )
@@ -162,7 +166,8 @@ def check_case(
             continue
         by_replica[report["coordinates"]["data"]].append(seen)
         assert fields == set(FIELDS) & set(seen)
-        part, parts = report["coordinates"]["sequence"], worlds["sequence"]
+        part = report["coordinates"]["sequence"]
+        parts = worlds["sequence"]
         check_values(seen, whole, fields, part, parts)
         samples = STEPS * BATCH // replicas
         length = {name: FIELDS[name].get("length", parts) // parts for name in fields}

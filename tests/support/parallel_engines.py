@@ -26,7 +26,8 @@ from trainers import SPLIT
 import deepspeed_gear
 from deepspeed_gear import Batch
 
-WINDOW, SIZE = 4, 3
+WINDOW = 4
+SIZE = 3
 KNOWN = ("sample_number", "trajectory_id", "anchor", "is_weight", "num_steps")
 SAVED = 6  # the step after which a checkpoint is written
 
@@ -37,7 +38,8 @@ class Network(nn.Module):
     def __init__(self, experts: int = 0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down = nn.Linear(SIZE, 8), nn.Linear(8, 2)
+        self.up = nn.Linear(SIZE, 8)
+        self.down = nn.Linear(8, 2)
         expert = nn.Linear(8, 8)
         self.moe = MoE(8, expert, num_experts=experts, ep_size=experts, k=1) if experts else None
 
@@ -73,7 +75,8 @@ class Losses:
         self.checked = 0
 
     def __call__(self, outputs: Any, labels: Any) -> torch.Tensor:
-        (found, codes), (action, code, ids, mask, weight) = outputs, labels
+        (found, codes) = outputs
+        (action, code, ids, mask, weight) = labels
         assert codes.equal(code), (codes, code)
         assert (code // 1000).equal(ids), (code, ids)
         assert mask.dtype == torch.bool
@@ -96,7 +99,8 @@ def made(mode: str, config: dict[str, Any], losses: Losses) -> Any:
     """Return an engine of a mode."""
     kind, _, sizes = mode.partition(":")
     one, two, three = [*(int(size) for size in sizes.split("x") if size), 1, 1, 1][:3]
-    model, options = None, {}
+    model = None
+    options = {}
     if kind == "pipe":
         mesh = PipeDataParallelTopology(one, two)
         model = pipeline(
@@ -156,7 +160,8 @@ def step(engine: Any) -> list[Arrays]:
 
 def evaluate(engine: Any, losses: Losses) -> int:
     """Evaluate a pipeline over one pass, in parts of any size; return its micro batches."""
-    iterator, before = engine.gear_iterator("eval"), losses.checked
+    iterator = engine.gear_iterator("eval")
+    before = losses.checked
     first = min(2, len(iterator))
     engine.eval_batch(iterator, num_micro_batches=first)
     engine.eval_batch(iterator, num_micro_batches=len(iterator))
@@ -190,7 +195,8 @@ def train_modes(
     found: dict[str, dict[str, tuple[dict[str, Any], Arrays]]] = {}
     with contextlib.redirect_stderr(io.StringIO()) as log:
         for mode, replicas in modes.items():
-            folder, found[mode] = out / mode.replace(":", "."), {}
+            folder = out / mode.replace(":", ".")
+            found[mode] = {}
             folder.mkdir(exist_ok=True)
             for name, case in cases.items():
                 config = ds_config({**gear, **case["gear"]}, case["accumulation"], replicas)
@@ -203,7 +209,8 @@ def train_modes(
 def train_case(
     mode: str, config: dict[str, Any], steps: int, folder: str
 ) -> tuple[dict[str, Any], Arrays]:
-    losses, rows = Losses(), []
+    losses = Losses()
+    rows = []
     engine = made(mode, config, losses)
     for number in range(steps):
         found = step(engine)
@@ -214,7 +221,8 @@ def train_case(
         if number == SAVED:
             engine.save_checkpoint(folder)
     replay = engine.gear
-    place, known = topology_of(replay).place, replay.statistics()
+    place = topology_of(replay).place
+    known = replay.statistics()
     check_resume(engine, folder, rows)
     report = {
         "coordinates": dict(

@@ -192,7 +192,8 @@ def launch(program: Path | str, count: int, *arguments: str, timeout_s: float = 
     """Run a program under the real launcher; return its output. It must succeed."""
     command = launcher(program, count, *arguments)
     port = command[command.index("--master_port") + 1]
-    pipe, both = subprocess.PIPE, subprocess.STDOUT
+    pipe = subprocess.PIPE
+    both = subprocess.STDOUT
     process = WarmProcess(command, environment(), pipe, both, start_new_session=True)
     try:
         output, _ = process.communicate(timeout=timeout_s)

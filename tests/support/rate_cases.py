@@ -9,7 +9,8 @@ from replay_cases import digests
 
 from deepspeed_gear import Replay
 
-BATCH, COUNT = 12, 40
+BATCH = 12
+COUNT = 40
 RATE = {"min_size": 100, "samples_per_insert": 0.2, "error_buffer": 120.0}
 SELDOM = {"min_size": 20, "samples_per_insert": 5.0, "error_buffer": 100.0}
 

@@ -113,7 +113,8 @@ class Proxy:
     """
 
     def __init__(self, port: int, cuts: list[int]) -> None:
-        self._port, self._cuts = port, list(cuts)
+        self._port = port
+        self._cuts = list(cuts)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self.num_bytes = self.num_cuts = 0
@@ -180,7 +181,9 @@ def openssl_certificate(
     folder: Path, address: str = "IP:127.0.0.1", days: int = 2
 ) -> tuple[Path, Path]:
     """Make a certificate that signs itself, for localhost and an address; one of -1 days has expired."""
-    chain, key, request = folder / "cert.pem", folder / "key.pem", folder / "request.pem"
+    chain = folder / "cert.pem"
+    key = folder / "key.pem"
+    request = folder / "request.pem"
     asked = "req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj /CN=localhost -addext".split()
     asked += [f"subjectAltName=DNS:localhost,{address}", "-keyout", str(key), "-out", str(request)]
     signed = [

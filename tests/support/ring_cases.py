@@ -117,7 +117,8 @@ class Pair:
     """A table on a device and the same one in host memory, whose batches must be equal."""
 
     def __init__(self, device: DeviceReplay, host: Replay) -> None:
-        self.device, self.host = device, host
+        self.device = device
+        self.host = host
 
     def add(self, columns: dict[str, Any], table: str | None = None) -> None:
         """Add a trajectory to both."""

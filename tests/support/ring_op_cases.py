@@ -129,7 +129,8 @@ class Ring:
         return resolutions, weights
 
     def top_k(self, count: int, draw: list[int]) -> tuple[Tensor, Tensor]:
-        resolutions, weights = torch.zeros(count, 8, dtype=torch.int64), torch.zeros(count)
+        resolutions = torch.zeros(count, 8, dtype=torch.int64)
+        weights = torch.zeros(count)
         named = (
             self.state,
             resolutions,
@@ -223,23 +224,26 @@ class Environments(Ring):
 
     def check(self) -> None:
         """Stored trajectories lie apart from each other, in their environments' parts; the tree is right."""
-        num_rows, final, most = self.num_rows, self.final_row, self.most_steps
-        part, stored = (
-            num_rows // self.num_envs,
-            self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED],
-        )
-        tail, following = int(self.state[RingState.TAIL]), int(self.state[RingState.NEXT])
+        num_rows = self.num_rows
+        final = self.final_row
+        most = self.most_steps
+        part = num_rows // self.num_envs
+        stored = self.slots[self.slots[:, Slot.STATE] == SlotState.COMMITTED]
+        tail = int(self.state[RingState.TAIL])
+        following = int(self.state[RingState.NEXT])
         assert sorted(stored[:, Slot.ID].tolist()) == list(range(tail, following))
         assert int(stored[:, Slot.NUM_STEPS].sum()) == self.state[RingState.STEPS]
         used = torch.zeros(num_rows, dtype=torch.int64)
         for slot in stored.tolist():
-            first, rows = slot[Slot.FIRST_ROW], slot[Slot.NUM_ROWS]
+            first = slot[Slot.FIRST_ROW]
+            rows = slot[Slot.NUM_ROWS]
             assert first // part == (first + rows - 1) // part
             assert 1 <= slot[Slot.NUM_STEPS] == rows - final <= most
             used[first : first + rows] += 1
         assert int(used.max()) <= 1
         items = num_rows if self.by_row else self.num_slots
-        sums, minima = self.sums.clone(), self.minima.clone()
+        sums = self.sums.clone()
+        minima = self.minima.clone()
         REFERENCE.tree_build_(sums, items)
         assert torch.equal(sums, self.sums)
         if len(minima):
@@ -248,7 +252,8 @@ class Environments(Ring):
         if self.by_row:
             anchors = AnchorRule(*self.rule)
             for slot in stored.tolist():
-                first, steps = slot[Slot.FIRST_ROW], slot[Slot.NUM_STEPS]
+                first = slot[Slot.FIRST_ROW]
+                steps = slot[Slot.NUM_STEPS]
                 are = anchors.admits(np.arange(steps), np.array(steps))
                 assert not sums[first : first + steps][~torch.from_numpy(are)].any(), "of no anchor"
         assert int((sums[:items] > 0).sum()) == self.state[
@@ -303,7 +308,8 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
     for _ in range(7):
         placed = ring.add(torch.randint(-1, 11, (200,)).tolist())
     state, slots, _, sums, minima, priorities, row_slots = ring.tensors.values()
-    betas, draw = [0, ONE_Q62 // 2, ONE_Q62], [1, 2, 1, 0, 0, Normalize.TABLE]
+    betas = [0, ONE_Q62 // 2, ONE_Q62]
+    draw = [1, 2, 1, 0, 0, Normalize.TABLE]
     batch = ring.select(300, draw, betas) if name == "ring_update_" else ring.batch(300)
     adding = unit, ring.alpha, HIGHEST_SO_FAR, ring.most_bits
     drawing = ring.rule, shape, draw, unit
@@ -311,7 +317,8 @@ def ring_arguments(name: str) -> tuple[Any, ...]:
     columns = ring.zeros(5000, 7, dtype=torch.uint8), ring.zeros(5000, 3, dtype=torch.float32)
     reported = torch.rand(300) * 3
     reported[::50] = -1.0  # no priority: it changes nothing
-    lengths, ids = torch.randint(-1, 11, (200,)), int(state[RingState.NEXT]) - 2 * torch.arange(300)
+    lengths = torch.randint(-1, 11, (200,))
+    ids = int(state[RingState.NEXT]) - 2 * torch.arange(300)
     arguments: dict[str, tuple[Any, ...]] = {
         "ring_add_": (*ring.tensors.values(), placed, lengths, ring.rule, shape, *adding),
         "ring_remove_": (state, slots, sums, minima, priorities, ring.zeros(300), ids, shape, unit),

@@ -33,7 +33,8 @@ COUNT = 40
 
 def responses(count: int, seed: int = 0, most: int = MOST) -> list[dict[str, Any]]:
     """Return trajectories of tokens: prompts of any length, of two tokens at least in all."""
-    words, found = np.random.default_rng(seed), []
+    words = np.random.default_rng(seed)
+    found = []
     for number in range(count):
         length = int(words.integers(2, most + 1))
         prompt = int(words.integers(0, length + 1))

@@ -15,7 +15,8 @@ from deepspeed_gear.actors.inference_client import InferenceClient
 from deepspeed_gear.actors.inference_loader import InferenceLoader, InferenceRequest
 from deepspeed_gear.ops.records import Slot, SlotState
 
-ANSWERS, ASKS = ("action", "code"), ("observation", "task")
+ANSWERS = ("action", "code")
+ASKS = ("observation", "task")
 
 
 def section(**table: Any) -> dict[str, Any]:
@@ -71,8 +72,11 @@ class Envs:
     """Environments whose episode e of number n is `trajectory(n * 20 + e, length(n, e))`, as gymnasium's."""
 
     def __init__(self, numbers: range, autoreset: str, length: Callable[[int, int], int]) -> None:
-        self.numbers, self.mode, self.length = numbers, autoreset, length
-        self.episode, self.t = np.zeros(len(numbers), int), np.zeros(len(numbers), int)
+        self.numbers = numbers
+        self.mode = autoreset
+        self.length = length
+        self.episode = np.zeros(len(numbers), int)
+        self.t = np.zeros(len(numbers), int)
         self.done = np.zeros(len(numbers), bool)
 
     @property
@@ -100,7 +104,8 @@ class Envs:
         even = self.task % 2 == 0
         ended = {"terminated": self.done & even, "truncated": self.done & ~even}
         columns: dict[str, Any] = {"reward": reward, **ended}
-        final, task = self.look(), self.task.copy()
+        final = self.look()
+        task = self.task.copy()
         if self.mode == "same_step":
             self.begin(self.done & np.isin(np.arange(len(self.done)), envs))
         columns |= {"observation": self.look(), "task": task}
@@ -130,7 +135,8 @@ def simulate(
                 which: np.ndarray = simulators.ready(1, timeout_s)
                 answers = simulators.answers(which)
             else:
-                which, answers = every, simulators.act(timeout_s)
+                which = every
+                answers = simulators.act(timeout_s)
             acts = ~envs.done[which]
             assert (
                 answers["code"][acts].tolist() == (envs.task * STEP + envs.t)[which][acts].tolist()
@@ -147,7 +153,8 @@ def hold_names(folder: Path, config: dict[str, Any]) -> None:
 
     Writes FOLDER/ready-RANK, adds and samples until its end.
     """
-    rank, replay = dist.get_rank(), Replay(config, schemas={"main": SCHEMA})
+    rank = dist.get_rank()
+    replay = Replay(config, schemas={"main": SCHEMA})
     board = PolicyBoard.create(torch.nn.Linear(2, 2), config["shared_memory"]["prefix"])
     loader = InferenceLoader(replay, batch_size=2, timeout=0.0)
     replay.add(trajectory(rank, 9))

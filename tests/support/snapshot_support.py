@@ -23,12 +23,14 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
     digests = {}
     found = read_table(folder)
     open_rows(found)
-    whole, manifest = found.whole, found.manifests[0]
+    whole = found.whole
+    manifest = found.manifests[0]
     assert whole.slots is not None
     room = [(len(whole.slots), int(whole.slots[:, Slot.NUM_ROWS].sum()))] * count
     division = reshard.divide("main", whole, room, by_rows)
     for index in range(count):
-        part, chosen = folder / f"shard-{index}", division.chosen(index)
+        part = folder / f"shard-{index}"
+        chosen = division.chosen(index)
         part.mkdir()
         records = whole.slots[chosen]
         np.save(part / "slots.npy", reshard.packed(records))
@@ -39,7 +41,8 @@ def into_shards(folder: Path, count: int, by_rows: bool) -> dict[str, Any]:
             for first, n in records[order][:, [Slot.FIRST_ROW, Slot.NUM_ROWS]].tolist()
         ]
         for column in Schema.from_json(manifest["schema"]):
-            data, is_single = np.concatenate(found.columns[0][column.name]), column.rows == "1"
+            data = np.concatenate(found.columns[0][column.name])
+            is_single = column.rows == "1"
             chosen_rows = chosen if is_single else np.concatenate([np.empty(0, np.int64), *rows])
             np.save(part / file_of(column.name, None if is_single else "000000"), data[chosen_rows])
         for name, content in whole.streams.items():

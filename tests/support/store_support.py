@@ -55,8 +55,11 @@ class StoreScene:
         group: Any = None,
         prompts: Any = None,
     ) -> None:
-        self.ops, self.specs, self.timeout_s = load_backend("cpu"), list(specs), timeout_s
-        self.name, self.run = f"{prefix()}-{os.urandom(4).hex()}", RunIdentity("0" * 32)
+        self.ops = load_backend("cpu")
+        self.specs = list(specs)
+        self.timeout_s = timeout_s
+        self.name = f"{prefix()}-{os.urandom(4).hex()}"
+        self.run = RunIdentity("0" * 32)
         sizes = (num_slots, num_rows + spare_rows, None, True, True, num_peers, shard)
         rules: dict[str, Any] = {
             "retention": retention or Retention(),
@@ -163,7 +166,8 @@ def stream_spec(
     sampling = SamplerSpec(rule, native, options.get("priorities"), by_age)
     names = ("num_shards", "count", "count_draws", "most_trajectories")
     extra = {name: options[name] for name in names if name in options}
-    seed, depth = options.get("seed", 0), options.get("depth", 4)
+    seed = options.get("seed", 0)
+    depth = options.get("depth", 4)
     return StreamSpec(
         options.get("name", "train"), sampler, sampling, seed, 7, batch, depth, **extra
     )
@@ -172,7 +176,8 @@ def stream_spec(
 def check_whole(table: Any, streams: Sequence[Any]) -> None:
     """Check that everything derived in a store agrees with its slot table; takes the lock."""
     with table.lock:
-        slots, control = table.slots, table.control
+        slots = table.slots
+        control = table.control
         committed = np.nonzero(slots[:, Slot.STATE] == SlotState.COMMITTED)[0]
         assert control[Control.NUM_COMMITTED] == len(committed)
         assert control[Control.STEPS_COMMITTED] == slots[committed, Slot.NUM_STEPS].sum()
@@ -209,10 +214,8 @@ def check_whole(table: Any, streams: Sequence[Any]) -> None:
 
 def check_priorities_whole(masses: Any) -> None:
     """Check that masses, minima and counts are those of the stored priorities. Wants the lock."""
-    leaves, values = (
-        torch.empty(masses.num_items, dtype=torch.int64),
-        torch.from_numpy(masses._decayed(slice(None))),
-    )
+    leaves = torch.empty(masses.num_items, dtype=torch.int64)
+    values = torch.from_numpy(masses._decayed(slice(None)))
     mass_(leaves, values, int(masses.words[TreeChanges.ALPHA]), masses.rule.most_bits)
     assert (leaves.numpy() == masses.leaves).all(), "a leaf is not the mass of its priority"
     if len(masses._minima):
@@ -267,7 +270,8 @@ def every_death(
     make: Callable[[], StoreScene], act: Callable[[Any, Any], None], stride: int
 ) -> Iterator[StoreScene]:
     """Yield a store for every stride-th place of death of a peer that attaches and acts."""
-    line, deaths = 1, 0
+    line = 1
+    deaths = 0
     while True:
         scene = make()
         died = killed_at(line, lambda scene=scene: act(*scene.attach(1)))  # type: ignore[misc]

@@ -13,9 +13,11 @@ class ThreadPlane(ControlPlane):
 
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
-        self.rank, self.world_size = rank, len(values)
+        self.rank = rank
+        self.world_size = len(values)
         self.num_gathered = 0
-        self._values, self._barrier = values, barrier
+        self._values = values
+        self._barrier = barrier
 
     def gather(self, value: Any) -> list[Any]:
         self._values[self.rank] = value
@@ -28,7 +30,8 @@ class ThreadPlane(ControlPlane):
 
 def on_ranks(count: int, action: Callable[[ThreadPlane], Any]) -> list[Any]:
     """Run an action on several ranks; give the result, or the error, of each."""
-    values, barrier = [None] * count, threading.Barrier(count, timeout=280.0)
+    values = [None] * count
+    barrier = threading.Barrier(count, timeout=280.0)
 
     def run(rank: int) -> Any:
         try:

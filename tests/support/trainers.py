@@ -103,10 +103,12 @@ class ModuleTrainer:
         kind: str,
         **options: Any,
     ) -> None:
-        self.kind, model = kind, model_of(None)
+        self.kind = kind
+        model = model_of(None)
         self.trained: Any = model
         self._syncs_once = options.get("no_sync", False)
-        parent, names = model.get_submodule(parts[0]), parts[1]
+        parent = model.get_submodule(parts[0])
+        names = parts[1]
         if kind == "ddp":
             self.trained = nn.parallel.DistributedDataParallel(model)
             if options.get("hook"):
@@ -124,9 +126,11 @@ class ModuleTrainer:
                 setattr(parent, name, shard(getattr(parent, name)))
             self.trained = shard(model)
         elif kind == "fsdp2":
-            shape, axes = (dist.get_world_size(),), ("shard",)
+            shape = (dist.get_world_size(),)
+            axes = ("shard",)
             if options.get("hybrid"):
-                shape, axes = (2, 2), ("replicate", "shard")
+                shape = (2, 2)
+                axes = ("replicate", "shard")
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=axes)
             units = [getattr(parent, name) for name in names]
             for unit in [*units, model] if options.get("whole", True) else units:

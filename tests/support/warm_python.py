@@ -92,7 +92,10 @@ class WarmProcess(subprocess.Popen):
                 ]
             super()._execute_child(command, *given[1:])
             return
-        arguments, cwd, env, is_session = given[0], given[5], given[6], given[21]
+        arguments = given[0]
+        cwd = given[5]
+        env = given[6]
+        is_session = given[21]
         pipes = given[10:16]  # stdin, stdout, stderr: the end to read from, the end to write to
         theirs = [
             end if end != -1 else number
@@ -270,7 +273,8 @@ def _run(request: dict[str, Any]) -> None:
     sys.argv = ["-c", *rest[1:]] if first == "-c" else [first, *rest]
     text = rest[0] if first == "-c" else Path(first).read_bytes()
     path = os.path.abspath(first)
-    program, main = compile(text, first, "exec"), sys.modules["__main__"].__dict__
+    program = compile(text, first, "exec")
+    main = sys.modules["__main__"].__dict__
     for name in [name for name in main if not name.startswith("__")]:
         del main[name]  # this module's own
     main["__file__"] = path

@@ -23,7 +23,8 @@ def write_d4rl(
     `ends` says what marks each episode's last step: "terminals", "timeouts", "both" or "". A change replaces
     an array (None drops it) or adds one; `__` in its name stands for `/`.
     """
-    random, total = np.random.default_rng(0), sum(lengths)
+    random = np.random.default_rng(0)
+    total = sum(lengths)
     last = np.cumsum(lengths) - 1
     arrays: dict[str, Any] = {
         "observations": random.standard_normal((total, 2)).astype(np.float32),
@@ -64,7 +65,8 @@ def write_minari(
     observation_space, action_space = spaces or (box, gymnasium.spaces.Discrete(3))
     folder.mkdir(parents=True, exist_ok=True)
     storage = MinariStorage.new(folder, observation_space, action_space, data_format=form)
-    random, buffers = np.random.default_rng(0), []
+    random = np.random.default_rng(0)
+    buffers = []
     for i, length in enumerate(lengths):
         parts: dict[str, Any] = {
             "id": None if form == "hdf5" else i,

@@ -47,7 +47,8 @@ class Scene:
         )
         for number in range(3):
             self.replay.add(trajectory(number, 5))
-        self.batch, self.writer = self.replay.sample().clone(), self.replay.writer()
+        self.batch = self.replay.sample().clone()
+        self.writer = self.replay.writer()
         self.vector = self.replay.vector_writer(2, autoreset="next_step")
         self.vector.reset(observation=ROWS["observation"], task=[0, 1])
         self.device_config = config_of(batch_size=4, sampler=SAMPLER, tables={"main": ON_DEVICE})
@@ -245,7 +246,8 @@ CALLS: dict[str, Call] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_bad_arguments_are_named(scene: Scene, call: str) -> None:
     action, taken = CALLS[call]
-    before, wrong = scene.stored(), []
+    before = scene.stored()
+    wrong = []
     for value, bad in BAD.items():
         if value in taken:
             continue

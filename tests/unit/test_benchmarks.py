@@ -132,7 +132,8 @@ def test_lean_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampler", ["prioritized", "uniform"])
 def test_the_limit_of_selection_does_what_it_is_a_limit_of(load: Load, sampler: str) -> None:
-    selection, limits = load("selection"), load("support.limit")
+    selection = load("selection")
+    limits = load("support.limit")
     content = load("support.workloads").workload("W2", 0.01)
     gear = selection.Gear(content, sampler, 64)
     limit = selection.limit_of(gear, content, 64)
@@ -194,7 +195,8 @@ def test_gpu_says_that_there_is_none() -> None:
 
 
 def test_a_figure_that_fails_is_a_row(load: Load, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu, clock = load("gpu"), load("gpu_clock")
+    gpu = load("gpu")
+    clock = load("gpu_clock")
 
     def fails() -> Iterator[Any]:
         yield clock.ask(clock.row_of("gather", "B=1", "gear", 2.0), "us", at_most=1.0)
@@ -216,7 +218,8 @@ def test_memory_runs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "window"), [("W1", "whole"), ("W1", "20"), ("W3", "frames")])
 def test_everything_that_is_timed_copies_the_same_rows(load: Load, name: str, window: str) -> None:
-    workloads, subjects = load("support.workloads"), load("support.subject")
+    workloads = load("support.workloads")
+    subjects = load("support.subject")
     subject = subjects.Subject(workloads.workload(name, 0.005), window, 16)
     found = []
     for kind in ("limit", "op", "index_select"):
@@ -260,7 +263,8 @@ def test_a_starved_item_is_seen(load: Load) -> None:
 
 def test_a_difference_of_batches_is_seen(load: Load) -> None:
     determinism = load("determinism")
-    wanted, same = determinism.Case("uniform step", 0), determinism.Case("uniform step", 0, 2)
+    wanted = determinism.Case("uniform step", 0)
+    same = determinism.Case("uniform step", 0, 2)
     other = determinism.Case("uniform step", 0, 4, 2, 3)
     digests = {wanted: ["a", "b"], same: ["a", "b"], other: ["a", "c"]}
     more = {("uniform step", "resumed"): ["a", "b"], ("length", "resumed"): ["x"]}

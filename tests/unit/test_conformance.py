@@ -84,7 +84,9 @@ def test_a_case_without_an_answer_is_late(
 def test_sequences_that_are_not_apart_in_a_pack_fail(cases: ModuleType) -> None:
     language = importlib.import_module("conformance.language")
     made = importlib.import_module("peers.interface").Pack
-    number, position, bounds = np.repeat([1, 6], [3, 5]), np.r_[0:3, 0:5], np.array([0, 3, 8])
+    number = np.repeat([1, 6], [3, 5])
+    position = np.r_[0:3, 0:5]
+    bounds = np.array([0, 3, 8])
     assert language.check_packs([made(number, position, bounds)]) == [1, 6]
     with pytest.raises(AssertionError, match="attend to each other"):
         language.check_packs([made(number, position, np.array([0, 8]))])

@@ -46,7 +46,8 @@ CONTRADICTED = [
 @pytest.fixture
 def commits(checkout: Path) -> dict[str, str]:
     """The commits that a GPU has run, and the digest of the kernel sources of each."""
-    figures, stages = results(checkout, "gpu"), results(checkout, "gpu_stages")
+    figures = results(checkout, "gpu")
+    stages = results(checkout, "gpu_stages")
     found = {run["commit"][:8]: run["kernel_sources"] for run in stages["runs"]}
     assert found[figures["commit"][:8]] == figures["kernel_sources"]
     return found
@@ -143,9 +144,12 @@ def one_of(rows: list[Row], **wanted: Any) -> Row:
 
 
 def test_the_figures_of_this_project_are_those_of_the_results(checkout: Path) -> None:
-    gather, select = results(checkout, "gather")["rows"], results(checkout, "select")["rows"]
-    packing, ingest = results(checkout, "packing")["rows"], results(checkout, "ingest")["rows"]
-    lean, exchange = results(checkout, "lean")["rows"], results(checkout, "exchange")["rows"]
+    gather = results(checkout, "gather")["rows"]
+    select = results(checkout, "select")["rows"]
+    packing = results(checkout, "packing")["rows"]
+    ingest = results(checkout, "ingest")["rows"]
+    lean = results(checkout, "lean")["rows"]
+    exchange = results(checkout, "exchange")["rows"]
 
     def ms(window: str, what: str, form: str) -> str:
         return (
@@ -244,10 +248,8 @@ def test_the_readme_has_the_returns_of_the_tutorials(checkout: Path) -> None:
     by_return = [row for row in iql if row[:2] == ["by return", ""]]
     assert len(by_return) == 3
     ends = [f"{int(row[6]):,}" for row in by_return]
-    best, seconds = (
-        sorted(int(row[4]) for row in by_return),
-        sorted(int(row[7]) for row in by_return),
-    )
+    best = sorted(int(row[4]) for row in by_return)
+    seconds = sorted(int(row[7]) for row in by_return)
     assert f"ends at {ends[0]}, {ends[1]} and {ends[2]} on" in text
     assert (
         f"{seconds[0]} to {seconds[-1]} s each; best evaluations {best[0]:,} to {best[-1]:,}"

@@ -79,7 +79,8 @@ def test_its_options_are_checked_and_enter_the_digest() -> None:
 def test_the_ingest_format_of_the_page(
     modules: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, format = modules / "episodes.jsonl", "jsonl_episodes:JsonlReader"
+    source = modules / "episodes.jsonl"
+    format = "jsonl_episodes:JsonlReader"
     lines = [
         {
             "observation": [[i, t] for t in range(i + 2)],

@@ -294,7 +294,8 @@ def test_the_job_of_kubeflow_trainer_has_the_same_pods(checkout: Path, job: dict
     assert template["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
     }
-    spec, trainer = template["spec"]["template"]["spec"], train_job["spec"]["trainer"]
+    spec = template["spec"]["template"]["spec"]
+    trainer = train_job["spec"]["trainer"]
     (container,) = spec["containers"]
     assert container.pop("name") == "node"
     pods = pods_of(job)

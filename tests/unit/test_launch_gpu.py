@@ -61,7 +61,9 @@ def test_missing_packages_go_into_the_cache(
 # ---- the Python that runs them ---------------------------------------------------------------------
 
 
-SEES, BLIND = 'echo "$0 $*"', 'test "$1" != -c'  # a torch that sees a device, or one that fails to
+# a torch that sees a device, or one that fails to
+SEES = 'echo "$0 $*"'
+BLIND = 'test "$1" != -c'
 NO_CUDA = 'case "$2" in *cuda*) exit 1;; esac; echo "$0 $*"'
 
 
@@ -139,11 +141,10 @@ def stage_of(
 def test_a_step_that_fails_or_hangs_does_not_end_a_stage(
     stages: ModuleType, stage_of: Any, tmp_path: Path
 ) -> None:
-    good, bad = ("good", ("echo", "fine"), 20), ("bad", ("sh", "-c", "echo why; exit 3"), 20)
-    hangs, absent = (
-        ("hangs", ("sh", "-c", "echo begun; sleep 3600"), 1),
-        ("absent", ("no-such-program",), 20),
-    )
+    good = ("good", ("echo", "fine"), 20)
+    bad = ("bad", ("sh", "-c", "echo why; exit 3"), 20)
+    hangs = ("hangs", ("sh", "-c", "echo begun; sleep 3600"), 1)
+    absent = ("absent", ("no-such-program",), 20)
     card = stages.Step("card", ("true",), 20, elsewhere="a test")
     lane = stages.Step("lane", ("false",), 20, dry=("echo", "CPU"))
     assert stage_of([good, bad], [hangs], [absent], card=(card, lane), is_dry=True).run() == 3

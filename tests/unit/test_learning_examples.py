@@ -27,7 +27,9 @@ from deepspeed_gear import DeviceReplay, Replay, TransitionBuffer
 from deepspeed_gear.replay.transition_buffer import TransitionSamples
 
 gymnasium = pytest.importorskip("gymnasium", reason="the examples act in its environments")
-SEED, ENVS, CPU = 5, 2, torch.device("cpu")
+SEED = 5
+ENVS = 2
+CPU = torch.device("cpu")
 OPTIONS = {"device": CPU, "compile": False, "cudagraphs": False, "envs": ENVS, "seed": SEED}
 PROGRAMS = {  # options, and the steps that the table holds
     "dqn_device": ({"steps": 60, "random_steps": 40, "buffer": "uniform"}, ENVS * 59),
@@ -54,11 +56,13 @@ def test_a_compiled_program_gives_the_numbers_of_a_plain_one(
     load: Load, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Traced by dynamo and run as traced; draws are equal, and Adam's corrections are rounded otherwise."""
-    program, (options, held) = load(name), PROGRAMS[name]
+    program = load(name)
+    (options, held) = PROGRAMS[name]
     plain = program.train(Namespace(**OPTIONS, **options))
     assert np.isfinite([plain["loss"], plain["test"], plain["return"]]).all()
     assert plain["held"] == held
-    compiled, compiles = list[Any](), partial(torch.compile, backend="eager")
+    compiled = list[Any]()
+    compiles = partial(torch.compile, backend="eager")
     monkeypatch.setattr(
         torch, "compile", lambda function: compiled.append(function) or compiles(function)
     )
@@ -72,9 +76,12 @@ def test_a_compiled_program_gives_the_numbers_of_a_plain_one(
 
 
 def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
-    loop, num_turns = load("device_loop"), 450  # two episodes and a part of a third
+    # two episodes and a part of a third
+    loop = load("device_loop")
+    num_turns = 450
     torch.manual_seed(SEED)
-    envs, rows = loop.Environments("Pendulum-v1", ENVS, SEED, CPU), list[dict[str, Tensor]]()
+    envs = loop.Environments("Pendulum-v1", ENVS, SEED, CPU)
+    rows = list[dict[str, Tensor]]()
     assert torch.equal(envs.seen, torch.from_numpy(envs._observation))
     for _ in range(num_turns):
         envs.act_at_random()
@@ -87,7 +94,8 @@ def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
     for env in range(ENVS):
         own = gymnasium.make("Pendulum-v1")
         observation, _ = own.reset(seed=SEED + env)
-        returns, total = [], 0.0
+        returns = []
+        total = 0.0
         for row in rows:
             assert np.array_equal(row["observation"][env], observation)
             observation, reward, terminated, truncated, _ = own.step(row["action"][env].numpy())
@@ -107,10 +115,13 @@ def test_an_episode_keeps_its_own_last_observation(load: Load) -> None:
 
 def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against equation 16 of the paper, from the critic and the environments' rows; some episodes are cut."""
-    loop, program = load("device_loop"), load("ppo_device")
+    loop = load("device_loop")
+    program = load("ppo_device")
     make = partial(gymnasium.make, max_episode_steps=20)
     monkeypatch.setattr(loop, "gymnasium", MagicMock(make=make))
-    recorded, step, add = list[dict[str, Tensor]](), loop.Environments.step, DeviceReplay.add_
+    recorded = list[dict[str, Tensor]]()
+    step = loop.Environments.step
+    add = DeviceReplay.add_
 
     def record(envs: Any) -> None:
         step(envs)
@@ -118,7 +129,8 @@ def test_advantages_end_with_an_episode(load: Load, monkeypatch: pytest.MonkeyPa
         recorded.append({name: values.clone() for name, values in row.items()})
 
     monkeypatch.setattr(loop.Environments, "step", record)
-    networks, network = list[Any](), program.network
+    networks = list[Any]()
+    network = program.network
     monkeypatch.setattr(
         program, "network", lambda *sizes: networks.append(network(*sizes)) or networks[-1]
     )
@@ -182,7 +194,8 @@ class Recorded(TransitionBuffer):
 
 def recorded(env: Any, observe: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[float, ...]]:
     """Return the set that holds the transitions of all environments of a class, each as numbers."""
-    step, record = env.step, set()
+    step = env.step
+    record = set()
 
     def recording(self: Any, action: Any) -> Any:
         before = np.array(observe(self), np.float32)

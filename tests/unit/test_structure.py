@@ -76,7 +76,9 @@ def test_classes_define_what_they_use(trees: dict[str, ast.Module]) -> None:
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef):
                 continue
-            known, open_bases, left = {*dir(object), "__dict__"}, False, [node]
+            known = {*dir(object), "__dict__"}
+            open_bases = False
+            left = [node]
             while left:
                 one = left.pop()
                 known |= defined(one)

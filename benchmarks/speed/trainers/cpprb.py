@@ -29,7 +29,8 @@ class Shared(team.Shared):
 
 class Trainer(team.Trainer):
     def __init__(self, rank: int, processes: int, given: Any) -> None:
-        self._rank, self._buffers = rank, given
+        self._rank = rank
+        self._buffers = given
 
     def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         buffer = self._buffers[is_timed]

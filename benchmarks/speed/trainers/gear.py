@@ -24,7 +24,8 @@ class Shared(team.Shared):
 
 class Trainer(team.Trainer):
     def __init__(self, rank: int, processes: int, given: Any) -> None:
-        self._rank, (self._folder, self._count) = rank, given
+        self._rank = rank
+        (self._folder, self._count) = given
 
     def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         if not dist.is_initialized() or dist.get_world_size() != trainers:

@@ -43,7 +43,8 @@ class Shared(team.Shared):
 class Trainer(team.Trainer):
     def __init__(self, rank: int, processes: int, given: Any) -> None:
         ray.init(given[0], log_to_driver=False, logging_level="error")
-        self._rank, self._clients = rank, ray.cloudpickle.loads(given[1])
+        self._rank = rank
+        self._clients = ray.cloudpickle.loads(given[1])
 
     def open(self, is_timed: bool, trainers: int, batch: int) -> Buffer:
         client = self._clients[is_timed]

@@ -26,7 +26,8 @@ class RemoteBatches(Buffer):
     """
 
     def __init__(self, buffer: Callable[[], Any], batch: int) -> None:
-        self._remote, self._batch = buffer, batch
+        self._remote = buffer
+        self._batch = batch
 
     def sample(self) -> Any:
         return self._remote().sample(self._batch)
@@ -65,7 +66,8 @@ def _start(rank: int, port: int, processes: int) -> None:
 
 class Shared(team.Shared):
     def __init__(self, processes: int, count: int) -> None:
-        self._processes, self.given = processes, free_port()
+        self._processes = processes
+        self.given = free_port()
         for is_timed, capacity, alpha in ((True, count, 0.6), (False, team.ITEMS, 1.0)):
             sampler = PrioritizedSampler(capacity, alpha=alpha, beta=0.4)
             BUFFERS[is_timed] = RemoteTensorDictReplayBuffer(

@@ -153,7 +153,9 @@ class Packing:
     """Offsets of tensors in one allocation, each aligned."""
 
     def __init__(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> None:
-        self._shapes, self._begins, at = list(shapes), [], 0
+        self._shapes = list(shapes)
+        self._begins = []
+        at = 0
         for shape, dtype in self._shapes:
             self._begins.append(at)
             at += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT

@@ -33,7 +33,8 @@ from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
-DIRECT, STAGED = "direct", "staged"
+DIRECT = "direct"
+STAGED = "staged"
 WAYS = (DIRECT, STAGED)  # in order of preference
 PINNED = (
     4  # batches that are staged at once; bounds how many batches the host is ahead of the device
@@ -115,7 +116,9 @@ class DeviceGatherer(Gatherer):
     def __init__(
         self, transfer: FieldTransfer, reach: Reach, options: GatherOptions, table: Rows, depth: int
     ) -> None:
-        self._transfer, self._lane, self._reach = transfer, transfer.lane, reach
+        self._transfer = transfer
+        self._lane = transfer.lane
+        self._reach = reach
         # Few blocks keep enough reads of host memory in flight, and leave the device to other work.
         self._blocks = _DIRECT_BLOCKS if self._lane.device.type == "cuda" else options.threads
         self._slots: list[_Slot] = []
@@ -181,8 +184,10 @@ class DeviceGatherer(Gatherer):
         """Return a group of fields that reads their rows in `columns`, of which each field has one."""
         rows = []
         for i in which:
-            known, device = self._rows[i], columns[which[0]].device
-            shift, gain = known.shift.to(device), known.gain.to(device)
+            known = self._rows[i]
+            device = columns[which[0]].device
+            shift = known.shift.to(device)
+            gain = known.gain.to(device)
             rows.append(replace(known, column=columns[i], shift=shift, gain=gain))
         return FieldGroup(which, self._specs, rows)
 
@@ -214,9 +219,13 @@ class DeviceGatherer(Gatherer):
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Gather samples of records in host memory; ready after the work on the transfer stream so far."""
         self.made = self._turn
-        buffers, slot, pinned = self._next(), self._slots[self.made], self._pinned[0]
+        buffers = self._next()
+        slot = self._slots[self.made]
+        pinned = self._pinned[0]
         self._pinned.rotate(-1)
-        some, first, whole = [], 0, len(parts) == 1
+        some = []
+        first = 0
+        whole = len(parts) == 1
         for gatherer, records, goals in parts:
             assert isinstance(gatherer, DeviceGatherer)
             end = first + len(records)
@@ -242,8 +251,12 @@ class DeviceGatherer(Gatherer):
     def _reuse(self, slot: _Slot) -> None:
         """Make the transfer stream wait for the user of the entry's last batch."""
         with self._lock:
-            free, consumer, is_out = slot.free, slot.consumer, slot.is_out
-            slot.free, slot.consumer, slot.is_out = None, None, False
+            free = slot.free
+            consumer = slot.consumer
+            is_out = slot.is_out
+            slot.free = None
+            slot.consumer = None
+            slot.is_out = False
             slot.turn += 1
         if free is not None:
             self._lane.wait(free)
@@ -258,7 +271,8 @@ class DeviceGatherer(Gatherer):
         consumer, until_now = self._lane.consumer()
         slot = self._slots[index]
         with self._lock:
-            slot.consumer, slot.is_out = consumer, True
+            slot.consumer = consumer
+            slot.is_out = True
             self._out.append((slot, slot.turn))
             while len(self._out) > self._transfer.keep:
                 old, turn = self._out.popleft()
@@ -275,7 +289,8 @@ class DeviceGatherer(Gatherer):
             # Samples in the order of their rows: neighbours in memory are read in sequence. Sorted where the
             # records lie: on the device, as a host takes 2 ms for 65,536 samples.
             order = torch.argsort(there[:, Resolution.FIRST_ROW] + there[:, Resolution.ANCHOR])
-        ops, counters = self._transfer.ops, self._counters_there
+        ops = self._transfer.ops
+        counters = self._counters_there
         steps = buffers.n_step[2] if self._n_step is not None else None
         if self._n_step_there is not None:
             steps = self._n_step_there.fill(ops, buffers.n_step, there)

@@ -73,7 +73,8 @@ def open_source(
         max_expansion: Most bytes of its arrays for each byte of its files, above 256 MiB.
         **options: Those of the format, `Reader.takes`; one that is None is not given.
     """
-    select, expansion = ColumnSelection(columns), Expansion(max_expansion)
+    select = ColumnSelection(columns)
+    expansion = Expansion(max_expansion)
     path = arguments.folder("source", path)
     with DataError.on(str(path), "must be readable", OSError):
         if not path.exists():
@@ -94,7 +95,8 @@ def open_rows(
     **options: Any,
 ) -> Reader:
     """Open rows of a program, as `Dataset.from_iterable` takes them; arguments as of `open_source`."""
-    select, expansion = ColumnSelection(columns), Expansion(max_expansion)
+    select = ColumnSelection(columns)
+    expansion = Expansion(max_expansion)
     name = type(rows).__name__
     if isinstance(rows, (str, os.PathLike)):
         raise DataError(
@@ -275,7 +277,8 @@ def ingest(
             source[TEXTS] = texts.texts
         total = sum(reader.num_steps for reader in readers) or None  # None: not known by all
         shown = tqdm(total=total, desc="ingest", unit="step", unit_scale=True, disable=not progress)
-        bar, num_bytes = stack.enter_context(shown), 0
+        bar = stack.enter_context(shown)
+        num_bytes = 0
         episode_bytes = sum(column.row_bytes for column in schema.trajectory_columns)
         placed: dict[str, Any] = {"split": split, "overwrite": overwrite, "append": append}
         divides: Any = bool(options.get("split_by_flags"))

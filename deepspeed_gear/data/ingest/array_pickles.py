@@ -39,7 +39,8 @@ class _Global:
     __slots__ = ("make", "name")
 
     def __init__(self, name: str, make: Callable[..., Any] | None = None) -> None:
-        self.name, self.make = name, make
+        self.name = name
+        self.make = make
 
 
 class _Dtype:
@@ -50,7 +51,8 @@ class _Dtype:
     def __init__(self, spec: Any, *_: Any) -> None:
         if type(spec) is not str or not re.fullmatch(r"[?OSUbiufc]\d{0,6}", spec):
             raise pickle.UnpicklingError(f"dtype {_shown(spec)}")
-        self.dtype, self._has_state = np.dtype(spec), False
+        self.dtype = np.dtype(spec)
+        self._has_state = False
 
     def set_state(self, state: Any) -> None:
         is_known = type(state) is tuple and len(state) >= 5 and state[1] in ("<", ">", "=", "|")
@@ -146,7 +148,8 @@ class _ArrayMachine:
                 values = self._pop_mark()
                 self._stack.append(_dict(values))
             case "SETITEM":
-                value, key = self._pop(), self._pop()
+                value = self._pop()
+                key = self._pop()
                 self._container(dict)[_hashable(key)] = value
             case "SETITEMS":
                 values = self._pop_mark()
@@ -165,13 +168,16 @@ class _ArrayMachine:
                 module, _, name = argument.partition(" ")
                 self._push_global(module, name)
             case "STACK_GLOBAL":
-                name, module = self._pop(), self._pop()
+                name = self._pop()
+                module = self._pop()
                 self._push_global(module, name)
             case "REDUCE" | "NEWOBJ":
-                arguments, made = self._pop(), self._pop()
+                arguments = self._pop()
+                made = self._pop()
                 self._stack.append(self._call(made, arguments, is_new=opcode == "NEWOBJ"))
             case "BUILD":
-                state, made = self._pop(), self._pop()
+                state = self._pop()
+                made = self._pop()
                 self._stack.append(self._build(made, state))
             case "POP":
                 if self._stack:

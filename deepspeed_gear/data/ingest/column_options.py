@@ -32,7 +32,8 @@ class OutputColumns:
 
     def __init__(self, reader: Reader, options: Mapping[str, Any]) -> None:
         """Apply dtype, rename, role and reward of `ingest.Options` to the columns of an open source."""
-        self.reader, self.names = reader, dict(options.get("rename") or {})
+        self.reader = reader
+        self.names = dict(options.get("rename") or {})
         self._check_names("--rename", self.names, [column.name for column in reader.columns])
         columns = [replace(c, name=self.names.get(c.name, c.name)) for c in reader.columns]
         columns = self._changed(columns, "role", options.get("role"))
@@ -67,7 +68,8 @@ class OutputColumns:
 
     def _check_kept(self) -> None:
         """Raise DataError if --columns has left out what may be the observations or the actions."""
-        select, roles = self.reader.select, {column.role for column in self.columns}
+        select = self.reader.select
+        roles = {column.role for column in self.columns}
         left_out = select.left_out if "token" not in roles else []
         for role in ("observation", "action") if left_out else ():
             if role not in roles and role not in select.excluded:

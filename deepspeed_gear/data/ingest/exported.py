@@ -20,8 +20,11 @@ from deepspeed_gear.data.ingest.table_rows import arrow_block, json_bytes, recor
 from deepspeed_gear.errors import DataError, SchemaError
 from deepspeed_gear.schema import Schema
 
-SCHEMA_KEY, LENGTHS_KEY, ROWS_FILE = "gear_schema", "gear_lengths", "trajectories.jsonl"
-_PARQUET, _WHOLE = b"PAR1", "whole"
+SCHEMA_KEY = "gear_schema"
+LENGTHS_KEY = "gear_lengths"
+ROWS_FILE = "trajectories.jsonl"
+_PARQUET = b"PAR1"
+_WHOLE = "whole"
 _MALFORMED = Exception  # what a malformed file can raise: any
 
 
@@ -53,7 +56,8 @@ class ExportedReader(Reader):
         read = (
             self._json if self.path.is_dir() else self._npz if _is_npz(self.path) else self._parquet
         )
-        names, number = [column.name for column in self.columns], 0
+        names = [column.name for column in self.columns]
+        number = 0
         wide = sum(
             column.max_bytes for column in self.columns
         )  # rows of texts have their column's size
@@ -124,7 +128,8 @@ def read_schema(where: str, text: str) -> tuple[Schema, Schema | None]:
     """Return the columns that an export states, and those of its data set."""
     with DataError.on(where, "must be a schema", SchemaError, ValueError, remedy=DAMAGED):
         stated = parse_json(text)
-        schema, whole = Schema.from_json(stated), stated.get(_WHOLE)
+        schema = Schema.from_json(stated)
+        whole = stated.get(_WHOLE)
         return schema, None if whole is None else Schema.from_json(whole)
 
 

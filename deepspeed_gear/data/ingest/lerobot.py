@@ -124,7 +124,8 @@ class LerobotReader(Reader):
         self.columns = (*columns, *self._trajectory_columns(listed))
         for name, count in Counter(column.name for column in self.columns).items():
             if count > 1:
-                where, rule = f"{self._info.where}: features", "must have a column of its own each"
+                where = f"{self._info.where}: features"
+                rule = "must have a column of its own each"
                 raise DataError(where, rule, f"{name}, {count} times", LEAVE_OUT)
         self.num_steps = sum(episode.length for episode in self._episodes)
         self.description.update(self._info.described, episodes=len(listed), steps=self.num_steps)
@@ -161,11 +162,13 @@ class LerobotReader(Reader):
         ]
 
     def _episode(self, row: CheckedValues) -> Episode:
-        index, names = row.whole("episode_index"), ("chunk_index", "file_index")
+        index = row.whole("episode_index")
+        names = ("chunk_index", "file_index")
         place = {"episode_chunk": index // self._info.chunks_size, "episode_index": index}
         if self._has_many:
             place = {name: row.whole(f"data/{name}") for name in names}
-        file, videos = self._file("data_path", **place), {}
+        file = self._file("data_path", **place)
+        videos = {}
         for key in self._columns["video"]:
             start = row.seconds(f"videos/{key}/from_timestamp") if self._has_many else 0.0
             at = (
@@ -230,7 +233,8 @@ class LerobotReader(Reader):
         keys |= {"next.success"} & self._info.features.keys() | (
             {"task_index"} if self._tasks else set()
         )
-        table, num_rows = self._table(path, sorted(keys)), sum(e.length for e in episodes)
+        table = self._table(path, sorted(keys))
+        num_rows = sum(e.length for e in episodes)
         if len(table) != num_rows:
             rule = f"must have the {num_rows} rows of its episodes in the metadata"
             raise DataError(str(path), rule, len(table), _AGAIN)
@@ -258,14 +262,16 @@ class LerobotReader(Reader):
 
     def _decode(self, pair: tuple[Episode, Any]) -> tuple[str, dict[str, NDArray[Any]]]:
         episode, table = pair
-        name, counters = f"episode {episode.index}", {"frame_index": np.arange(episode.length)}
+        name = f"episode {episode.index}"
+        counters = {"frame_index": np.arange(episode.length)}
         counters["episode_index"] = np.full(episode.length, episode.index)
         batches = table.combine_chunks().to_batches()
         empty = dict.fromkeys(table.column_names, np.empty(0))  # of an episode without frames
         block = arrow_block(batches[0], False, str(episode.file)) if batches else empty
 
         def numbers(key: str, column: Column) -> NDArray[Any]:
-            where, rows = f"{episode.file}: {key}, {name}", block[key]
+            where = f"{episode.file}: {key}, {name}"
+            rows = block[key]
             shape = (episode.length, *column.shape)
             if not isinstance(rows, np.ndarray) or rows.shape not in (shape, (math.prod(shape),)):
                 rule = f"must have rows of shape {list(column.shape)}, without empty values"
@@ -275,10 +281,8 @@ class LerobotReader(Reader):
         for key, expected in counters.items():
             given = numbers(key, Column(key, "int64"))
             for step in np.flatnonzero(given != expected):
-                where, rule = (
-                    f"{episode.file}: {key}, {name}",
-                    f"must be {expected[step]} at step {step}",
-                )
+                where = f"{episode.file}: {key}, {name}"
+                rule = f"must be {expected[step]} at step {step}"
                 raise DataError(
                     where, rule, int(given[step]), "the rows are not those of the metadata"
                 )
@@ -300,10 +304,12 @@ class LerobotReader(Reader):
             times = numbers("timestamp", Column("timestamp", "float64"))
             arrays[column.name] = self._frames(*episode.videos[key], name, column, times)
         none = np.zeros(episode.length, np.bool_)
-        done, truncated = arrays.get("terminated", none), arrays.get("truncated", none)
+        done = arrays.get("terminated", none)
+        truncated = arrays.get("truncated", none)
         if "next.success" in self._info.features:
             truncated = truncated | (done & ~numbers("next.success", Column("success", "bool")))
-        arrays["terminated"], arrays["truncated"] = done & ~truncated, truncated
+        arrays["terminated"] = done & ~truncated
+        arrays["truncated"] = truncated
         end_episode(arrays)
         values: dict[str, Any] = {"episode_index": np.asarray(episode.index)}
         if self._tasks:

@@ -17,11 +17,15 @@ from deepspeed_gear.data.ingest.source_checks import DAMAGED, read_source_json
 from deepspeed_gear.errors import DataError
 
 INFO = Path("meta", "info.json")
-IMAGES, TEXTS = ("image", "video"), ("string", "language")  # dtypes of features that are no numbers
+# dtypes of features that are no numbers
+IMAGES = ("image", "video")
+TEXTS = ("string", "language")
 _VERSIONS = ("v2.0", "v2.1", "v3.0")
 _FIELD = re.compile(r"\{(\w+)((?::0?\d{1,2}d)?)\}")  # {episode_index:06d}
 _TEMPLATE = re.compile(rf"(?:[^{{}}]|{_FIELD.pattern})+")
-_MOST_NAME_BYTES, _MOST_PATH_BYTES = 255, 4095  # of a file and a path, in Linux
+# of a file and a path, in Linux
+_MOST_NAME_BYTES = 255
+_MOST_PATH_BYTES = 4095
 _MOST_INTEGER = 1 << 53
 _MOST_VALUES = 1 << 31  # in a row of a feature
 _MOST_TEXT_BYTES = 1 << 16
@@ -35,7 +39,8 @@ class CheckedValues:
             raise DataError(
                 where, "must be an object of values by key", type(values).__name__, DAMAGED
             )
-        self.where, self._values = where, values
+        self.where = where
+        self._values = values
 
     def raw(self, key: str) -> Any:
         return self._values.get(key)
@@ -122,10 +127,8 @@ class Info:
 
     def template(self, key: str, names: Sequence[str]) -> str:
         """Return a template of paths with these names in braces."""
-        text, rule = (
-            self.templates[key],
-            f"must be a path below the folder, with {', '.join(names)} in braces",
-        )
+        text = self.templates[key]
+        rule = f"must be a path below the folder, with {', '.join(names)} in braces"
         fields = (
             _FIELD.findall(text)
             if is_text(text, _MOST_PATH_BYTES) and _TEMPLATE.fullmatch(text)

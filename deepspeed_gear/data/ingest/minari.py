@@ -30,7 +30,8 @@ from . import reader
 from .reader import LEAVE_OUT, Reader, column_name, convert, decode_images, end_episode, make_column
 
 Key = tuple[str, ...]
-_MAIN_FILE, _METADATA_FILE = "main_data.hdf5", "metadata.json"
+_MAIN_FILE = "main_data.hdf5"
+_METADATA_FILE = "metadata.json"
 _TABLE_FORMS = ("arrow", "parquet")
 GROUPS = {
     "observations": "observation",
@@ -54,7 +55,9 @@ class Hdf5Store:
     """The stored episodes: groups `episode_<n>` of one HDF5 file, in numerical order."""
 
     def __init__(self, path: Path, file: h5py.File, expansion: Expansion) -> None:
-        self._path, self._file, self._expansion = path, file, expansion
+        self._path = path
+        self._file = file
+        self._expansion = expansion
         matches = (re.fullmatch(r"episode_(\d+)", name) for name in file)
         self.numbers = sorted(int(match[1]) for match in matches if match)
 
@@ -195,7 +198,8 @@ class MinariReader(Reader):
             return
         self.columns = tuple(column for name, column in stated.items() if name in given)
         self._columns = {key: stated[column.name] for key, column in self._columns.items()}
-        self.has_schema, self.whole = True, whole
+        self.has_schema = True
+        self.whole = whole
 
     def _open_store(self, folder: Path, metadata: dict[str, Any]) -> Hdf5Store | TableStore:
         form = "hdf5" if self.path.is_file() else metadata.get("data_format", "hdf5")
@@ -251,10 +255,8 @@ class MinariReader(Reader):
 
     def episodes(self) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
         for i, number in enumerate(self._store.numbers):
-            present, length = (
-                set(self._ordered_keys(number)),
-                len(self._store.load(number, ("rewards",))),
-            )
+            present = set(self._ordered_keys(number))
+            length = len(self._store.load(number, ("rewards",)))
             arrays: dict[str, NDArray[Any]] = {
                 name: values[i] for name, values in self._values.items()
             }
@@ -289,7 +291,9 @@ class TableStore:
         self, folder: Path, form: str, metadata: Mapping[str, Any], expansion: Expansion
     ) -> None:
         self._arrow = pyarrow_for(str(folder), f"must be read with pyarrow, as its form is {form}")
-        self._folder, self._form, self._expansion = folder, form, expansion
+        self._folder = folder
+        self._form = form
+        self._expansion = expansion
         names = (entry.name for entry in folder.iterdir() if entry.is_dir())
         self.numbers = sorted(int(name) for name in names if name.isdigit())
         self._shapes: dict[Key, tuple[int, ...]] = {}

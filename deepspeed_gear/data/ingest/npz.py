@@ -44,7 +44,9 @@ class NpzReader(ArrayReader):
 
     def _load(self) -> Any:
         arrays = {}
-        kind, rule = Exception, "must be a readable npz file"  # a malformed file can raise any
+        # a malformed file can raise any
+        kind = Exception
+        rule = "must be a readable npz file"
         is_readable = DataError.on(str(self.path), rule, kind, remedy=DAMAGED)
         with is_readable, zipfile.ZipFile(self.path) as archive:
             for entry in archive.infolist():
@@ -76,7 +78,8 @@ class NpzReader(ArrayReader):
     def _streams(self) -> Streams:
         arrays: dict[str, Any] = self._arrays
         kinds = {KINDS.get(key.split("/")[0], ""): array for key, array in reversed(arrays.items())}
-        action, state = kinds.get("action"), kinds.get("observation")
+        action = kinds.get("action")
+        state = kinds.get("observation")
         if action is None or state is None or not action.ndim or not state.ndim:
             yield "", arrays, False  # which names what is missing
             return

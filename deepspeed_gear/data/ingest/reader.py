@@ -66,7 +66,9 @@ class Reader(ABC):
         expansion: Expansion,
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.path, self.select, self.expansion = path, select, expansion
+        self.path = path
+        self.select = select
+        self.expansion = expansion
         self.options = dict(options or {})
         self.files = ExitStack()
         self.columns: tuple[Column, ...] = ()
@@ -140,7 +142,8 @@ class ColumnSelection:
     def __call__(self, name: str) -> bool:
         """Return whether an optional column is kept, and record that there is one."""
         self._asked.append(name)
-        group, kept = self._groups.get(name, name.split(".")[0]), self._kept
+        group = self._groups.get(name, name.split(".")[0])
+        kept = self._kept
         if _matches(name, self._without):
             self.excluded.add(group)
             return False
@@ -314,11 +317,15 @@ class RowReader:
     """
 
     def __init__(self, where: str, dataset: h5py.Dataset) -> None:
-        self._where, self._dataset = where, dataset
-        self.shape, self.ndim, self.dtype = dataset.shape, dataset.ndim, dataset.dtype
+        self._where = where
+        self._dataset = dataset
+        self.shape = dataset.shape
+        self.ndim = dataset.ndim
+        self.dtype = dataset.dtype
         self._chunk = dataset.chunks[0] if dataset.chunks else 1
         self.block_rows = max(1, block_rows(dataset) // self._chunk) * self._chunk
-        self._first, self._block = 0, np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
+        self._first = 0
+        self._block = np.empty((0, *dataset.shape[1:]), dtype=dataset.dtype)
 
     def __len__(self) -> int:
         return len(self._dataset)

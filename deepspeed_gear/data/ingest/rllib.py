@@ -59,10 +59,8 @@ class RllibReader(ArrayReader):
     def _batches(self, where: str, line: bytes) -> dict[str, dict[str, Any]]:
         if not line.strip():
             return {}
-        rule, kinds = (
-            f"must be the JSON of a {' or '.join(_TYPES)}",
-            (TypeError, KeyError, AttributeError),
-        )
+        rule = f"must be the JSON of a {' or '.join(_TYPES)}"
+        kinds = (TypeError, KeyError, AttributeError)
         with DataError.on(where, rule, ValueError, *kinds):
             batch = parse_json(line)
             batches = batch["policy_batches"] if batch["type"] == _TYPES[1] else {"": batch}
@@ -105,7 +103,8 @@ class RllibReader(ArrayReader):
         lz4 = optional(where, "must be decompressed by LZ4", "lz4", "lz4.frame")
         kinds = ValueError, RuntimeError, EOFError
         with DataError.on(where, "must be base64 of an LZ4 frame", *kinds, remedy=""):
-            packed, content = base64.b64decode(text, validate=True), io.BytesIO()
+            packed = base64.b64decode(text, validate=True)
+            content = io.BytesIO()
             decoder = lz4.LZ4FrameDecompressor()
             while not decoder.eof:
                 part = decoder.decompress(packed, max_length=_PART_BYTES)

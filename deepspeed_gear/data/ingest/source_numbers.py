@@ -88,7 +88,8 @@ class GroupNumbers:
             return
         file = (id(output), output.reader.file)
         if file != self._file:
-            self._file, self._own = file, {}
+            self._file = file
+            self._own = {}
         number = int(value)
         if number not in self._own:
             is_shared = number in self._numbers.taken

@@ -97,7 +97,8 @@ class Steps:
                 raise DataError(
                     f"{where}column {name}", "must come from one key only", None, LEAVE_OUT
                 )
-            self.keys[name], self.arrays[name] = key, array
+            self.keys[name] = key
+            self.arrays[name] = array
         self.states = [name for name in self.arrays if _kind(name) == "observation"]
         self._check_rows(sorted(arrays))
         self._find_ends(reader.options.get("episode_length"), arrays.get("episode_returns"))
@@ -105,16 +106,12 @@ class Steps:
 
     def _check_rows(self, found: list[str]) -> None:
         """Set `length`; raise unless every array has a row per step."""
-        source, rows = (
-            self.where.rstrip(": "),
-            {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS},
-        )
+        source = self.where.rstrip(": ")
+        rows = {n: a for n, a in self.arrays.items() if n not in FLAG_KINDS}
         action = next((name for name in rows if _kind(name) == "action"), "")
         if not action or not self.states:
-            rule, remedy = (
-                "must have observations and actions",
-                "docs/how-to/formats.md has the known names",
-            )
+            rule = "must have observations and actions"
+            remedy = "docs/how-to/formats.md has the known names"
             remedy += (
                 "; --rename is of columns: give arrays of other names to Dataset.from_iterable"
             )
@@ -127,7 +124,8 @@ class Steps:
         steps = "reward" if "reward" in rows else action
         self.length = len(rows[steps])
         for name, array in rows.items():
-            where, more = f"{self.where}{self.keys[name]}", len(array) - self.length
+            where = f"{self.where}{self.keys[name]}"
+            more = len(array) - self.length
             if more != 0 and not (more == 1 and name in self.states):
                 remedy = LEAVE_OUT if _kind(name) not in _KEYS else ""
                 rule = f"must have {self.length} rows as {self.keys[steps]} has"
@@ -167,7 +165,8 @@ class Steps:
             raise DataError(f"{self.where}timeouts", "must be in the source", sorted(given), remedy)
         no_flag = np.zeros(self.length, np.bool_)
         ends = np.logical_or.reduce([no_flag, *given.values()])
-        done, truncated = given.get("done", no_flag), given.get("truncated", no_flag)
+        done = given.get("done", no_flag)
+        truncated = given.get("truncated", no_flag)
         if limit is not None:  # rows 0, 1, 2, 3 with an end at 0 and limit 2 are steps 1, 1, 2, 1
             row = np.arange(self.length)
             first = np.maximum.accumulate(np.where(np.append(True, ends[:-1]), row, 0))
@@ -179,7 +178,8 @@ class Steps:
         self.ends = np.flatnonzero(np.append(ends[:-1], True)) + 1
 
     def _flag(self, kind: str) -> NDArray[np.bool_]:
-        rows, where = np.asarray(self.arrays[kind][()]), f"{self.where}{self.keys[kind]}"
+        rows = np.asarray(self.arrays[kind][()])
+        where = f"{self.where}{self.keys[kind]}"
         if not rows.ndim:  # of the last step
             rows = np.append(np.zeros(self.length - 1, rows.dtype), rows)
         if rows.shape not in ((self.length,), (self.length, 1)):
@@ -206,12 +206,15 @@ class Steps:
                 rows = np.array(self.arrays[f"next_{name}"][: self.length])
                 rows[flags] = self.arrays[f"final_{name}"][: self.length][flags]
                 self.arrays[f"next_{name}"] = rows
-            here, following = self.arrays[name], self.arrays[f"next_{name}"]
+            here = self.arrays[name]
+            following = self.arrays[f"next_{name}"]
             self.is_shifted &= here.dtype == following.dtype
             step = block_rows(here)
             for low in range(0, self.length - 1 if self.is_shifted else 0, step):
                 high = min(low + step, self.length - 1)
-                after, other, is_end = here[low + 1 : high + 1], following[low:high], ends[low:high]
+                after = here[low + 1 : high + 1]
+                other = following[low:high]
+                is_end = ends[low:high]
                 self.is_shifted &= after[~is_end].tobytes() == other[~is_end].tobytes()
                 self.resets &= after[is_end].tobytes() == other[is_end].tobytes()
                 if not self.is_shifted:
@@ -274,7 +277,8 @@ class ArrayReader(Reader):
 
         Texts and lists of unequal lengths become an array of Python objects, which are left out or refused.
         """
-        size, part = 8, value
+        size = 8
+        part = value
         for _ in range(64):  # dimensions
             if not isinstance(part, (list, tuple)) or not part:
                 break
@@ -292,7 +296,11 @@ class ArrayReader(Reader):
         if (limit := self.options.get("episode_length")) is not None:
             arguments.count("episode_length", limit)
         first: Steps | None = None
-        pairs, is_shifted, num_open, num_resets, has_cause = [], True, 0, 0, True
+        pairs = []
+        is_shifted = True
+        num_open = 0
+        num_resets = 0
+        has_cause = True
         for steps in self._steps():
             first = first or steps
             for name in sorted(steps.arrays.keys() ^ first.arrays.keys()):
@@ -316,7 +324,8 @@ class ArrayReader(Reader):
         self._has_own_next = first.has_next and not is_shifted
         lengths, kept = np.array(pairs).T
         kept = lengths if self._has_own_next else kept
-        self.num_steps, num_short = int(kept.sum()), int((kept < lengths).sum())
+        self.num_steps = int(kept.sum())
+        num_short = int((kept < lengths).sum())
         self.columns = tuple(self._columns_of(first))
         episodes = int(np.count_nonzero(kept))
         self.description.update(episodes=episodes, steps=self.num_steps, shifted=is_shifted)
@@ -342,7 +351,8 @@ class ArrayReader(Reader):
             if not name:  # both flags, before other columns
                 yield from FLAGS
                 continue
-            array, where = steps.arrays[name], f"{self.path}: {steps.keys[name]}"
+            array = steps.arrays[name]
+            where = f"{self.path}: {steps.keys[name]}"
             rows: Rows = "T+1" if name in steps.states and not self._has_own_next else "T"
             role = _kind(name).removeprefix("next_") if name in of_kinds else "other"
             yield make_column(where, name, array.dtype, array.shape[1:], role, rows)

@@ -30,10 +30,14 @@ from deepspeed_gear.data.parquet_pages import column_pages, value_width
 from deepspeed_gear.errors import DataError
 
 Block = dict[str, Any]
-_FIRST_ROWS, _BLOCK_ROWS = 16, 1024  # the first block is read to recognise a table
+# the first block is read to recognise a table
+_FIRST_ROWS = 16
+_BLOCK_ROWS = 1024
 _BLOCK_BYTES = 16 << 20
 _MOST_COLUMNS = 4096
-_JSON_VALUE, _JSON_OBJECT = 64, 192  # bytes of a value of JSON, and of an object
+# bytes of a value of JSON, and of an object
+_JSON_VALUE = 64
+_JSON_OBJECT = 192
 # Of values that pyarrow cannot make objects of, such as times of the year 10000.
 _UNKNOWN = ValueError, TypeError, KeyError, ArithmeticError, NotImplementedError, RecursionError
 _OFFSET_BYTES, _LEVEL_BYTES = (
@@ -47,7 +51,8 @@ _SUFFIXES = {  # of files, without that of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
 }
 _COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
-_PARQUET, _ARROW_FILE = b"PAR1", b"ARROW1\0\0"
+_PARQUET = b"PAR1"
+_ARROW_FILE = b"ARROW1\0\0"
 _MINARI_FIELDS = ("observations", "actions", "rewards", "terminations", "truncations", "infos")
 
 
@@ -68,7 +73,8 @@ def table_files(path: Path) -> list[Path]:
         file for file in files if ".json" not in file.suffixes
     ]  # beside data, .json describes them
     if len(forms) > 1:
-        rule, remedy = "must hold tables of one form", "give the files of one of them"
+        rule = "must hold tables of one form"
+        remedy = "give the files of one of them"
         raise DataError(str(path), rule, ", ".join(sorted(filter(None, forms))), remedy)
     return [file for file in lines if not forms or table_form(file) in forms]
 
@@ -113,7 +119,8 @@ def object_blocks(source: Any, where: str, is_nested: bool) -> Iterator[Block]:
 
 def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Block]:
     """Yield blocks of mappings; a row that lacks a name of its block has the value None."""
-    numbered, size = enumerate(rows), _FIRST_ROWS
+    numbered = enumerate(rows)
+    size = _FIRST_ROWS
     while block := list(islice(numbered, size)):
         size = _BLOCK_ROWS
         flat = []
@@ -137,7 +144,9 @@ def row_blocks(rows: Iterable[Any], where: str, is_nested: bool) -> Iterator[Blo
 
 def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
     """Yield the objects of JSON lines, or of one array."""
-    file_bytes, num_bytes, number = path.stat().st_size, 0, 0
+    file_bytes = path.stat().st_size
+    num_bytes = 0
+    number = 0
     rule = "must hold a JSON object per line, or an array of objects"
     with (
         DataError.on(str(path), "must be readable", OSError, remedy=DAMAGED),
@@ -151,10 +160,8 @@ def _json_rows(path: Path, expansion: Expansion) -> Iterator[Any]:
             num_bytes += json_bytes(line)
             expansion.check(str(path), num_bytes, file_bytes)
             if len(line) >= FLOOR_BYTES:
-                most, remedy = (
-                    f"must have less than {FLOOR_BYTES} bytes",
-                    "write an object per line",
-                )
+                most = f"must have less than {FLOOR_BYTES} bytes"
+                remedy = "write an object per line"
                 raise DataError(where, most, None, remedy)
             with DataError.on(where, rule, ValueError, remedy="correct the line"):
                 found = parse_json(line) if line.strip() else []
@@ -195,7 +202,8 @@ def record_batches(
     numbers of a field become Python objects, as texts do, and not an array.
     """
     check_no_pointer(path)
-    arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
+    arrow = pyarrow_for(str(path))
+    file_bytes = path.stat().st_size
     source = arrow.memory_map(str(path))
     head = source.read(len(_ARROW_FILE))
     if table_form(path) != "arrow" or head.startswith(_PARQUET):
@@ -211,7 +219,8 @@ def record_batches(
         expansion.check(str(path), stated, file_bytes)
         source.seek(0)
         file = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
-        schema, batches = file.schema, file
+        schema = file.schema
+        batches = file
         if is_file:
             batches = map(file.get_batch, range(file.num_record_batches))
 
@@ -242,18 +251,25 @@ def _parquet_batches(
     A text that repeats takes its whole size in a batch, so a batch has fewer rows if its dictionary has a
     long one. In lists that is no limit: if they could be too large, their texts stay in dictionaries.
     """
-    arrow, file_bytes = pyarrow_for(str(path)), path.stat().st_size
+    arrow = pyarrow_for(str(path))
+    file_bytes = path.stat().st_size
     file = arrow.parquet.ParquetFile(arrow.memory_map(str(path)))
-    metadata, names = file.metadata, file.schema_arrow.names
+    metadata = file.metadata
+    names = file.schema_arrow.names
     chosen = choose(names) if choose else names
-    most, stated, rows = expansion.most_bytes(file_bytes), 0, _BLOCK_ROWS
+    most = expansion.most_bytes(file_bytes)
+    stated = 0
+    rows = _BLOCK_ROWS
     in_lists: list[str] = []
     content = memoryview(arrow.memory_map(str(path)).read_buffer()).cast("B")
     for number in range(metadata.num_columns):
         column = metadata.schema.column(number)
         if not any(column.path == name or column.path.startswith(f"{name}.") for name in chosen):
             continue
-        where, width, longest, decoded = f"{path}: column {column.path}", value_width(column), 0, 0
+        where = f"{path}: column {column.path}"
+        width = value_width(column)
+        longest = 0
+        decoded = 0
         least = (width or _OFFSET_BYTES) + (_LEVEL_BYTES if column.max_repetition_level else 0)
         for group in map(metadata.row_group, range(metadata.num_row_groups)):
             with DataError.on(where, "must have readable pages", ValueError, remedy=DAMAGED):
@@ -286,15 +302,18 @@ def read_table(
 
 def readable(path: Path) -> AbstractContextManager[None]:
     """Raise errors of pyarrow and of the file system as DataErrors of a file."""
-    kinds, form = (pyarrow_for(str(path)).ArrowException, OSError), table_form(path)
+    kinds = (pyarrow_for(str(path)).ArrowException, OSError)
+    form = table_form(path)
     return DataError.on(str(path), f"must be a readable {form} file", *kinds, remedy=DAMAGED)
 
 
 def arrow_block(batch: Any, is_nested: bool, where: str) -> Block:
     """Return the columns of a record batch; lists as arrays where all rows have one shape."""
-    arrow, block = pyarrow_for("batch"), {}
+    arrow = pyarrow_for("batch")
+    block = {}
     for field, column in zip(batch.schema, batch.columns, strict=True):
-        name, rule = f"{where}: column {field.name}", "must hold values that Python has"
+        name = f"{where}: column {field.name}"
+        rule = "must hold values that Python has"
         with DataError.on(name, rule, *_UNKNOWN, remedy="write the file without it"):
             if is_nested and _stays(field):
                 block[field.name] = _objects(arrow, column)
@@ -310,7 +329,8 @@ def _stays(field: Any) -> bool:
 
 def _leaves(arrow: Any, name: str, array: Any) -> Block:
     """Return the values of a column, or those of its fields by dotted name."""
-    kind, types = array.type, arrow.types
+    kind = array.type
+    types = arrow.types
     if isinstance(kind, arrow.FixedShapeTensorType) and not array.null_count:
         return {name: array.to_numpy_ndarray()}
     if isinstance(kind, arrow.BaseExtensionType):
@@ -336,7 +356,8 @@ def _leaves(arrow: Any, name: str, array: Any) -> Block:
         offsets = np.asarray(array.offsets)
         values = array.values.slice(offsets[0], offsets[-1] - offsets[0])
     elif types.is_fixed_size_list(kind):
-        offsets, values = np.arange(len(array) + 1) * kind.list_size, array.flatten()
+        offsets = np.arange(len(array) + 1) * kind.list_size
+        values = array.flatten()
     else:
         is_number = types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind)
         return {name: array.to_numpy(zero_copy_only=False) if is_number else _objects(arrow, array)}
@@ -413,7 +434,8 @@ def plain(where: str, value: Any) -> Any:
 
 def plain_bytes(value: Any) -> int:
     """Return the bytes of the numbers that `plain` makes of arrays."""
-    waiting, num_bytes = [value], 0
+    waiting = [value]
+    num_bytes = 0
     while waiting:
         part = waiting.pop()
         if isinstance(part, np.ndarray):

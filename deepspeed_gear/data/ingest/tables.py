@@ -144,10 +144,8 @@ class TableReader(Reader):
 
     def _what_a_row_is(self, first: Block) -> str:
         """Return "conversation", "step" or "episode", and set the column of episode ids."""
-        self._names, usual = (
-            first.keys(),
-            {_usual(name, first): rows for name, rows in first.items()},
-        )
+        self._names = first.keys()
+        usual = {_usual(name, first): rows for name, rows in first.items()}
         any_end = {_usual(name, first) for name in {"done", "dones"} & first.keys()}
         self._done_is_any_end = "terminated" in any_end and "truncated" in usual
         has_steps = not {"observation", "action"}.isdisjoint(name.split(".")[0] for name in usual)
@@ -175,11 +173,14 @@ class TableReader(Reader):
         return "episode"
 
     def _rows(self, is_nested: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-        number, file = 0, None
-        self._nulls, named = set(), set[str]()
+        number = 0
+        file = None
+        self._nulls = set()
+        named = set[str]()
         for block in self._blocks(is_nested):
             if self.file != file:
-                number, file = 0, self.file
+                number = 0
+                file = self.file
             named |= {
                 name for name, rows in block.items() if any(value is not None for value in rows)
             }
@@ -213,16 +214,17 @@ class TableReader(Reader):
 
     def _of_steps(self) -> Iterator[tuple[str, dict[str, Any]]]:
         parts: list[Block] = []
-        last, seen, ended, num_rows = None, set(), 0, 0
+        last = None
+        seen = set()
+        ended = 0
+        num_rows = 0
         for block in self._blocks(False):
             if self._id is not None:
                 ids = list(block.get(self._id, (None,)))
                 for number, one in enumerate(ids, num_rows):
                     if one is None or not isinstance(one, Hashable) or one != one:
-                        where, rule = (
-                            f"{self.path}: row {number}: {self._id}",
-                            "must be a number or a text",
-                        )
+                        where = f"{self.path}: row {number}: {self._id}"
+                        rule = "must be a number or a text"
                         raise DataError(where, rule, "null" if one is None else one)
                 num_rows += len(ids)
             else:
@@ -290,17 +292,19 @@ class _Facts:
     """What the values of one column have in common over all trajectories."""
 
     def __init__(self, where: str, name: str, row: str, is_json: bool) -> None:
-        self.name, self.is_uneven = name, False
+        self.name = name
+        self.is_uneven = False
         is_token = row == "conversation"
-        self._where, self._known, self._is_json = (
-            where,
-            COLUMNS.get(name) if is_token else None,
-            is_json,
-        )
+        self._where = where
+        self._known = COLUMNS.get(name) if is_token else None
+        self._is_json = is_json
         self._role = "other" if is_token else _ROLES.get(name.split(".")[0], "other")
         self._dtype: np.dtype[Any] | None = None
         self._shapes: dict[Rows, tuple[int, ...]] = {}  # of a row, by what the rows may be
-        self._text_bytes, self._json_bytes, self._is_text = 0, 4, not is_json  # 4: null
+        # 4: null
+        self._text_bytes = 0
+        self._json_bytes = 4
+        self._is_text = not is_json
         self._count = 0
         self._lacking = ""  # the first trajectory that lacks it
 
@@ -348,10 +352,8 @@ class _Facts:
         """Return whether it has numbers, but not of all trajectories; a DataError if it has a role."""
         is_partial = self._dtype is not None and self._count < num_trajectories
         if is_partial and (self._role != "other" or self._known is not None):
-            rule, found = (
-                "must be in every row, and not null",
-                f"{self._count} of {num_trajectories}",
-            )
+            rule = "must be in every row, and not null"
+            found = f"{self._count} of {num_trajectories}"
             raise DataError(f"{self._lacking}: {self.name}", rule, found, _FILL)
         return is_partial
 
@@ -408,10 +410,8 @@ def _set_flags(arrays: dict[str, Any], length: int, done_is_any_end: bool) -> No
         getattr(rows, "shape", 0) != (length,) for rows in flags.values()
     ):
         return  # `_Facts` names what is malformed
-    terminated, truncated = (
-        flags["terminated"],
-        np.array(flags.get("truncated", np.zeros(length, bool))),
-    )
+    terminated = flags["terminated"]
+    truncated = np.array(flags.get("truncated", np.zeros(length, bool)))
     if done_is_any_end:
         arrays["terminated"] = terminated = (terminated != 0) & (truncated == 0)
     truncated[-1:][terminated[-1:] == 0] = True

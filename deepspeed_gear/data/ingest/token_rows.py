@@ -81,7 +81,8 @@ class TokenRows:
         """Return the columns of a row: arrays per token, and values."""
         row = {name: value for name, value in given.items() if value is not None}
         check_no_pairs(where, row, self._tokenize)
-        ids, lists = row.get(_first(row, _WHOLE) or ""), (list, np.ndarray)
+        ids = row.get(_first(row, _WHOLE) or "")
+        lists = (list, np.ndarray)
         inner = numeric(ids[0]) if isinstance(ids, lists) and len(ids) == 1 else None
         if inner is not None and inner.ndim == 1:  # a batch of one, as of NeMo-RL
             row = {
@@ -254,7 +255,8 @@ def _message_parts(where: str, row: Mapping[str, Any], messages: list[Any]) -> l
                 f"{where}: message {number}", "must be an object", type(message).__name__
             )
     given = [{key: one for key, one in message.items() if one is not None} for message in messages]
-    parts, scored = [], any("generation_logprobs" in message for message in given)
+    parts = []
+    scored = any("generation_logprobs" in message for message in given)
     losses = message_losses(where, row, given)
     for number, message in enumerate(given):
         at = f"{where}: message {number}"

@@ -24,7 +24,8 @@ class DeviceTransport:
     """
 
     def __init__(self, channel: NodeChannel, device: torch.device) -> None:
-        self._channel, self._device = channel, device
+        self._channel = channel
+        self._device = device
         backend = "nccl" if device.type == "cuda" else "gloo"
         self._group = lane(
             tuple(sorted(channel.ranks)), "rows", channel.timeout_s + GRACE_S, backend
@@ -39,10 +40,13 @@ class DeviceTransport:
         watchdog ends the process instead).
         """
         order = np.argsort(self._channel.ranks).tolist()  # of the group, whose ranks ascend
-        out, coming = [len(messages[node]) for node in order], [sizes[node] for node in order]
+        out = [len(messages[node]) for node in order]
+        coming = [sizes[node] for node in order]
         host = torch.device("cpu")
-        sent, found = self._buffer("sent", sum(out), host), self._buffer("found", sum(coming), host)
-        there, back = sent, found
+        sent = self._buffer("sent", sum(out), host)
+        found = self._buffer("found", sum(coming), host)
+        there = sent
+        back = found
         is_on_device = self._device.type != "cpu"
         if is_on_device:
             with self._stream.running():

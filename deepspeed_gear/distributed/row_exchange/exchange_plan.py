@@ -119,12 +119,15 @@ def row_needs(needs: Sequence[ReadNeeds], config: GearConfig, schema: Schema) ->
             name = RETURN_TO_GO if column is None else column.name
             final_row = int(column is not None and column.rows == "T+1")
             # From the anchor on: a part of the time axis reads its own steps, or all if it depends on them.
-            first, length, edge = field.first, field.length or 1, field.pad_kind == "edge"
+            first = field.first
+            length = field.length or 1
+            edge = field.pad_kind == "edge"
             if field.part_length is not None and field.align == "in_place" and not edge:
                 first, length = first + field.part_first, field.part_length
             reads[WindowRead(name, first, first + length, field.follows, edge, final_row)] = None
             if field.hindsight is not None:
-                name, final_row = field.hindsight.name, int(field.hindsight.rows == "T+1")
+                name = field.hindsight.name
+                final_row = int(field.hindsight.rows == "T+1")
                 goals[WindowRead(name, 0, 1, final_row=final_row, is_goal=True)] = None
         if need.n_step and config.n_step is not None:
             for role in ("reward", "terminated", "truncated"):
@@ -193,10 +196,8 @@ def _part(field: ResolvedField, place: RankCoordinates) -> ResolvedField:
         return field
     if field.length % place.sequence_world:
         rule = f"must be a multiple of the sequence ranks ({place.sequence_world})"
-        at, remedy = (
-            f"{dotted('gear', 'fields', field.name)}.length",
-            "change it, or the number of ranks",
-        )
+        at = f"{dotted('gear', 'fields', field.name)}.length"
+        remedy = "change it, or the number of ranks"
         raise ConfigError(at, rule, field.length, remedy)
     length = field.length // place.sequence_world
     return replace(field, part_first=place.sequence_rank * length, part_length=length)

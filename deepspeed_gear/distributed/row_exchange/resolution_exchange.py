@@ -68,17 +68,24 @@ class ResolutionExchange:
     def __init__(
         self, state: StreamState, plan: ExchangePlan, rows: RowExchange, goals: Goals
     ) -> None:
-        self._state, self._rows = state, rows
-        self._goals, self._index, self._num_nodes = goals, plan.index, plan.num_nodes
-        self._ops, self._draws_goals = state.ops, plan.draws_goals
+        self._state = state
+        self._rows = rows
+        self._goals = goals
+        self._index = plan.index
+        self._num_nodes = plan.num_nodes
+        self._ops = state.ops
+        self._draws_goals = plan.draws_goals
         self._needs = torch.from_numpy(plan.readers), torch.from_numpy(plan.need_of)
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
         self._words = 5 if rows.has_steps else 4  # of a packed resolution
         # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
-        ends, found = np.zeros(self._num_nodes, np.int64), np.zeros(1, np.int64)
-        self._ends, self._end_words = torch.from_numpy(ends), ends.data
-        self._found, self._found_words = torch.from_numpy(found), found.data
+        ends = np.zeros(self._num_nodes, np.int64)
+        found = np.zeros(1, np.int64)
+        self._ends = torch.from_numpy(ends)
+        self._end_words = ends.data
+        self._found = torch.from_numpy(found)
+        self._found_words = found.data
         self._samples = torch.empty(0, RowSample.NUM_WORDS, dtype=torch.int64)
         self._which = torch.empty(0, dtype=torch.int64)
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
@@ -91,7 +98,8 @@ class ResolutionExchange:
         ring = self._state.ring[selection.entry][: selection.count]
         assert self._state.origins is not None
         with self._rows.channel.abandoned_on_error():
-            sample, steps = torch.from_numpy(own), self._rows.steps_of(records)
+            sample = torch.from_numpy(own)
+            steps = self._rows.steps_of(records)
             goals = self._goals(self._state.spec.key, records) if self._draws_goals else None
             samples, parts = self._encode(
                 (records, sample, steps, goals), self._needs, selection.offset
@@ -124,7 +132,8 @@ class ResolutionExchange:
             route = selection.first, selection.offset, self._index, int(self._rows.takes_own)
             self._ops.decode_draws_(*outs, words, records, sample, steps, *asked, *route)
             found = self._found_words[0]
-            samples, which = self._samples[:found], self._which[:found]
+            samples = self._samples[:found]
+            which = self._which[:found]
             goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals
@@ -149,7 +158,8 @@ class ResolutionExchange:
         packed = np.empty((most, self._words), np.int64)
         route = *needs, offset, self._index, int(self._rows.takes_own)
         self._ops.encode_draws_(samples, torch.from_numpy(packed), self._ends, *drawn, *route)
-        bounds, words = [0, *[end * self._words for end in self._end_words]], packed.reshape(-1)
+        bounds = [0, *[end * self._words for end in self._end_words]]
+        words = packed.reshape(-1)
         parts = [words[begin:end] for begin, end in itertools.pairwise(bounds)]
         return samples[: self._end_words[-1]], parts
 
@@ -158,16 +168,19 @@ class RecordExchange:
     """Sends records of this node's trajectories to all nodes; fills its ring (rows: `TrajectoryExchange`)."""
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
-        self._state, self._channel = state, channel
+        self._state = state
+        self._channel = channel
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
 
     def fill(self, selection: NodeSelection) -> tuple[int, np.ndarray]:
         """Exchange all records to the ring; the selection has leaders, or of a checkpoint all members.
         Returns their number, and those of this node, [m, 8], int64.
         """
-        state, entry = self._state, selection.entry
+        state = self._state
+        entry = selection.entry
         own, drawn = selection.drawn()
-        words, expands = drawn.numpy(), state.spec.by_group and not selection.is_saved
+        words = drawn.numpy()
+        expands = state.spec.by_group and not selection.is_saved
         with self._channel.abandoned_on_error():
             if expands:
                 with state.table.lock:

@@ -125,9 +125,12 @@ class RowExchange:
         slots: tuple[int, int],
         transport: DeviceTransport | None = None,
     ) -> None:
-        self.channel, self._transport = channel, transport
-        self.table, self._ops = table, table.ops
-        self._rows, self._slots = rows, slots
+        self.channel = channel
+        self._transport = transport
+        self.table = table
+        self._ops = table.ops
+        self._rows = rows
+        self._slots = slots
         reads = [read for need in needs for read in need.reads]
         self._n_step: NStepReturns | None = None
         if n_step is not None and any(read.follows for read in reads):
@@ -149,7 +152,9 @@ class RowExchange:
         sizes, heads = np.zeros((2, channel.count), np.int64)
         needed = np.zeros(2, np.int64)
         self._sizes, self._heads, self._needed = map(torch.from_numpy, (sizes, heads, needed))
-        self._size_words, self._head_words, self._needed_words = sizes.data, heads.data, needed.data
+        self._size_words = sizes.data
+        self._head_words = heads.data
+        self._needed_words = needed.data
         self._outgoing: list[np.ndarray] = []  # for the transport
         self._coming: list[int] = []  # words that it gets from each node
 
@@ -233,10 +238,8 @@ class RowExchange:
         num_rows, num_trajectories = self._needed_words
         if num_rows > free[0] or num_trajectories > free[1]:
             rule = f"must fit into {free[0]} rows and {free[1]} slots"
-            given, remedy = (
-                f"{num_rows} and {num_trajectories}",
-                "this is a fault of gear: please report it",
-            )
+            given = f"{num_rows} and {num_trajectories}"
+            remedy = "this is a fault of gear: please report it"
             raise StoreError(f"table {self.table.spec.name}: arrivals", rule, given, remedy)
 
 

@@ -24,7 +24,8 @@ class TrajectoryExchange:
     """Sends trajectories' rows to the nodes that need them; fills the arrivals. The channel's thread."""
 
     def __init__(self, rows: RowExchange) -> None:
-        self._rows, self._number = rows, 0
+        self._rows = rows
+        self._number = 0
         self._evictor: Evictor | None = None  # of a table whose media are exchanged
         if (media := rows.table.media) is not None and media.spec.column in rows.names:
             self._evictor = Evictor(rows.table, Context(timeout_s=rows.table.lock.timeout_s))
@@ -55,7 +56,8 @@ class TrajectoryExchange:
             places = torch.empty(
                 count, Resolution.NUM_WORDS, dtype=torch.int64
             )  # as `moves` has them
-            incoming, sizes = torch.from_numpy(moves.incoming), [len(status)] * channel.count
+            incoming = torch.from_numpy(moves.incoming)
+            sizes = [len(status)] * channel.count
             if (
                 moves.used == (0, 0) and self._rows.table.media is not None
             ):  # of the rollout batch before
@@ -72,10 +74,13 @@ class TrajectoryExchange:
 
         Two exchanges: numbers, asked of the node that a trajectory comes from, then their contents.
         """
-        table, channel, asked = self._rows.table, self._rows.channel, dict[int, int]()
+        table = self._rows.table
+        channel = self._rows.channel
+        asked = dict[int, int]()
         assert table.media is not None
         assert self._evictor is not None
-        rows, first = table.media.arrivals, table.first_arrival[0]
+        rows = table.media.arrivals
+        first = table.first_arrival[0]
         begins = places[:, Resolution.FIRST_ROW].numpy() - first
         for sender, begin, steps in zip(
             incoming[:, RowSample.PEER].tolist(),
@@ -105,9 +110,7 @@ class TrajectoryExchange:
             for item in table.media.spec.received(name, words.view(np.uint8))
         ]
         # Copies: the words are those of the channel until its next exchange.
-        items, evictor = (
-            {i.number: i._replace(content=i.content.copy()) for i in found},
-            self._evictor,
-        )
+        items = {i.number: i._replace(content=i.content.copy()) for i in found}
+        evictor = self._evictor
         given = items, np.array(named, np.int64), table.lock, evictor.release, evictor.pinned
         return partial(table.media.add, *given)

@@ -48,11 +48,13 @@ class TrajectoryPlaces:
     ) -> None:
         known, number = np.unique(origins, return_inverse=True)
         self._number = number.reshape(-1)  # of each sample's trajectory, by shard and slot
-        self._owner, self._slots = known >> SHARD_BITS, known & _SLOT
+        self._owner = known >> SHARD_BITS
+        self._slots = known & _SLOT
         # Of a trajectory that grows, a later sample has more steps; the rows before them are the same.
         self._steps = np.zeros(len(known), np.int64)
         np.maximum.at(self._steps, self._number, num_steps)
-        self._final_row, self._index = final_row, index
+        self._final_row = final_row
+        self._index = index
         self._has = np.zeros((num_nodes, len(known)), bool)
         if not copies_own:
             self._has[self._owner, np.arange(len(known))] = True
@@ -68,7 +70,8 @@ class TrajectoryPlaces:
             return None
         to, sent = np.nonzero(wanted & (self._owner == self._index))
         coming = np.nonzero(wanted[self._index])[0]
-        rows, (row, slot) = self._steps[coming] + self._final_row, self._used
+        rows = self._steps[coming] + self._final_row
+        (row, slot) = self._used
         begin = np.cumsum(rows) - rows
         at = np.full(self._has.shape[1], -1)
         at[coming] = np.arange(len(coming))
@@ -88,11 +91,13 @@ class TrajectoryPlaces:
 
     def moved(self, moves: Moves) -> None:
         """Record that rows have moved: those of the latest `move`."""
-        self._has, self._used = moves.has, moves.end
+        self._has = moves.has
+        self._used = moves.end
 
     def _samples(self, peer: np.ndarray, which: np.ndarray) -> np.ndarray:
         """Return the words of trajectories that are sent to, or come from, nodes. [n], [n] -> [n, 7]."""
         words = np.zeros((len(which), RowSample.NUM_WORDS), np.int64)
         words[:, RowSample.PEER], words[:, RowSample.SLOT] = peer, self._slots[which]
-        words[:, RowSample.NUM_STEPS], words[:, RowSample.GOAL] = self._steps[which], -1
+        words[:, RowSample.NUM_STEPS] = self._steps[which]
+        words[:, RowSample.GOAL] = -1
         return words

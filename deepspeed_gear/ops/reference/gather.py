@@ -84,7 +84,9 @@ def gather_(
         ShapeError: A row that is read lies outside its column, a part outside its window, there is no
             conversion between two dtypes, or an index is missing in the order.
     """
-    fields, reads, slots = raised(spec), [], []
+    fields = raised(spec)
+    reads = []
+    slots = []
     if any(field.follows == Follows.GOAL for field in fields):
         if n_steps is None:
             raise ShapeError("n_steps", "must be the steps of goals for fields that follow them")
@@ -92,9 +94,11 @@ def gather_(
             raise ShapeError("goals", "must be gathered in a call of their own")
         # The rows of goals are gathered and written for the samples that have one.
         chosen = (n_steps >= 0).nonzero().view(-1)
-        some, parts = resolutions[chosen], [tensor[chosen] for tensor in (*outs, *masks)]
+        some = resolutions[chosen]
+        parts = [tensor[chosen] for tensor in (*outs, *masks)]
         lowered = lower(replace(field, follows=Follows.N_STEP) for field in fields)
-        steps, given = n_steps[chosen] - some[:, Resolution.ANCHOR], (columns, shifts, gains, some)
+        steps = n_steps[chosen] - some[:, Resolution.ANCHOR]
+        given = (columns, shifts, gains, some)
         gather_(
             parts[: len(outs)], parts[len(outs) :], counters, *given, steps, lowered, pad_values, 1
         )
@@ -113,7 +117,8 @@ def gather_(
     if order is not None and not torch.equal(order.sort().values, torch.arange(len(resolutions))):
         rule = f"must have every index of [0, {len(resolutions)}) once"
         raise ShapeError("order", rule, order.tolist())
-    written, none = {-1}, is_no_sample(resolutions)
+    written = {-1}
+    none = is_no_sample(resolutions)
     for each in zip(fields, outs, columns, shifts, gains, pad_values, strict=True):
         field, out, column, shift, gain, pad = each
         row, real = rows_of(field, resolutions, n_steps)
@@ -195,7 +200,10 @@ def pack_(
     Raises:
         ShapeError: A row that is read lies outside its column, or there is no conversion between two dtypes.
     """
-    fields, steps, slots, reads = raised(spec), resolutions[:, Resolution.NUM_STEPS], [], []
+    fields = raised(spec)
+    steps = resolutions[:, Resolution.NUM_STEPS]
+    slots = []
+    reads = []
     good = (steps >= 1) & (steps <= MOST_STEPS) & (places >= 0) & (places <= MOST_STEPS)
     if not good.all():
         i = int(torch.nonzero(~good)[0])
@@ -225,10 +233,8 @@ def pack_(
     found = [
         out.new_empty(len(every), field.elements) for out, field in zip(outs, fields, strict=True)
     ]
-    unmasked, counters = (
-        lower(replace(field, mask=-1) for field in fields),
-        torch.zeros(3, dtype=torch.int64),
-    )
+    unmasked = lower(replace(field, mask=-1) for field in fields)
+    counters = torch.zeros(3, dtype=torch.int64)
     gather_(found, [], counters, columns, shifts, gains, every, None, unmasked, pad_values, 1)
     for out, values in zip(outs, found, strict=True):
         out.view(rows, values.size(1))[place[is_inside]] = values[is_inside]

@@ -56,9 +56,12 @@ def less(a: Tensor, b: Tensor) -> Tensor:
 
 def multiply_high(a: Tensor, b: Tensor) -> Tensor:
     """Return the upper 64 of the 128 bits of an unsigned product, by 32-bit limbs. [...], int64."""
-    a_low, a_high = a & LOW_32, shift_right(a, 32)
-    b_low, b_high = b & LOW_32, shift_right(b, 32)
-    cross_ab, cross_ba = a_low * b_high, a_high * b_low
+    a_low = a & LOW_32
+    a_high = shift_right(a, 32)
+    b_low = b & LOW_32
+    b_high = shift_right(b, 32)
+    cross_ab = a_low * b_high
+    cross_ba = a_high * b_low
     middle = shift_right(a_low * b_low, 32) + (cross_ab & LOW_32) + (cross_ba & LOW_32)
     return (
         a_high * b_high
@@ -75,7 +78,8 @@ def _inverse(entry: int) -> int:
 
 def _log_of_inverse(entry: int) -> int:
     """Return -log2 of an inverse, Q62, bit by bit: the square of a number has twice its logarithm."""
-    precision, log = 192, 0
+    precision = 192
+    log = 0
     value = (1 << precision + 63) // _inverse(entry)
     for _ in range(63):
         value = value * value >> precision
@@ -146,8 +150,10 @@ def exp2(log: Tensor) -> tuple[Tensor, Tensor]:
 
 def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
     """Raise priorities, as bits of float32 above 0, to alpha, Q62; exact for alpha 1. Return as `exp2`."""
-    biased, low = bits >> 23, bits & 0x7FFFFF
-    mantissa, exponent = torch.where(biased > 0, low | 0x800000, low), biased.clamp(min=1) - 150
+    biased = bits >> 23
+    low = bits & 0x7FFFFF
+    mantissa = torch.where(biased > 0, low | 0x800000, low)
+    exponent = biased.clamp(min=1) - 150
     if alpha == ONE_Q62:
         top = highest_bit(mantissa)
         return mantissa << (62 - top), top + exponent
@@ -156,8 +162,10 @@ def power_of_priority(bits: Tensor, alpha: int) -> tuple[Tensor, Tensor]:
 
 def float_bits(significand: Tensor, exponent: Tensor) -> Tensor:
     """Round powers to float32 bits, ties to even; the largest beyond the range, 0 below the normal ones."""
-    drop, largest = 62 - 23, 0x7F7FFFFF
-    is_odd, below_half = (significand >> drop) & 1, (1 << (drop - 1)) - 1
+    drop = 62 - 23
+    largest = 0x7F7FFFFF
+    is_odd = (significand >> drop) & 1
+    below_half = (1 << (drop - 1)) - 1
     kept = shift_right(significand + below_half + is_odd, drop)
     bits = (((exponent + 126) << 23) + kept).clamp(max=largest)
     return torch.where(exponent < -126, 0, torch.where(exponent > 127, largest, bits))

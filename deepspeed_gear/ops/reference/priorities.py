@@ -22,7 +22,8 @@ from ..constants import EXACT_MASS_BITS, FAN_OUT, MASS_BITS, MOST_MASS_BITS, ONE
 from . import select
 from .integers import LOW_32, exp2, float_bits, log2, power_of_priority, scale
 
-_INFINITY, _MINUS_ZERO = 0x7F800000, 0x80000000
+_INFINITY = 0x7F800000
+_MINUS_ZERO = 0x80000000
 _NOTHING = (1 << 63) - 1  # "no mass", in the search for the least one
 
 
@@ -60,7 +61,8 @@ def mass_of(bits: Tensor, alpha: int, most_bits: int) -> tuple[Tensor, Tensor]:
         raise ShapeError("most_bits", f"must be in [1, {MOST_MASS_BITS}]", most_bits)
     is_zero = bits == 0
     significand, exponent = power_of_priority(torch.where(is_zero, 1, bits), alpha)
-    shift, least_shift = 62 - MASS_BITS - exponent, 62 - most_bits
+    shift = 62 - MASS_BITS - exponent
+    least_shift = 62 - most_bits
     is_low = shift > 63
     is_high = (shift < least_shift) | ((shift == least_shift) & (significand > ONE_Q62))
     mass = ((significand >> (shift.clamp(least_shift, 63) - 1)) + 1) >> 1
@@ -97,7 +99,8 @@ def minima_build_(minima: Tensor, sums: Tensor, num_items: int) -> None:
     """Set every node to the least non-zero of its 32 children, else 0; level 1's are leaves of `sums`."""
     children = sums[: -(-max(num_items, 1) // FAN_OUT) * FAN_OUT]
     for offset, width in minima_levels(num_items):
-        nodes, groups = minima[offset : offset + width], children.view(-1, FAN_OUT)
+        nodes = minima[offset : offset + width]
+        groups = children.view(-1, FAN_OUT)
         least = torch.where(groups == 0, _NOTHING, groups).amin(dim=1)
         nodes.zero_()[: len(least)] = torch.where(least == _NOTHING, 0, least)
         children = nodes
@@ -127,7 +130,8 @@ def resolve_rows_(
         if len(slots)
         else slots.new_zeros(len(row), slots.shape[1])
     )
-    first_row, num_steps = slot[:, Slot.FIRST_ROW], slot[:, Slot.NUM_STEPS]
+    first_row = slot[:, Slot.FIRST_ROW]
+    num_steps = slot[:, Slot.NUM_STEPS]
     anchor = row - first_row
     bad = torch.nonzero(~(is_slot & (first_row >= 0) & (anchor >= 0) & (anchor < num_steps)))
     if len(bad):
@@ -165,7 +169,8 @@ def append_reports_(
     order_of(bits)
     if len(bits) > len(log):
         raise ShapeError("the log", f"must hold {len(bits)} reports", len(log))
-    batches, numbers = torch.full_like(bits, batch), resolutions[:, Resolution.SAMPLE_NUMBER, None]
+    batches = torch.full_like(bits, batch)
+    numbers = resolutions[:, Resolution.SAMPLE_NUMBER, None]
     reports = torch.cat((updates_of(resolutions, bits), batches[:, None], numbers), dim=1)
     log[(tail + torch.arange(len(bits))) % max(len(log), 1)] = reports
 
@@ -253,8 +258,10 @@ def slot_priorities_(
     masses = mass_of(order_of(torch.tensor([initial])), alpha, most_bits)[0]
     value = torch.tensor([initial], dtype=torch.int32).view(torch.float32)
     for slot in changed.tolist():
-        record, by_step = slots[slot].tolist(), len(row_slots) > 0
-        state, num_steps = record[Slot.STATE], record[Slot.NUM_STEPS]
+        record = slots[slot].tolist()
+        by_step = len(row_slots) > 0
+        state = record[Slot.STATE]
+        num_steps = record[Slot.NUM_STEPS]
         if by_step and state not in (SlotState.COMMITTED, SlotState.EVICTED):
             bases[slot] = 0
             continue
@@ -264,7 +271,8 @@ def slot_priorities_(
             generations[slot] != record[Slot.GENERATION] or (bases[slot] > 0) != (base > 0)
         )
         if by_step:
-            row, every = record[Slot.FIRST_ROW], torch.arange(record[Slot.NUM_ROWS])
+            row = record[Slot.FIRST_ROW]
+            every = torch.arange(record[Slot.NUM_ROWS])
             select.check_items(every + row, len(priorities))
             has_mass = anchors_among(rule, every, num_steps) & (base > 0)
             if differs:
@@ -302,7 +310,8 @@ def anchors_among(rule: Sequence[int], steps: Tensor, num_steps: Tensor | int) -
 
 def _is_current(slots: Tensor, updates: Tensor, rule: Sequence[int], unit: int) -> Tensor:
     """Return which updates apply: of a stored trajectory and, where items are steps, an anchor. [n], bool."""
-    index, anchor = updates[:, PriorityUpdate.SLOT], updates[:, PriorityUpdate.ANCHOR]
+    index = updates[:, PriorityUpdate.SLOT]
+    anchor = updates[:, PriorityUpdate.ANCHOR]
     is_slot = (index >= 0) & (index < len(slots))
     if not is_slot.any():
         return is_slot

@@ -20,7 +20,8 @@ def suffix_sum_(out: Tensor, reward: Tensor, extents: Tensor) -> None:
     """Set out[row] to the sum of the rewards from `row` to its trajectory's end, added from the end. `out`,
     [rows], float32, keeps rows of no extent; `extents` are first row and number of steps, [n, 2], int64.
     """
-    rewards, num_rows = widen(reward, torch.float64), len(out)
+    rewards = widen(reward, torch.float64)
+    num_rows = len(out)
     first, length = extents.unbind(1)
     good = (first >= 0) & (length >= 0) & (length <= num_rows) & (first <= num_rows - length)
     if not good.all():
@@ -59,7 +60,8 @@ def n_step_(
         (anchor, anchor + left.clamp(max=n) - 1), dim=1
     )  # the first and the last step
     check_rows(resolutions, [Reads(ends, torch.ones_like(ends, dtype=torch.bool), num_rows)])
-    rewards, first = widen(reward, torch.float64), resolutions[:, Resolution.FIRST_ROW] + anchor
+    rewards = widen(reward, torch.float64)
+    first = resolutions[:, Resolution.FIRST_ROW] + anchor
     total = torch.zeros(len(resolutions), dtype=torch.float64)
     ended = is_no_sample(resolutions)
     running = ~ended
@@ -109,7 +111,8 @@ def advantages_(
         factors: gamma, lambda, rho_bar and c_bar.
     """
     gamma, decay, rho_bar, c_bar = factors
-    ratio, is_on_policy = torch.ones_like(reward), log_prob is None or behaviour_log_prob is None
+    ratio = torch.ones_like(reward)
+    is_on_policy = log_prob is None or behaviour_log_prob is None
     if log_prob is not None and behaviour_log_prob is not None:
         ratio = _exp(log_prob - behaviour_log_prob)
     rho, c = (

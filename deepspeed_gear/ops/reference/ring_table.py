@@ -45,7 +45,8 @@ class _Items:
         shape: Sequence[int],
         unit: int = MassUnit.TRAJECTORY,
     ) -> None:
-        self.state, (self.sums, self.minima, self.priorities) = state, trees
+        self.state = state
+        (self.sums, self.minima, self.priorities) = trees
         self.are_rows = len(self.priorities) > 0 and unit == MassUnit.STEP
         self.masses = self.sums[: shape[0] if self.are_rows else shape[1]]
         self.num_drawable = int((self.masses > 0).sum())
@@ -118,7 +119,8 @@ def ring_add_(
             state[RingState.REFUSED] += 1
         if not 0 < steps <= most_steps:
             continue
-        rows, at = steps + final_row, head % num_rows
+        rows = steps + final_row
+        at = head % num_rows
         begin = head if at + rows <= num_rows else head - at + num_rows
         placed[i] = torch.tensor([following % num_slots, begin % num_rows, steps, following, begin])
         head, following = begin + rows, following + 1
@@ -150,7 +152,9 @@ def ring_add_(
             own = int(select.masses_by_rule(rule, unit, torch.tensor(steps)))
             items.set(slot, mass if own and len(priorities) else own, bits if own else 0)
     items.repair()
-    state[RingState.HEAD], state[RingState.NEXT], state[RingState.TAIL] = head, following, tail
+    state[RingState.HEAD] = head
+    state[RingState.NEXT] = following
+    state[RingState.TAIL] = tail
 
 
 def _anchors(rule: Sequence[int], num_steps: int) -> set[int]:
@@ -207,7 +211,8 @@ def ring_extend_(
         raise ShapeError("shape", rule_, list(shape))
     items = _Items(state, (sums, minima, priorities), shape, unit)
     bits, mass = items.first_priority(initial, alpha, most_bits)
-    following, tail = int(state[RingState.NEXT]), int(state[RingState.TAIL])
+    following = int(state[RingState.NEXT])
+    tail = int(state[RingState.TAIL])
     stays = tail  # the first id that is not evicted
     for env in range(num_envs):
         placed[env], begun[env] = torch.tensor(_NO_STEP), torch.tensor([-1, 0, 0])
@@ -258,13 +263,15 @@ def ring_extend_(
             slots[slot] = torch.tensor([*record, int(state[RingState.BATCH])])
             owners[row] = slot
         owners[row + final_row] = slot
-        slots[slot, Slot.NUM_STEPS], slots[slot, Slot.NUM_ROWS] = steps, steps + final_row
+        slots[slot, Slot.NUM_STEPS] = steps
+        slots[slot, Slot.NUM_ROWS] = steps + final_row
         state[RingState.STEPS] += 1
         before, after = (
             int(select.masses_by_rule(rule, unit, torch.tensor(n))) for n in (step, steps)
         )
         if items.are_rows:
-            old, new = _anchors(rule, step), _anchors(rule, steps)
+            old = _anchors(rule, step)
+            new = _anchors(rule, steps)
             for anchor in sorted(old ^ new):
                 items.set(first + anchor, mass * (anchor in new), bits * (anchor in new))
         elif not len(priorities):
@@ -274,7 +281,8 @@ def ring_extend_(
         next_row = first - env * part + steps + final_row
         opened[env] = torch.tensor([0 if ended else steps, number, next_row, int(ended)])
     items.repair()
-    state[RingState.NEXT], state[RingState.TAIL] = following, stays
+    state[RingState.NEXT] = following
+    state[RingState.TAIL] = stays
 
 
 def ring_remove_(
@@ -330,7 +338,8 @@ def ring_select_(
     samples: its records are marked so, its weights are 0, and the state counts it.
     """
     seed, stream, _, _, stratified, _ = draw
-    total, count = int(sums[-32:].sum()), len(resolutions)
+    total = int(sums[-32:].sum())
+    count = len(resolutions)
     numbers = _numbers(state, count, draw)
     if total == 0:
         _no_samples(state, resolutions, weights, numbers)
@@ -343,7 +352,8 @@ def ring_select_(
         j = torch.arange(count)
         points = j * whole + (j * rest + points) // count
     for i, number in enumerate(numbers.tolist()):
-        one, point = resolutions[i : i + 1], points[i : i + 1]
+        one = resolutions[i : i + 1]
+        point = points[i : i + 1]
         if len(row_slots):
             priority_ops.resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
@@ -377,13 +387,15 @@ def ring_select_limited_(
     count = len(resolutions)
     if stratified or most < 1:
         raise ShapeError("draw", "must not be stratified, and most at least 1", [*draw, most])
-    numbers, first_total = _numbers(state, count, draw), int(sums[-32:].sum())
+    numbers = _numbers(state, count, draw)
+    first_total = int(sums[-32:].sum())
     left = (most - slots[:, Slot.TIMES_SAMPLED])[sums[: shape[1]] > 0].sum()
     if first_total == 0 or left < count:
         _no_samples(state, resolutions, weights, numbers)
         return
     for i, number in enumerate(numbers.tolist()):
-        one, total = resolutions[i : i + 1], int(sums[-32:].sum())
+        one = resolutions[i : i + 1]
+        total = int(sums[-32:].sum())
         words = philox_words(seed, numbers[i : i + 1], stream, RandomPurpose.COORDINATE)
         select.resolve_(
             one, sums, slots, select.coordinate(*words, total), rule, unit, seed, stream, number
@@ -418,8 +430,10 @@ def ring_top_k_(
     `counts`, where items are slots, the slots count the draws. `draw` is that of `ring_select_`.
     """
     seed, stream, *_ = draw
-    num_items, count = len(priorities), len(resolutions)
-    numbers, total = _numbers(state, count, draw), int(sums[-32:].sum())
+    num_items = len(priorities)
+    count = len(resolutions)
+    numbers = _numbers(state, count, draw)
+    total = int(sums[-32:].sum())
     oldest = int(state[RingState.TAIL]) % shape[1]
     first = int(slots[oldest, Slot.FIRST_ROW]) if len(row_slots) else oldest
     in_order = torch.arange(first, first + num_items) % num_items
@@ -429,7 +443,8 @@ def ring_top_k_(
         _no_samples(state, resolutions, weights, numbers)
         return
     for i, (item, number) in enumerate(zip(items.tolist(), numbers.tolist(), strict=True)):
-        one, point = resolutions[i : i + 1], sums[:item].sum().reshape(1)
+        one = resolutions[i : i + 1]
+        point = sums[:item].sum().reshape(1)
         if len(row_slots):
             priority_ops.resolve_rows_(one, sums, slots, row_slots, point, number)
         else:
@@ -475,16 +490,16 @@ def _complete(
 ) -> None:
     if len(weights):
         beta = int(betas[min(int(state[RingState.BATCH]), len(betas) - 1)])
-        numerator, divisor, normalize = (
-            total,
-            int(state[RingState.COUNTS + UpdateCount.DRAWABLE]),
-            draw[5],
-        )
+        numerator = total
+        divisor = int(state[RingState.COUNTS + UpdateCount.DRAWABLE])
+        normalize = draw[5]
         if normalize == Normalize.BATCH:
-            numerator, divisor = int(resolutions[:, Resolution.MASS].min()), 1
+            numerator = int(resolutions[:, Resolution.MASS].min())
+            divisor = 1
         elif normalize == Normalize.TABLE:
             top = minima[-32:] if len(minima) else sums[:32]  # of a tree of one level: its leaves
-            numerator, divisor = int(top[top > 0].min()), 1
+            numerator = int(top[top > 0].min())
+            divisor = 1
         priority_ops.importance_(weights, resolutions, numerator, divisor, beta)
     _advance(state, total, len(resolutions))
 

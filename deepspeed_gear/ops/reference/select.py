@@ -22,7 +22,8 @@ from ...errors import ShapeError
 from ..constants import FAN_OUT, tree_levels
 from .integers import less, multiply_high, shift_right, signed
 
-_FEISTEL_ROUNDS, _LEAST_BITS = 8, 8
+_FEISTEL_ROUNDS = 8
+_LEAST_BITS = 8
 
 
 def coordinate(high: Tensor, low: Tensor, total: int | Tensor) -> Tensor:
@@ -56,7 +57,8 @@ def permute_(
         raise ShapeError("first", f"must keep {len(coordinates)} indices in [0, {size})", first)
     bits = max(_LEAST_BITS, (size - 1).bit_length())
     right_bits = bits - bits // 2
-    left_mask, right_mask = (1 << bits // 2) - 1, (1 << right_bits) - 1
+    left_mask = (1 << bits // 2) - 1
+    right_mask = (1 << right_bits) - 1
     purposes = (
         RandomPurpose.PERMUTATION + (pair << 8) for pair in range(1, _FEISTEL_ROUNDS // 2 + 1)
     )
@@ -64,7 +66,8 @@ def permute_(
     index = torch.arange(len(coordinates)) + first
     outside = torch.ones_like(index, dtype=torch.bool)
     while outside.any():
-        left, right = index[outside] >> right_bits, index[outside] & right_mask
+        left = index[outside] >> right_bits
+        right = index[outside] & right_mask
         for key_left, key_right in keys:
             left = left ^ (_mix(right + int(key_left)) & left_mask)
             right = right ^ (_mix(left + int(key_right)) & right_mask)
@@ -124,7 +127,8 @@ def check_items(items: Tensor, num_items: int) -> None:
 
 def descend(sums: Tensor, num_items: int, coordinates: Tensor) -> tuple[Tensor, Tensor]:
     """Find the item whose share of [0, total) holds each coordinate, and the rest inside it. [B] each."""
-    node, rest = torch.zeros_like(coordinates), coordinates.clone()
+    node = torch.zeros_like(coordinates)
+    rest = coordinates.clone()
     for offset, _ in reversed(tree_levels(num_items)):
         children = sums[offset + node[:, None] * FAN_OUT + torch.arange(FAN_OUT)]
         ends = children.cumsum(dim=1)
@@ -216,7 +220,8 @@ def draw_goals_(
 
     Source: Andrychowicz et al., "Hindsight Experience Replay", NeurIPS 2017, section 4.5.
     """
-    numbers, anchors = resolutions[:, Resolution.SAMPLE_NUMBER], resolutions[:, Resolution.ANCHOR]
+    numbers = resolutions[:, Resolution.SAMPLE_NUMBER]
+    anchors = resolutions[:, Resolution.ANCHOR]
     rows = resolutions[:, Resolution.NUM_STEPS] + final_row
     first = {
         GoalStrategy.FUTURE: anchors + 1,

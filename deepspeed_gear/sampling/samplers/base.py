@@ -42,13 +42,15 @@ class Draw:
 
     def random(self) -> torch.Tensor:
         """Return independent random coordinates, keyed by seed, stream and sample number. [count], int64."""
-        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
+        spec = self.selector.spec
+        coordinates = torch.empty(self.count, dtype=torch.int64)
         self.selector.state.ops.draw_(coordinates, spec.seed, spec.key, self.first, self.total)
         return coordinates
 
     def permuted(self) -> torch.Tensor:
         """Return indices at .. at + count of a random order of [0, total), keyed by the epoch. [count]."""
-        spec, coordinates = self.selector.spec, torch.empty(self.count, dtype=torch.int64)
+        spec = self.selector.spec
+        coordinates = torch.empty(self.count, dtype=torch.int64)
         self.selector.state.ops.permute_(
             coordinates, spec.seed, spec.key, self.epoch, self.at, self.total
         )
@@ -85,7 +87,8 @@ class SamplerScope:
         normalize: Literal["batch", "table"] | None = None,
     ) -> PriorityRule:
         """Return how priorities become masses and importance weights in this table."""
-        log_size, most_bits = self.max_waiting_updates, self.max_mass_bits
+        log_size = self.max_waiting_updates
+        most_bits = self.max_mass_bits
         return PriorityRule(alpha, beta, initial, normalize, self.prefetch, log_size, most_bits)
 
 

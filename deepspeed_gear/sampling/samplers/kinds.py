@@ -89,7 +89,8 @@ class Custom(RandomDraws):
     def mass_rule(self, scope: SamplerScope) -> MassRule:
         """Return the masses. Raises: ConfigError: The class cannot be imported or instantiated."""
         made = imported(self.options.masses, "gear.sampler.masses")
-        rule, given = f"must make a {self.options.masses}", self.options.options
+        rule = f"must make a {self.options.masses}"
+        given = self.options.options
         with ConfigError.on("gear.sampler.options", rule, Exception, value=given):
             masses: CustomMasses = made(**given)
         return replace(scope.admitted, custom=masses)
@@ -118,7 +119,8 @@ class Prioritized(RandomDraws):
 
     def spec(self, scope: SamplerScope) -> SamplerSpec:
         options = self.options
-        alpha, every = schedule(options.alpha, "gear.sampler.alpha"), options.alpha_every
+        alpha = schedule(options.alpha, "gear.sampler.alpha")
+        every = options.alpha_every
 
         def held(key: int) -> float:
             return alpha(key - key % every)

@@ -144,7 +144,8 @@ class Shapes:
         )
 
     def text_view(self, length: int) -> Any:
-        kind, size = self.random.choice((pa.string_view(), pa.binary_view())), self.many(100_000)
+        kind = self.random.choice((pa.string_view(), pa.binary_view()))
+        size = self.many(100_000)
         entries = np.zeros((length, 4), np.int32)
         entries[:, 0] = size
         entries[:, 1:] = 0x78787878 if size <= 12 else 0

@@ -136,7 +136,8 @@ class Grammar:
         self.num_memos = 0
 
     def make(self) -> bytes:
-        self.program, self.num_memos = [], 0
+        self.program = []
+        self.num_memos = 0
         self.value(self.rng.randint(1, 4))
         if self.rng.random() < 0.5:
             for _ in range(self.rng.randint(1, 4)):
@@ -145,7 +146,8 @@ class Grammar:
 
     def change(self) -> None:
         """Leave an opcode out, repeat or exchange it, or put any one in."""
-        place, kind = self.rng.randrange(len(self.program) + 1), self.rng.randrange(5)
+        place = self.rng.randrange(len(self.program) + 1)
+        kind = self.rng.randrange(5)
         other = self.rng.randrange(len(self.program) + 1)
         if kind == 0:
             del self.program[place : place + 1]
@@ -185,7 +187,8 @@ class Grammar:
         """Push bytes, as each protocol holds them."""
         rng = self.rng
         size = max(0, min(size, 4096)) if rng.random() < 0.95 else rng.randrange(64)
-        content, kind = rng.randbytes(size), rng.randrange(5)
+        content = rng.randbytes(size)
+        kind = rng.randrange(5)
         if kind == 0:
             self.emit(b"\x96" + struct.pack("<Q", size) + content)
         elif kind == 1:
@@ -238,7 +241,8 @@ class Grammar:
 
     def shape(self) -> int:
         """Push a shape; return its number of values."""
-        rng, total = self.rng, 1
+        rng = self.rng
+        total = 1
         self.emit(b"(")
         for _ in range(rng.choice([0, 1, 1, 1, 2, 3])):
             size = rng.choice(INTEGERS) if rng.random() < 0.03 else rng.randrange(5)
@@ -248,14 +252,16 @@ class Grammar:
         return total
 
     def array(self, depth: int) -> None:
-        rng, spec = self.rng, self.rng.choice(SPECS if self.rng.random() < 0.05 else SPECS[:9])
+        rng = self.rng
+        spec = self.rng.choice(SPECS if self.rng.random() < 0.05 else SPECS[:9])
         size = {"?": 1, "O": 0, "U": 4}.get(spec[0], 1) * int(spec[1:] or 1)
         if rng.random() < 0.4:  # protocol 5
             self.of("numpy.core.numeric", "_frombuffer")
             self.emit(b"(")
             slot = len(self.program)
             self.dtype(spec)
-            count, tail = self.shape(), self.program[slot:]
+            count = self.shape()
+            tail = self.program[slot:]
             del self.program[slot:]
             if rng.random() < 0.9:
                 self.content(count * size)
@@ -421,14 +427,16 @@ def check(value: Any) -> None:
 def run(seed: int, count: int, shown: mmap.mmap, report: Any) -> None:
     """Run programs, each of which is in shared memory before it starts."""
     source_checks.FLOOR_BYTES = FLOOR_BYTES
-    grammar, counts = Grammar(seed), collections.Counter[str]()
+    grammar = Grammar(seed)
+    counts = collections.Counter[str]()
     # What asks for more gets a MemoryError, and ends no other process.
     held = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
     resource.setrlimit(resource.RLIMIT_AS, (held + 4 * MOST_BYTES, resource.RLIM_INFINITY))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(count):
         program = grammar.make()
-        shown[:8], shown[8 : 8 + len(program)] = struct.pack("<Q", len(program)), program
+        shown[:8] = struct.pack("<Q", len(program))
+        shown[8 : 8 + len(program)] = program
         try:
             value = load_pickle("it", program, source_checks.Expansion(), len(program))
         except DataError as error:
@@ -446,7 +454,8 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    shown, context = mmap.mmap(-1, 1 << 22), multiprocessing.get_context("fork")
+    shown = mmap.mmap(-1, 1 << 22)
+    context = multiprocessing.get_context("fork")
     total = collections.Counter[str]()
     for number, first in enumerate(range(0, options.programs, BATCH)):
         receiver, sender = context.Pipe(False)

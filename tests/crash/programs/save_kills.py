@@ -40,7 +40,8 @@ from deepspeed_gear.checkpoint import save_folders, table_files
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.records import Slot, SlotState
 
-TAG, MODEL = "tag", "mp_rank_00_model_states.pt"
+TAG = "tag"
+MODEL = "mp_rank_00_model_states.pt"
 SECTION: dict[str, Any] = {
     "tables": {
         "main": {
@@ -82,12 +83,15 @@ class Moments:
     """Moments for kills: in the load or in one of the saves behind it, however fast the machine is."""
 
     def __init__(self, seed: int, most_saves: int = 2) -> None:
-        self._chance, self._pace_s, self._most_saves = random.Random(seed), 0.1, most_saves
+        self._chance = random.Random(seed)
+        self._pace_s = 0.1
+        self._most_saves = most_saves
 
     def wait(self, ready: Path, ended: Callable[[], Any]) -> None:
         """Wait for the next moment or the end; `ready` is made before the load and grows with each save."""
         wait_until(lambda: ready.exists() or ended(), "a launch", 300.0)
-        start, saves = time.monotonic(), self._chance.randint(0, self._most_saves)
+        start = time.monotonic()
+        saves = self._chance.randint(0, self._most_saves)
         wait_until(lambda: ended() or ready.stat().st_size >= saves, "saves", 300.0)
         if saves:
             self._pace_s = (time.monotonic() - start) / saves
@@ -127,7 +131,8 @@ class Flips:
     """Bits of the files of rows that change on the disk, each recorded before it does, and changed back."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._record = folder, folder.with_name("flip.json")
+        self._folder = folder
+        self._record = folder.with_name("flip.json")
 
     def make(self, random_: np.random.Generator) -> None:
         """Change a bit of a random file of the folder's saves, or of none; the earlier one stays."""
@@ -216,7 +221,8 @@ def check_flipped(folder: Path, flips: Flips) -> None:
 
 def check_both(folder: Path, flips: Flips | None) -> None:
     """Load by the kept state, and without one."""
-    kept, following = folder.with_name("kept.json"), folder.with_name("next.json")
+    kept = folder.with_name("kept.json")
+    following = folder.with_name("next.json")
     if not kept.exists():
         return
     if flips is not None:
@@ -233,7 +239,8 @@ def check_both(folder: Path, flips: Flips | None) -> None:
 
 def kill_replays(options: argparse.Namespace) -> dict[str, int]:
     """Kill processes that save; count what cannot be loaded."""
-    folder, lost = options.folder / "saved", 0
+    folder = options.folder / "saved"
+    lost = 0
     moments = Moments(options.seed, most_saves=6 if options.flips else 2)
     flips = Flips(folder) if options.flips else None
     if flips is not None:
@@ -260,7 +267,8 @@ def kill_replays(options: argparse.Namespace) -> dict[str, int]:
 def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
     """Load what is there, then train and save over one tag until this rank is killed."""
     deepspeed.init_distributed("gloo", verbose=False)
-    rank, model = dist.get_rank(), Model(12)
+    rank = dist.get_rank()
+    model = Model(12)
     gear = {**SECTION, "shared_memory": {"prefix": prefix()}}
     engine, *_ = deepspeed_gear.initialize(
         model=model,
@@ -270,7 +278,8 @@ def train_for_ever(folder: Path, number: int, is_last: bool) -> None:
     )
     if rank == 0:
         (folder / f"ready-{number}").touch()
-    random_, outcome = np.random.default_rng(1000 * number + rank), load(engine, folder)
+    random_ = np.random.default_rng(1000 * number + rank)
+    outcome = load(engine, folder)
     if rank == 0:
         (folder / f"{outcome}-{number}").touch()
     dist.barrier()
@@ -336,15 +345,15 @@ def run_rank(
 
 def kill_ranks(options: argparse.Namespace) -> dict[str, int]:
     """Kill the ranks of this node together with those of the others; count what came of each launch."""
-    folder, moments = options.folder, Moments(options.seed)
+    folder = options.folder
+    moments = Moments(options.seed)
     leads = 0 in options.ranks
     import_all()
     for number in range(options.kills + 1):
-        is_last, port = (
-            number == options.kills,
-            options.port + number if options.port else free_port(),
-        )
-        ready, told = folder / f"ready-{number}", folder / f"kill-{number}"
+        is_last = number == options.kills
+        port = options.port + number if options.port else free_port()
+        ready = folder / f"ready-{number}"
+        told = folder / f"kill-{number}"
         train = functools.partial(train_for_ever, folder, number, is_last)
         launched = [
             functools.partial(run_rank, rank, options, port, told, train) for rank in options.ranks

@@ -30,8 +30,12 @@ from torn import BATCH, COLUMNS, FIELDS, rows, start, wrong
 from deepspeed_gear import Replay, TrajectoryWriter
 from deepspeed_gear.store.records import Control
 
-MOST_STEPS, WRITERS, ATTACH_EVERY = 5000, 2, 100
-EVERY, LEAST = 50, 32  # trajectories added from one reading of /proc to the next, and readings
+MOST_STEPS = 5000
+WRITERS = 2
+ATTACH_EVERY = 100
+# trajectories added from one reading of /proc to the next, and readings
+EVERY = 50
+LEAST = 32
 PREFIX = f"gearsoak{os.environ.get('GEAR_SOAK', '')}"
 REMOVE = {"oldest": "fifo", "any": "uniform"}  # by table
 SECTION: dict[str, Any] = {
@@ -171,7 +175,8 @@ def run(seconds: float, tell: Callable[[str], None]) -> dict[str, Any]:
             "/dev/shm": [],
             **{who: [] for who in processes},
         }
-        begin, told = time.monotonic(), 0.0
+        begin = time.monotonic()
+        told = 0.0
         while time.monotonic() - begin < seconds or len(series["rank"]) < LEAST:
             wanted = COUNTS[:WRITERS].sum() + EVERY
             while COUNTS[:WRITERS].sum() < wanted:

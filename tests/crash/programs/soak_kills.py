@@ -74,7 +74,9 @@ class Part:
     """A rank, writer or loader: its loop counts what it does in a file, and what it gets as errors."""
 
     def __init__(self, name: str, folder: Path, seed: int) -> None:
-        self.name, self.folder, self.chance = name, folder, random.Random(seed)
+        self.name = name
+        self.folder = folder
+        self.chance = random.Random(seed)
 
     def count(self, what: str) -> None:
         """Count an event, in a file that survives a kill."""
@@ -171,9 +173,11 @@ class Part:
 
 def soak(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
     """Run the parts, and kill one of them every few seconds; return the counts."""
-    chance, names = random.Random(seed), ("rank", "writer", "loader")
+    chance = random.Random(seed)
+    names = ("rank", "writer", "loader")
     load_backend("auto")
-    until, kills = time.monotonic() + seconds, Counter[str]()
+    until = time.monotonic() + seconds
+    kills = Counter[str]()
 
     def start(name: str) -> int:
         return in_child(Part(name, folder, chance.randrange(1 << 32)).run)
@@ -201,7 +205,8 @@ def soak(seconds: float, seed: int, folder: Path) -> dict[str, Any]:
 
 def left_over(seconds: float) -> list[str]:
     """Return what stays in /dev/shm although all processes of the soak are dead."""
-    deadline, found = time.monotonic() + seconds, ["?"]
+    deadline = time.monotonic() + seconds
+    found = ["?"]
     while found and time.monotonic() < deadline:
         found = [str(path) for path in shared_files(prefix())]
         time.sleep(0.1)

@@ -43,8 +43,13 @@ COLUMNS = {
     c.name: {"dtype": c.dtype, "shape": list(c.shape), "role": c.role, "rows": c.rows}
     for c in SCHEMA
 }
-WINDOW, BATCH, WRITERS, MOST_STEPS, ENVIRONMENTS = 8, 256, 4, 60, 3
-MOST_CALLS, MOST_STOP_S = 60, 3.0
+WINDOW = 8
+BATCH = 256
+WRITERS = 4
+MOST_STEPS = 60
+ENVIRONMENTS = 3
+MOST_CALLS = 60
+MOST_STOP_S = 3.0
 LEAST = ("least_added", "least_sampled", "least_killed")  # options
 PREFIX = f"geartorn{os.environ.get('GEAR_TORN', '')}"
 FIELDS = {
@@ -71,7 +76,8 @@ SECTION: dict[str, Any] = {
 }
 # What the processes of a run count, in memory that all share: calls of each writer's life, stops and kills.
 COUNTS = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)
-STOPS, KILLS = WRITERS, WRITERS + 1
+STOPS = WRITERS
+KILLS = WRITERS + 1
 
 
 def mix(key: np.ndarray, step: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -98,8 +104,10 @@ def wrong(batch: Any) -> int:
     key = batch["key"].numpy()[:, None]
     bad = np.zeros(len(key), bool)
     for name in ("mark", "again"):
-        found, real = batch[name].numpy(), batch.mask[name].numpy()
-        step, steps = found[..., 1], found[..., 2]
+        found = batch[name].numpy()
+        real = batch.mask[name].numpy()
+        step = found[..., 1]
+        steps = found[..., 2]
         mixed = mix(np.broadcast_to(key, step.shape), step, steps)
         good = (found[..., 0] == key) & (found[..., 3] == mixed) & (steps == steps[:, -1:])
         good &= step - step[:, -1:] == np.arange(1 - WINDOW, 1)
@@ -205,12 +213,14 @@ def write_steps(number: int, seed: int) -> None:
 
 def stop_and_continue(children: list[int], count: int, is_over: list[int]) -> dict[str, int]:
     """Stop one busy writer after the other, and continue it in time; count those that held the lock."""
-    held, random = 0, np.random.default_rng(count)
+    held = 0
+    random = np.random.default_rng(count)
     writer = TrajectoryWriter.attach(SECTION, wait_s=60)
     holder = np.ndarray((1,), np.int64, buffer=writer._table.memory.buffer, offset=HOLDER_OFFSET)
     while COUNTS[STOPS] < count and not is_over:
         number = int(random.integers(len(children)))
-        calls, most = COUNTS[:WRITERS].sum(), int(random.integers(100))
+        calls = COUNTS[:WRITERS].sum()
+        most = int(random.integers(100))
         while COUNTS[:WRITERS].sum() < calls + most and not is_over:
             time.sleep(0.01)  # what has waited for the last one gets its turn
         os.kill(children[number], signal.SIGSTOP)
@@ -233,7 +243,8 @@ def host(pipe: Connection, wanted: argparse.Namespace) -> None:
     stop: list[int] = []
     signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
     TrajectoryWriter.attach(SECTION, wait_s=60).close()  # so that children have everything loaded
-    count, found = 0, {}
+    count = 0
+    found = {}
     while not stop:
         for number in [number for number, child in enumerate(children) if not child]:
             count += 1

@@ -17,7 +17,8 @@ from transformers import GPT2LMHeadModel
 
 FOLDER = sys.argv[1]
 calls: list[str] = []
-runs, lock = threading.Event(), threading.Lock()
+runs = threading.Event()
+lock = threading.Lock()
 words = torch.Generator().manual_seed(0)
 model = GPT2LMHeadModel.from_pretrained(FOLDER).eval()
 
@@ -77,9 +78,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         try:
-            status, result = 200, answer(self.path, body)
+            status = 200
+            result = answer(self.path, body)
         except Exception as error:
-            status, result = 500, repr(error)
+            status = 500
+            result = repr(error)
         content = json.dumps(result).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))

@@ -10,7 +10,8 @@ from gear_support import load_script
 
 example = load_script(Path(sys.argv[1]))
 dist.init_process_group("gloo")
-workers, steps = dist.get_world_size(), int(sys.argv[2])
+workers = dist.get_world_size()
+steps = int(sys.argv[2])
 result, q, batch = example.train(steps, seed=3)
 parts: list[Any] = [None] * workers
 items = list(zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True))

@@ -74,7 +74,9 @@ def test_refusals(board: PolicyBoard) -> None:
         PolicyBoard.attach(f"{PREFIX}-board.none")
     module = policy()
     weight = next(module.parameters())
-    weight.data, weight.ds_status = torch.empty(0), "not available"  # type: ignore[attr-defined]
+    # type: ignore[attr-defined]
+    weight.data = torch.empty(0)
+    weight.ds_status = "not available"
     with pytest.raises(DataError, match=r"parameter 0.weight must be whole; .*GatheredParameters"):
         PolicyBoard.create(module, PREFIX)
 
@@ -118,7 +120,8 @@ def test_never_torn_under_a_hammering_publisher(
     try:
         wait_until(lambda: stores(PREFIX), "publishing")
         with PolicyBoard.attach(stores(PREFIX)[0].name) as reader:
-            module, seen = policy(width=20_000), set()
+            module = policy(width=20_000)
+            seen = set()
             num_reads = 0
             while num_reads < 100 or len(seen) < 20:
                 version = reader.load_into(module)

@@ -75,7 +75,8 @@ def test_every_autoreset_mode_gives_the_same_trajectories(mode: str, count: int)
             result["steps"] > 4 and 1 <= result["mean_return"] <= 6 for result in actors.results
         )
         for trajectory in replay.read(range(len(replay))):
-            episode, steps = int(trajectory["observation"][0, 0]), len(trajectory["reward"])
+            episode = int(trajectory["observation"][0, 0])
+            steps = len(trajectory["reward"])
             assert steps == episode % 3 + 1
             assert trajectory["observation"].tolist() == [[episode, at] for at in range(steps + 1)]
             assert trajectory["reward"].tolist() == [at + 1 for at in range(steps)]
@@ -104,7 +105,8 @@ def test_parts_of_observations_are_columns(mode: str, prefix: str) -> None:
         while len(replay) < 8:
             next(steps)
         for trajectory in replay.read(range(8)):
-            episode, count = int(trajectory[f"{prefix}episode"][0]), len(trajectory["reward"])
+            episode = int(trajectory[f"{prefix}episode"][0])
+            count = len(trajectory["reward"])
             assert count == episode % 3 + 1
             assert trajectory[f"{prefix}episode"].tolist() == [episode] * (count + 1)
             assert trajectory[f"{prefix}at.0"].tolist() == list(range(count + 1))
@@ -165,7 +167,8 @@ def test_a_registered_environment_by_config_and_its_seed() -> None:
 def test_an_actor_that_dies_is_an_error(policy: Any, checks: bool, text: str) -> None:
     with Replay(config_of()) as replay:
         actors = start_actors(policies.counting, policy, num_actors=2, num_envs=1, replay=replay)
-        pids, failed = actors.pids, actors._processes[1]
+        pids = actors.pids
+        failed = actors._processes[1]
         with pytest.raises(PeerError, match=text), actors:
             wait_until(actors.check if checks else lambda: failed.poll() is not None, "the failure")
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

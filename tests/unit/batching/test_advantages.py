@@ -23,19 +23,25 @@ OFF_POLICY = {"log_prob": "new", "behaviour_log_prob": "logp", "rho_bar": 1.5, "
 
 def loop(steps: dict[str, np.ndarray], options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return advantages and value targets of steps in their order, of which the last one is bootstrapped."""
-    gamma, lam = options["gamma"], options["lam"]
+    gamma = options["gamma"]
+    lam = options["lam"]
     known = {name: np.asarray(values, np.float64) for name, values in steps.items()}
-    count, later = len(known["reward"]), 0.0
-    advantage, target = np.zeros(count), np.zeros(count)
+    count = len(known["reward"])
+    later = 0.0
+    advantage = np.zeros(count)
+    target = np.zeros(count)
     for t in reversed(range(count)):
         if known["terminated"][t] or known["truncated"][t]:
             later = 0.0
         following = 0.0 if known["terminated"][t] else known["next_value"][t]
         error = known["reward"][t] + gamma * following - known["value"][t]
-        rho, c, own = 1.0, lam, error + gamma * lam * later
+        rho = 1.0
+        c = lam
+        own = error + gamma * lam * later
         if options["kind"] == "vtrace":
             ratio = np.exp(known["new"][t] - known["logp"][t])
-            rho, c = min(ratio, options["rho_bar"]), lam * min(ratio, options["c_bar"])
+            rho = min(ratio, options["rho_bar"])
+            c = lam * min(ratio, options["c_bar"])
             own = rho * (error + gamma * later)
         later = rho * error + gamma * c * later
         advantage[t], target[t] = own, known["value"][t] + later
@@ -69,9 +75,12 @@ def cases(draw: Any) -> tuple[dict[str, Any], bool, list[dict[str, np.ndarray]],
 
 def check_parts(replay: Replay, batch: Batch) -> None:
     """Check that a rank of those that share a sequence has its part of a window that is estimated whole."""
-    table, ids = replay.tables["main"], batch.trajectory_id
-    slots, zero = torch.from_numpy(table.slots)[ids], ids * 0
-    begin, steps = slots[:, Slot.FIRST_ROW], slots[:, Slot.NUM_STEPS]
+    table = replay.tables["main"]
+    ids = batch.trajectory_id
+    slots = torch.from_numpy(table.slots)[ids]
+    zero = ids * 0
+    begin = slots[:, Slot.FIRST_ROW]
+    steps = slots[:, Slot.NUM_STEPS]
     records = torch.stack([ids, ids, zero, begin, steps, batch.anchor, zero, zero], dim=1)
     fields = [replace(field, part_first=3, part_length=6) for field in replay.fields]
     options = GatherOptions(fields, {}, None, 8, torch.float32, 1)
@@ -128,17 +137,20 @@ def test_advantages_of_windows(way: str, case: Any) -> None:
     for i, (which, anchor) in enumerate(
         zip(batch.trajectory_id.tolist(), batch.anchor.tolist(), strict=True)
     ):
-        begin, steps = anchor + window["offset"], len(trajectories[which]["reward"])
+        begin = anchor + window["offset"]
+        steps = len(trajectories[which]["reward"])
         real = [t for t in range(begin, begin + (window["length"] or 1)) if 0 <= t < steps]
         part = {name: array[real] for name, array in trajectories[which].items()}
         for name, wanted in zip(names, loop(part, options), strict=True):
-            got, mask = batch[name][i].reshape(-1), batch.mask[name][i].reshape(-1)
+            got = batch[name][i].reshape(-1)
+            mask = batch.mask[name][i].reshape(-1)
             assert torch.equal(mask, batch.mask["reward"][i].reshape(-1))
             assert got[mask].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
             assert not got[~mask].any()
 
 
-GAE, FIELD = {"kind": "gae", "value": "value"}, {"advantage": {}}
+GAE = {"kind": "gae", "value": "value"}
+FIELD = {"advantage": {}}
 LONGER = {"advantage": {"length": 3}, "value_target": {"length": 4}}
 REFUSED = [
     (GAE, {}, "gear.advantage must have a field that is derived from it"),
@@ -192,15 +204,18 @@ def test_advantages_of_rollout_batches(options: dict[str, Any], per_step: bool) 
     """Tokens of the loss mask are actions; others take no time, and their rewards are the action's before."""
     columns = {**COLUMNS, **{flag.name: {"dtype": "bool", "role": flag.name} for flag in FLAGS}}
     columns["step_reward"] = {"dtype": "float32", "role": "reward"}
-    words, stored = np.random.default_rng(5), responses(12)
+    words = np.random.default_rng(5)
+    stored = responses(12)
     for response in stored:
         count = len(response["tokens"])
-        last, ends = np.arange(count) == count - 1, words.random() < 0.5
+        last = np.arange(count) == count - 1
+        ends = words.random() < 0.5
         response |= {"terminated": last & ends, "truncated": last & ~ends}
         response["loss_mask"] = words.random(count) < 0.6
         response["step_reward"] = words.normal(size=count).astype(np.float32)
     options = {**options, "value": "value", "gamma": 0.9, "lam": 0.8}
-    reward, known = "step_reward" if per_step else "reward", {}
+    reward = "step_reward" if per_step else "reward"
+    known = {}
     with Replay(section(columns, rollout={"trajectories": 12})) as replay:
         for response in stored:
             replay.add(response)
@@ -210,11 +225,13 @@ def test_advantages_of_rollout_batches(options: dict[str, Any], per_step: bool) 
             rollout.set(name, known[name])
         found = rollout.advantages(**options, reward=reward, name="a")
         assert torch.equal(found, rollout.column("a"))
-        first, target = 0, rollout.column("value_target")
+        first = 0
+        target = rollout.column("value_target")
         for which, count in zip(
             rollout.trajectory_id.tolist(), rollout.lengths.tolist(), strict=True
         ):
-            response, own = stored[which], slice(first, first + count)
+            response = stored[which]
+            own = slice(first, first + count)
             first += count
             actions = np.flatnonzero(response["loss_mask"][1:])
             value = known["value"][own]

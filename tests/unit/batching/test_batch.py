@@ -114,7 +114,8 @@ def test_equality_is_of_samples_values_and_masks() -> None:
 
 def test_a_clone_shares_nothing_and_moves_as_a_whole() -> None:
     batch = make()
-    copy, moved = batch.clone(), batch.to("meta")
+    copy = batch.clone()
+    moved = batch.to("meta")
     assert batch.to("cpu") is batch
     assert {t.device.type for t in pytree.tree_leaves(moved)} == {"meta"} == {moved.device.type}
     for tensor in pytree.tree_leaves(batch):
@@ -333,8 +334,10 @@ def test_parts_live_as_long_as_their_memory(replay: Replay) -> None:
     """Of one part: `TRANSFORMS`."""
     with replay:
         batch = replay.sample()
-        view, joined = batch[1:][:2], Batch.cat([batch[:2], batch[2:]])
-        code, visits = joined["code"].clone(), batch.minibatches(2)
+        view = batch[1:][:2]
+        joined = Batch.cat([batch[:2], batch[2:]])
+        code = joined["code"].clone()
+        visits = batch.minibatches(2)
         next(visits)
         for _ in range(2):
             replay.sample()
@@ -369,11 +372,9 @@ def loss_of(batch: Batch) -> torch.Tensor:
 def test_a_late_backward_raises_but_that_of_a_clone(replay: Replay) -> None:
     with replay:
         batch = replay.sample()
-        kept, of_clone, wanted = (
-            batch.clone(),
-            loss_of(batch.clone()),
-            pickle.loads(pickle.dumps(batch)),
-        )
+        kept = batch.clone()
+        of_clone = loss_of(batch.clone())
+        wanted = pickle.loads(pickle.dumps(batch))
         in_time = loss_of(batch)
         replay.sample()
         in_time.backward()
@@ -443,7 +444,9 @@ def test_how_long_a_batch_lives(accumulation: int, prefetch: int, depth: int) ->
     }
     with Replay(config_of(**options), schemas={"main": SCHEMA}) as replay:
         replay.add(trajectory(0, 200))
-        batches, pointers, taken = [], [], []
+        batches = []
+        pointers = []
+        taken = []
         for _ in range(12):
             batches.append(batch := replay.sample())
             pointers.append(batch["code"].data_ptr())

@@ -126,7 +126,8 @@ def test_parts_of_sequence_ranks() -> None:
         batch = replay.sample()
         fields = {field.name: field for field in replay.fields}
         for name in ("code", "left", "right"):
-            whole, parts = batch.learns(name), []
+            whole = batch.learns(name)
+            parts = []
             for first in (0, 4):
                 field = replace(fields[name], part_first=first, part_length=4)
                 burn_in = BurnIn.of(replay.config.burn_in, replay.fields, [field])
@@ -141,7 +142,8 @@ def test_a_stage_may_read_steps_that_learn() -> None:
     with replay_of(pipeline=pipeline) as replay:
         needs = needs_of(RankCoordinates(pipe_rank=1, pipe_world=2), replay.config, replay.fields)
         assert [(field.name, field.mask_only) for field in needs.fields] == [("code", True)]
-        batch, table = replay.sample(), replay.tables["main"]
+        batch = replay.sample()
+        table = replay.tables["main"]
         fields = [replace(field, mask_only=True) for field in replay.fields]
         gatherer = Gatherer(GatherOptions(fields, {}, None, 32, torch.float32, 1), table, 2)
         tensors, mask = gatherer.gather(batch.host_records)

@@ -63,8 +63,10 @@ def oracle(batch: Batch, index: int, section: dict[str, Any], final_row: int, ke
     purposes = RandomPurpose.RELABELLING, RandomPurpose.GOAL
     words = [philox_words(0, number, key, purpose) for purpose in purposes]
     high, low = ([int(half) % 2**64 for half in word] for word in zip(*words, strict=True))
-    anchor, rows = int(batch.anchor[index]), int(batch.num_steps[index]) + final_row
-    strategy, fraction = section.get("strategy", "future"), section.get("fraction", 0.8)
+    anchor = int(batch.anchor[index])
+    rows = int(batch.num_steps[index]) + final_row
+    strategy = section.get("strategy", "future")
+    fraction = section.get("fraction", 0.8)
     later = {
         "future": range(anchor + 1, rows),
         "final": range(rows - 1, rows),
@@ -95,12 +97,14 @@ def test_against_a_loop(column: str, final_row: int, section: dict[str, Any]) ->
         "own": {"column": "desired_steps", "offset": 1},
         "observation": {},
     }
-    key, seen = key_of("main", "train"), set()
+    key = key_of("main", "train")
+    seen = set()
     with replay_of(hindsight=section, fields=fields) as replay:
         for _ in range(4):
             batch = replay.sample()
             for i in range(batch.num_samples):
-                number, anchor = int(batch.trajectory_id[i]), int(batch.anchor[i])
+                number = int(batch.trajectory_id[i])
+                anchor = int(batch.anchor[i])
                 step = oracle(batch, i, section, final_row, key)
                 assert batch.goal_step[i] == step
                 assert batch.relabelled[i] == (step >= 0)

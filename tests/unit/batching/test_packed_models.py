@@ -23,7 +23,9 @@ from deepspeed_gear.errors import ConfigError  # noqa: E402
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "language-models.md"
 ATTENTIONS = ("sdpa", "eager", "flex_attention", "flash_attention_2")
 REFUSED = ("bloom", "falcon_mamba", "jamba", "mamba", "mamba2", "minimax", "mpt", "openai-gpt")
-LENGTHS, ROWS = [23, 7, 40, 1, 18], 96  # longer and shorter than windows and chunks of 16
+# longer and shorter than windows and chunks of 16
+LENGTHS = [23, 7, 40, 1, 18]
+ROWS = 96
 STARTS = [0, 23, 30, 70, 71]
 WHOLE = pack(LENGTHS, ROWS)
 PREFIXES = Prefixes(np.array([0, 9, 9, 0, 1]), np.array([0, 0, 0, 3, 3]))

@@ -31,7 +31,8 @@ from deepspeed_gear.batching.transfer.device_gather import (
 from deepspeed_gear.ops.records import Slot
 from deepspeed_gear.replay import device_transfer
 
-KEEP, DEPTH = 2, 5
+KEEP = 2
+DEPTH = 5
 
 
 class Recorded(HostStream):
@@ -188,7 +189,8 @@ def test_packed_tensors_are_aligned_and_apart() -> None:
 
 
 def test_a_selection_is_released_by_its_event() -> None:
-    guards, released = DeferredRelease(), list[int]()
+    guards = DeferredRelease()
+    released = list[int]()
     events = [HostEvent() for _ in range(3)]
     for key, event in enumerate(events):
         guards.hold(event, released.append, key)

@@ -84,7 +84,8 @@ def test_saves_at_any_point_of_a_load(
     """One save renames the files that are read; two remove them. The load is of a whole save in any case."""
     saver, loader = both
     first = saver.save(tmp_path)
-    plain, left = getattr(table_files, point), [num_saves]
+    plain = getattr(table_files, point)
+    left = [num_saves]
 
     def disturbed(*arguments: Any) -> Any:
         while left[0]:
@@ -148,7 +149,8 @@ def test_a_device_replay_loads_beside_saves(
     with DeviceReplay(config, "cpu") as saver, DeviceReplay(config, "cpu") as loader:
         saver.add_({"x": torch.ones(1, 5, dtype=torch.int64)})
         saver.save(tmp_path)
-        plain, left = device_checkpoint.save_folders.find, [2]
+        plain = device_checkpoint.save_folders.find
+        left = [2]
 
         def disturbed(*arguments: Any) -> Path:
             found: Path = plain(*arguments)
@@ -192,7 +194,8 @@ def test_locks_are_bounded_and_those_of_a_deleted_folder_are_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(save_folders, "_MOST_HELD", 2)
-    locks, other = save_folders.FolderLocks(), save_folders.FolderLocks()
+    locks = save_folders.FolderLocks()
+    other = save_folders.FolderLocks()
     folders = [tmp_path / str(index) for index in range(3)]
     for folder in folders:
         folder.mkdir()

@@ -100,7 +100,8 @@ def test_states(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
 def test_manifests(saved: tuple[Replay, Path, dict[str, Any]]) -> None:
     """With a state that has the checksum of the edited one."""
     replay, folder, state = saved
-    path, known = folder / "main" / "manifest.json", copy.deepcopy(state)
+    path = folder / "main" / "manifest.json"
+    known = copy.deepcopy(state)
 
     def load(changed: Any) -> None:
         path.write_text(json.dumps(changed))

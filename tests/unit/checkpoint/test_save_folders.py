@@ -151,7 +151,8 @@ def every_end(
     folder: Path, kept: State | None, sources: Sequence[str] = ("kept", "position")
 ) -> dict[str, Path]:
     """End a save before each of its changes, check, and return a copy of each kind of folder that is left."""
-    start, found = folder.with_name(f"start-{folder.name}"), {}
+    start = folder.with_name(f"start-{folder.name}")
+    found = {}
     copy(folder, start)
     for count in range(1000):
         ended = STEPS.end_after(count, lambda: save(folder, kept))

@@ -69,7 +69,8 @@ def ids_of(replay: Replay) -> list[int]:
 
 def stored(replay: Replay) -> dict[int, dict[str, bytes]]:
     """What a load restores: a trajectory that was open has ended there, truncated."""
-    table, found = replay.tables["main"], {}
+    table = replay.tables["main"]
+    found = {}
     is_open = table.views["retention"][:, SlotRetention.OPEN] != 0
     growing = table.slots[is_open, Slot.ID].tolist()
     for number in ids_of(replay):
@@ -92,13 +93,16 @@ def test_what_has_not_changed_is_linked(tmp_path: Path) -> None:
     with make() as replay:
         for code in range(20):
             replay.add(trajectory(code, 5))
-        before, held = replay.save(tmp_path), stored(replay)
+        before = replay.save(tmp_path)
+        held = stored(replay)
         replay.add(trajectory(20, 5))
         replay.fill(3, advantage=np.ones(5, np.float32))
-        after, then = replay.save(tmp_path), stored(replay)
+        after = replay.save(tmp_path)
+        then = stored(replay)
         replay.save(tmp_path / "other")  # such as that of another tag
         assert num_linked(tmp_path / "other") == len(rows_in(tmp_path / "other" / "main"))
-        old, new = rows_in(tmp_path / "main.old"), rows_in(tmp_path / "main")
+        old = rows_in(tmp_path / "main.old")
+        new = rows_in(tmp_path / "main")
         written = {name for name, inode in new.items() if old.get(name) != inode}
         assert len({name.split(".")[0] for name in written}) == 2, (
             "a new segment, and that of the filled column"
@@ -136,9 +140,13 @@ def test_a_manifest_names_each_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_every_change_is_saved(seed: int, tmp_path: Path) -> None:
     """Trajectories that are added, removed, filled late, grow and end: each save is what the table holds."""
-    random, linked, unfilled = np.random.default_rng(seed), 0, list[int]()
+    random = np.random.default_rng(seed)
+    linked = 0
+    unfilled = list[int]()
     with make() as replay:
-        growing, steps, code = replay.writer().trajectory(), 0, 0
+        growing = replay.writer().trajectory()
+        steps = 0
+        code = 0
         for turn in range(120):
             kind = random.choice(["add", "add", "grow", "end", "fill", "remove", "save"])
             if kind == "add":
@@ -150,7 +158,8 @@ def test_every_change_is_saved(seed: int, tmp_path: Path) -> None:
             elif kind == "end" and steps > 1:
                 with growing:
                     growing.append(observation=[turn, -turn])
-                growing, steps = replay.writer().trajectory(), 0
+                growing = replay.writer().trajectory()
+                steps = 0
             elif kind == "fill" and unfilled:
                 number = unfilled.pop(int(random.integers(len(unfilled))))
                 if number in ids_of(replay):
@@ -207,7 +216,8 @@ def test_a_damaged_file_is_written_anew(
             other.load(tmp_path, before)
         folder = tmp_path / "other" if other_folder else tmp_path
         with caplog.at_level(logging.WARNING):
-            after, held = replay.save(folder), stored(replay)
+            after = replay.save(folder)
+            held = stored(replay)
         assert str(path) in caplog.text
         assert num_linked(folder) == len(rows_in(folder / "main")) - 1, (
             "only what is damaged is written anew"
@@ -271,7 +281,8 @@ def test_every_linked_file_has_its_turn(tmp_path: Path, monkeypatch: pytest.Monk
         for code in range(4):
             replay.add(trajectory(code, 5))
         replay.save(tmp_path)
-        files, counts = set(rows_in(tmp_path / "main")), []
+        files = set(rows_in(tmp_path / "main"))
+        counts = []
         for _ in range(4):
             replay.save(tmp_path)
             counts.append(len(read))

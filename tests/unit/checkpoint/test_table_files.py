@@ -63,7 +63,8 @@ def test_the_next_batches_are_those_that_would_have_come(
         assert replay.remove([3, 4]) == 2
         take(replay, 2)
         state = replay.save(tmp_path)
-        expected, held = take(replay, 12), len(replay)
+        expected = take(replay, 12)
+        held = len(replay)
         with make(kind, unit, prefetch) as other:
             other.load(tmp_path, state)
             assert len(other) == held
@@ -81,7 +82,8 @@ def test_a_load_at_the_same_batch_evicts_what_is_too_old_for_it(tmp_path: Path) 
             replay.add(trajectory(number, 5))
             replay.sample()
         state = replay.save(tmp_path)
-        wanted, held = replay.sample().clone(), len(replay)
+        wanted = replay.sample().clone()
+        held = len(replay)
         replay.load(tmp_path, state)
         assert same(replay.sample(), wanted)
         assert len(replay) == held
@@ -107,7 +109,8 @@ def test_a_load_into_another_epoch_than_that_of_the_masses_begins_one(tmp_path: 
 
 
 def test_rows_of_equal_gaps_are_not_one_run() -> None:
-    to, file = np.zeros(8, np.int64), np.arange(1, 9)
+    to = np.zeros(8, np.int64)
+    file = np.arange(1, 9)
     _copy_rows(to, [file], np.array([[0, 0, 2], [5, 5, 2]]))
     assert to.tolist() == [1, 2, 0, 0, 0, 6, 7, 0]
 

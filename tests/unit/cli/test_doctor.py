@@ -242,7 +242,8 @@ def test_an_answer_is_found_among_other_output() -> None:
 
 
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, to = write_dataset(tmp_path / "set", lengths_of(12)), tmp_path / "found.json"
+    data = write_dataset(tmp_path / "set", lengths_of(12))
+    to = tmp_path / "found.json"
     status = main(["doctor", "--data", str(data), "--json", str(to)])
     shown = capsys.readouterr().out
     found = json.loads(to.read_text())

@@ -48,7 +48,8 @@ def test_a_full_disk_is_one_error_and_leaves_nothing(
         if what != "ingest"
         else str(tmp_path / "a.hdf5")
     )
-    dest, errors = str(tmp_path / "out"), tmp_path / "errors"
+    dest = str(tmp_path / "out")
+    errors = tmp_path / "errors"
     arguments = ["ingest", source, dest, "--quiet"]
     if what != "ingest":
         columns = "code" if what == "minari" else "*"
@@ -91,11 +92,9 @@ def test_ctrl_c_says_that_nothing_was_kept(
     stop: Callable[[], None],
 ) -> None:
     d4rl(tmp_path / "a.hdf5")
-    reader, source, dest = (
-        getattr(D4rlReader, place),
-        str(tmp_path / "a.hdf5"),
-        str(tmp_path / "out"),
-    )
+    reader = getattr(D4rlReader, place)
+    source = str(tmp_path / "a.hdf5")
+    dest = str(tmp_path / "out")
 
     def stopped(self: D4rlReader) -> Any:
         stop()

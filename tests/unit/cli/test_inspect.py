@@ -68,7 +68,8 @@ def test_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines["observation"] == ["float32", "[2]", "T+1", "112", "B", "1", "2", "-1", "3"]
     assert lines["image"][:6] == ["uint8", "[10,", "10]", "T", "1.37", "KiB"]
     assert lines["note:"] == ["no", "timeouts"]
-    train, held_out = int(lines["train"][0]), int(lines["eval"][0])
+    train = int(lines["train"][0])
+    held_out = int(lines["eval"][0])
     assert train + held_out == 4
     assert train > 0
     assert int(lines["train"][2]) + int(lines["eval"][2]) == 10

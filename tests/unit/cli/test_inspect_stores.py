@@ -129,10 +129,8 @@ def test_a_store_of_each_sampler(
 ) -> None:
     """Living, saved, in shards and damaged."""
     has_priorities = "alpha" in SAMPLERS[name]
-    by_steps, gear = (
-        has_priorities and SAMPLERS[name].get("unit") == "step",
-        tmp_path / "tag" / "gear",
-    )
+    by_steps = has_priorities and SAMPLERS[name].get("unit") == "step"
+    gear = tmp_path / "tag" / "gear"
     with Replay(section_of(name), schemas={"main": SCHEMA}) as replay:
         for number, steps in enumerate(LENGTHS):
             replay.add(trajectory(number, steps))
@@ -201,7 +199,8 @@ def test_steps_since_the_latest_selection_can_be_drawn(
 
         def seen() -> dict[str, Any]:
             replay.save(tmp_path)
-            found, saved = of_living(store_of(replay)), of_saved(tmp_path / "main")
+            found = of_living(store_of(replay))
+            saved = of_saved(tmp_path / "main")
             assert saved == {name: found[name] for name in saved}
             return found
 
@@ -237,7 +236,8 @@ def test_a_checkpoint_of_a_position_only(
         for _ in range(7):
             replay.sample()
         list(replay.iterator("eval"))
-        items, fingerprint = replay.statistics()["steps"], replay.fingerprint["main"]
+        items = replay.statistics()["steps"]
+        fingerprint = replay.fingerprint["main"]
         items -= sum(batch.valid.sum().item() for batch in replay.iterator("eval"))
         replay.save(gear)
     (tmp_path / "run" / "latest").write_text("global_step7\n")

@@ -39,7 +39,8 @@ def test_equal_lengths_take_as_long_as_computed(section: dict[str, Any]) -> None
 
 def test_rules_under_heavy_tails(section: dict[str, Any]) -> None:
     spec, size = read_spec(parse(section))
-    lengths, pace = lengths_of("lognormal:300,1.2", 0, size), Pace(0.01, 2e-4, 2, 6)
+    lengths = lengths_of("lognormal:300,1.2", 0, size)
+    pace = Pace(0.01, 2e-4, 2, 6)
     assert lengths_of("lognormal:300,90", 0, 99)(3).min() >= 1
     found = [
         simulate(replace(spec, order=order, late=late), lengths, pace, 200) for order, late in RULES
@@ -56,7 +57,8 @@ def test_rules_under_heavy_tails(section: dict[str, Any]) -> None:
 def test_the_command(
     section: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, lengths = tmp_path / "config.json", tmp_path / "lengths.txt"
+    path = tmp_path / "config.json"
+    lengths = tmp_path / "lengths.txt"
     path.write_text(json.dumps({"gear": section}))
     lengths.write_text("10\n20\n400\n")
     given = [str(path), "--lengths", str(lengths), "--batches", "5"]

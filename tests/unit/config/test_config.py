@@ -215,7 +215,8 @@ def test_digests_are_of_what_ranks_share_and_of_what_the_samples_are() -> None:
 
 
 def test_difference_names_options_and_values() -> None:
-    a, b = parse(OFFLINE), parse({**_with("fields", "reward", {"pad": 1}), "seed": 1})
+    a = parse(OFFLINE)
+    b = parse({**_with("fields", "reward", {"pad": 1}), "seed": 1})
     lines = difference(shared_options(a), shared_options(b))
     assert lines[0] == "gear.seed: 0 and 1"
     assert lines[1].startswith("gear.fields.reward: absent and {")

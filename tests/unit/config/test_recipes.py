@@ -71,7 +71,8 @@ def test_wrong_sections(section: dict[str, Any], match: str) -> None:
 
 
 def test_preview_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, lengths = tmp_path / "config.json", tmp_path / "lengths.txt"
+    path = tmp_path / "config.json"
+    lengths = tmp_path / "lengths.txt"
     path.write_text(json.dumps({"gear": grpo()}))
     lengths.write_text("5\n" * 9)
     assert run_command(preview, str(path), "--lengths", str(lengths)) == 0

@@ -60,7 +60,8 @@ def grow(dest: Path) -> Dataset:
 def test_what_grew_is_one_ingest_of_all_sources(
     tmp_path: Path, sources: list[Path], allow_nan: bool
 ) -> None:
-    split, dest = {"eval": 0.3}, tmp_path / "grown"
+    split = {"eval": 0.3}
+    dest = tmp_path / "grown"
     whole = ingest(sources, tmp_path / "whole", split=split, allow_nan=allow_nan)
     steps = [ingest(sources[:1], dest, split=split, allow_nan=allow_nan)]
     first = steps[0].trajectory(1)["observation"].copy()
@@ -127,7 +128,9 @@ def test_a_kill_at_any_line_leaves_the_old_or_the_new(
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a kill loses no page
     if not exchanges:
         monkeypatch.setattr(dataset_writer, "exchange_names", lambda *_: False)
-    dest, line, found = tmp_path / "set", 1, Counter[str]()
+    dest = tmp_path / "set"
+    line = 1
+    found = Counter[str]()
     dataset = Dataset.open(write_dataset(dest, [2, 1]))
     traced = ["data/dataset_writer.py", *(["file_system.py"] if exchanges else [])]
     while found["new"] < 4 and killed_at(line, lambda: publish_grown(dest), traced):

@@ -38,7 +38,8 @@ SCHEMA = Schema(
         Column("task", "int64", (), "other", "1"),
     ]
 )
-LENGTHS, COMPRESSED = (40, 1, 7, 2, 33, 12, 1), ["image", "depth", "pose"]
+LENGTHS = (40, 1, 7, 2, 33, 12, 1)
+COMPRESSED = ["image", "depth", "pose"]
 N_STEP = {"n": 3, "gamma": 0.5}
 
 
@@ -68,7 +69,8 @@ def write(
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, Dataset]:
-    folder, split = tmp_path_factory.mktemp("sets"), {"eval": 0.2}
+    folder = tmp_path_factory.mktemp("sets")
+    split = {"eval": 0.2}
     return write(folder / "plain", split=split), write(
         folder / "zstd", split=split, compress=COMPRESSED
     )
@@ -123,8 +125,10 @@ def test_batches_are_those_of_the_plain_data_set(
     )
     with plain, packed:
         for _ in range(3):
-            a, b = plain.sample(), packed.sample()
-            first, second = record(a), record(b)
+            a = plain.sample()
+            b = packed.sample()
+            first = record(a)
+            second = record(b)
             assert first.keys() == second.keys()
             for name, values in first.items():
                 np.testing.assert_array_equal(values, second[name], name)
@@ -191,7 +195,8 @@ def test_the_rows_and_the_identity_of_a_data_set(
         np.testing.assert_equal(packed.statistics[name].to_json(), statistics.to_json())
     packed.verify()
     assert not list(packed.path.glob("columns/image*"))
-    rows, expected = packed.columns["image"], plain.columns["image"]
+    rows = packed.columns["image"]
+    expected = plain.columns["image"]
     assert isinstance(rows, CompressedRows)
     assert rows.dictionary
     assert (len(rows), rows.shape, rows.dtype) == (len(expected), expected.shape, expected.dtype)
@@ -377,10 +382,8 @@ def test_columns_that_stay_as_they_are(
 def test_what_reads_other_than_windows_is_refused(
     options: dict[str, Any], spread: tuple[str, ...], text: str, sets: tuple[Dataset, Dataset]
 ) -> None:
-    section, on_device = (
-        config_of(sets[1].path, **{"batch_size": 4, **options}),
-        "tables" in options,
-    )
+    section = config_of(sets[1].path, **{"batch_size": 4, **options})
+    on_device = "tables" in options
     if on_device:
         section["tables"] = {"main": {"data": section.pop("data"), **options["tables"]["main"]}}
 

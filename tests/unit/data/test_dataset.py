@@ -31,7 +31,8 @@ SCHEMA = Schema(
 
 
 def trajectory(length: int, schema: Schema = SCHEMA) -> dict[str, np.ndarray]:
-    random, result = np.random.default_rng(length), {}
+    random = np.random.default_rng(length)
+    result = {}
     for column in schema:
         rows = {"T": (length,), "T+1": (length + 1,), "1": ()}[column.rows]
         values = random.integers(0, 100, (*rows, *column.shape))

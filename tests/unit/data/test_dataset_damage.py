@@ -63,9 +63,13 @@ def other(path: Path, rows: np.ndarray) -> None:
     forge(folder, np.load(folder / EXTENTS))
 
 
-ACTION, EXTENTS, MANIFEST, STATS = "columns/action.npy", "extents.npy", "schema.json", "stats.json"
+ACTION = "columns/action.npy"
+EXTENTS = "extents.npy"
+MANIFEST = "schema.json"
+STATS = "stats.json"
 WRITTEN = f" must hold the bytes that were written; {REMAKE}"
-OTHER, ROWS = {"columns": [{"name": "x", "dtype": "f4"}]}, np.zeros((40, 4), np.int32)
+OTHER = {"columns": [{"name": "x", "dtype": "f4"}]}
+ROWS = np.zeros((40, 4), np.int32)
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     (
         MANIFEST,
@@ -191,7 +195,8 @@ def test_open_does_not_read_all_bytes(tmp_path: Path) -> None:
     schema = Schema([Column("x", "float32", (256,))])
     with DatasetWriter(tmp_path / "set", schema) as writer:
         writer.add({"x": np.zeros((1, 256), np.float32)})
-    path, rows = tmp_path / "set" / "columns" / "x.npy", 3 * 2**20
+    path = tmp_path / "set" / "columns" / "x.npy"
+    rows = 3 * 2**20
     path.write_bytes(npy_header(np.dtype(np.float32), (rows, 256)))
     os.truncate(path, path.stat().st_size + rows * 1024)
     forge(tmp_path / "set", np.array([[0, rows]]), num_rows=rows, num_steps=rows)
@@ -272,7 +277,8 @@ def test_a_replay_finds_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("has_faulthandler", [False, True])
 def test_an_access_behind_the_end_names_the_file(tmp_path: Path, has_faulthandler: bool) -> None:
     """The signal goes on to the default action, or to faulthandler's handler."""
-    data, native = write(tmp_path / "data"), load_backend("cpu").native
+    data = write(tmp_path / "data")
+    native = load_backend("cpu").native
     os.truncate(tmp_path / "data" / ACTION, 0)
 
     def read() -> None:

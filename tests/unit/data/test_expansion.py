@@ -28,7 +28,9 @@ from deepspeed_gear.errors import DataError
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 FLOOR_BYTES = 1 << 20
-ROWS, LONG = 50_000, 40_000  # rows of nothing, and elements of what is repeated
+# rows of nothing, and elements of what is repeated
+ROWS = 50_000
+LONG = 40_000
 Maker = Callable[[], Any]
 
 
@@ -52,7 +54,9 @@ def no_width(kind: Any, count: int, *children: Any) -> Any:
 def views(kind: Any, count: int) -> Any:
     """Return views of one text of `LONG` letters."""
     entries = np.zeros((count, 4), np.int32)
-    entries[:, 0], entries[:, 1] = LONG, 0x78787878  # the length, and the first letters
+    # the length, and the first letters
+    entries[:, 0] = LONG
+    entries[:, 1] = 0x78787878
     buffers = [None, pa.py_buffer(entries), pa.py_buffer(b"x" * LONG)]
     return pa.Array.from_buffers(kind, count, buffers)
 
@@ -239,7 +243,8 @@ def test_texts_have_their_own_size(tmp_path: Path, texts: list[Any], form: str) 
         "rewards": [0.0] * count,
     }
     columns |= {"dones": [False] * (count - 1) + [True], "names": texts}
-    source, options = tmp_path / "source", {}
+    source = tmp_path / "source"
+    options = {}
     if form == "rllib":
         columns["obs"].pop()
         source.write_text(json.dumps({"type": "SampleBatch", **columns, "eps_id": [1] * count}))
@@ -370,14 +375,16 @@ def test_exports(tmp_path: Path) -> None:
 def repeat_first(path: Path, name: str) -> None:
     """Make all elements of an array of variable length refer to the content of the first one."""
     with h5py.File(path, "r") as file:
-        first, count = file[name].id.get_offset(), len(file[name])
+        first = file[name].id.get_offset()
+        count = len(file[name])
     content = bytearray(path.read_bytes())
     content[first : first + 16 * count] = content[first : first + 16] * count
     path.write_bytes(content)
 
 
 def test_hdf5_of_variable_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, count = tmp_path / "a.hdf5", 400
+    path = tmp_path / "a.hdf5"
+    count = 400
     with h5py.File(path, "w") as file:
         group = file.create_group("episode_0")
         group.attrs.update(id=0, total_steps=count - 1)

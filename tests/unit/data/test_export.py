@@ -122,7 +122,8 @@ def test_ingested_data_come_back(tmp_path: Path, minari: Maker, format: str) -> 
 @pytest.mark.parametrize("format", ["parquet", "jsonl", "npz"])
 @pytest.mark.parametrize("dtype", [*DTYPES, "bytes", "json"])
 def test_every_dtype_comes_back(tmp_path: Path, format: str, dtype: str) -> None:
-    is_opaque, random = dtype in ("bytes", "json"), np.random.default_rng(3)
+    is_opaque = dtype in ("bytes", "json")
+    random = np.random.default_rng(3)
     columns = (
         [Column("value", dtype, rows="1", max_bytes=60)]
         if is_opaque
@@ -174,7 +175,8 @@ print(json.dumps([len(episodes), data.total_steps, str(data.observation_space), 
 
 def test_returns_of_parts_are_those_that_ingest_derives(tmp_path: Path) -> None:
     """To the last bit, so that what was split by its flags can be exported."""
-    random, flags = np.random.default_rng(4), np.arange(9010) == 8999
+    random = np.random.default_rng(4)
+    flags = np.arange(9010) == 8999
     rewards = random.standard_normal(9000) * 10 ** random.uniform(-8, 8, 9000)
     given = {"reward": np.append(rewards, np.ones(10)).astype(np.float32), "terminated": flags}
     columns = [
@@ -203,7 +205,8 @@ def test_other_programs_read_them(tmp_path: Path, minari: Maker) -> None:
         text=True,
         check=True,
     )
-    found, total = json.loads(done.stdout), float(dataset.columns["reward"].sum())
+    found = json.loads(done.stdout)
+    total = float(dataset.columns["reward"].sum())
     assert found[:2] == [3, 9]
     assert found[2] == "Box(-inf, inf, (2,), float64)"
     assert found[3].startswith("Discrete(")
@@ -302,7 +305,9 @@ def test_a_kill_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    dest, line, found = tmp_path / "made.parquet", 1, set()
+    dest = tmp_path / "made.parquet"
+    line = 1
+    found = set()
     old, new = (
         Dataset.open(write_dataset(tmp_path / name, lengths))
         for name, lengths in (("a", [2]), ("b", [3, 1]))

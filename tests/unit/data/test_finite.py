@@ -52,7 +52,8 @@ def test_add_finds_every_place_and_pattern(dtype: str) -> None:
     """Blocks of 8 KiB are checked as they are copied: the places lie around their borders."""
     kind, ones, fraction = BITS[dtype]
     item = np.dtype(kind).itemsize
-    num_rows, edge = 3 * 8192 // item + 5, 8192 // item
+    num_rows = 3 * 8192 // item + 5
+    edge = 8192 // item
     schema = Schema([Column("n", "int64"), Column("x", dtype)])
     sign = 1 << (8 * item - 1)
     with replay_of(

@@ -244,7 +244,8 @@ def test_formats_are_found_by_content(tmp_path: Path, d4rl: Maker, minari: Maker
 
 def test_command_line(tmp_path: Path, d4rl: Maker, capsys: pytest.CaptureFixture[str]) -> None:
     d4rl(tmp_path / "a.hdf5", ends=("terminals", "timeouts", ""), infos__x=np.zeros(8))
-    source, dest = str(tmp_path / "a.hdf5"), str(tmp_path / "out")
+    source = str(tmp_path / "a.hdf5")
+    dest = str(tmp_path / "out")
     assert run_command(command, source, source, dest, "--split", "eval=0.1", "--columns", "") == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"{dest}: 6 trajectories, 16 steps, ")
@@ -286,7 +287,8 @@ def test_wrong_splits_are_refused(
 
 def test_a_killed_ingest_leaves_nothing_that_looks_complete(tmp_path: Path, d4rl: Maker) -> None:
     d4rl(tmp_path / "a.hdf5")
-    source, dest = tmp_path / "a.hdf5", tmp_path / "out"
+    source = tmp_path / "a.hdf5"
+    dest = tmp_path / "out"
     add = DatasetWriter.add
 
     def add_then_die(self: DatasetWriter, *arguments: Any, **options: Any) -> Any:

@@ -62,7 +62,8 @@ def test_imitation_trajectories(tmp_path: Path) -> None:
         bounds = [0, *file["indices"], len(file["acts"])]
         for i in range(57):
             low, high = bounds[i : i + 2]
-            stored, is_cut = dataset.trajectory(i), high - low == 500
+            stored = dataset.trajectory(i)
+            is_cut = high - low == 500
             np.testing.assert_array_equal(
                 stored["observation"], file["obs"][low + i : high + i + 1]
             )
@@ -83,8 +84,10 @@ def test_rollouts_are_divided_by_their_flags(
     flags = data.draw(st.sampled_from(["both", "done+truncated", "done+terminated", "truncated"]))
     last = data.draw(st.sampled_from(["next", "final", "more", "none"]))
     rng = np.random.default_rng(seed)
-    states, finals = rng.normal(size=(steps + 1, num, 2)), rng.normal(size=(steps, num, 2))
-    actions, rewards = rng.integers(0, 5, (steps, num)), rng.normal(size=(steps, num))
+    states = rng.normal(size=(steps + 1, num, 2))
+    finals = rng.normal(size=(steps, num, 2))
+    actions = rng.integers(0, 5, (steps, num))
+    rewards = rng.normal(size=(steps, num))
     terminated, truncated = rng.random((2, steps, num)) < 0.2
     terminated &= flags != "truncated"
     truncated &= ~terminated
@@ -104,7 +107,8 @@ def test_rollouts_are_divided_by_their_flags(
         for t in range(steps):
             if not (ends[t, n] or t == steps - 1):
                 continue
-            high, is_end = t + 1, bool(ends[t, n])
+            high = t + 1
+            is_end = bool(ends[t, n])
             after = finals[t, n] if is_end else states[t + 1, n]
             if last == "none" or (last == "more" and is_end):  # not known
                 high -= not terminated[t, n]
@@ -144,7 +148,8 @@ def test_other_arrays_of_steps(tmp_path: Path, d4rl: Callable[..., Any]) -> None
     found = read(npz(path, **steps, episode_starts=starts), episode_length=3)  # the last may go on
     assert [(len(e["reward"]), bool(e["truncated"][-1])) for e in found] == [(2, True), (1, True)]
     assert found[1]["observation"].tolist() == [[3.0], [4.0]]
-    states, ends = np.arange(7.0)[:, None], np.array([0, 1, 0, 0, 1, 0], bool)
+    states = np.arange(7.0)[:, None]
+    ends = np.array([0, 1, 0, 0, 1, 0], bool)
     arrays: Arrays = {
         "observations": states[:-1],
         "next_observations": states[1:],
@@ -184,8 +189,10 @@ class Trajectory:
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 def test_pickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
     """Of NumPy 1 and 2, of dicts and of imitation's class."""
-    rng, path = np.random.default_rng(protocol), tmp_path / "a.pkl"
-    obs, acts = rng.normal(size=(4, 2)), np.asfortranarray(rng.integers(0, 9, (3, 2)).astype(">i4"))
+    rng = np.random.default_rng(protocol)
+    path = tmp_path / "a.pkl"
+    obs = rng.normal(size=(4, 2))
+    acts = np.asfortranarray(rng.integers(0, 9, (3, 2)).astype(">i4"))
     part = {
         "obs": obs,
         "acts": acts,
@@ -466,11 +473,13 @@ def test_hostile_npz_files_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_robomimic(tmp_path: Path) -> None:
     """Demonstrations in numerical order; `dones` inside end nothing; observations of several parts."""
-    path, rng = tmp_path / "a.hdf5", np.random.default_rng(0)
+    path = tmp_path / "a.hdf5"
+    rng = np.random.default_rng(0)
     with h5py.File(path, "w") as file:
         file.create_group("data").attrs["env_args"] = json.dumps({"env_name": "Lift"})
         for number, length in ((0, 4), (2, 1), (10, 7)):
-            states, dones = rng.normal(size=(length + 1, 3)), np.arange(length) >= length - 2
+            states = rng.normal(size=(length + 1, 3))
+            dones = np.arange(length) >= length - 2
             parts = {
                 "actions": rng.normal(size=(length, 2)),
                 "dones": dones.astype(int),
@@ -498,7 +507,8 @@ def test_robomimic(tmp_path: Path) -> None:
         assert "dones before the last step of 2 demonstrations end nothing" in source["notes"]
         with h5py.File(path) as file:
             for i, number in enumerate(numbers):
-                stored, group = dataset.trajectory(i), file[f"data/demo_{number}"]
+                stored = dataset.trajectory(i)
+                group = file[f"data/demo_{number}"]
                 rows = [*group["obs/pos"], group["next_obs/pos"][-1]]
                 np.testing.assert_array_equal(stored["observation.pos"], rows)
                 np.testing.assert_array_equal(stored["action"], group["actions"])
@@ -524,7 +534,8 @@ def test_rllib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool)
             else value.tolist()
         )
 
-    rng, folder = np.random.default_rng(1), tmp_path / "out"
+    rng = np.random.default_rng(1)
+    folder = tmp_path / "out"
     truth = {
         episode: rng.normal(size=(length + 1, 2)) for episode, length in ((7, 5), (8, 1), (9, 4))
     }
@@ -558,7 +569,8 @@ def test_rllib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool)
     (folder / "output-2.json").write_bytes((folder / "output-0.json").read_bytes())
     assert "t must not repeat, got 0" in refusal(folder, allow_pickle=is_packed or None)
     monkeypatch.setattr("deepspeed_gear.data.ingest.source_checks.FLOOR_BYTES", 1 << 20)
-    path, columns = tmp_path / "a.json", {"actions": [1]}
+    path = tmp_path / "a.json"
+    columns = {"actions": [1]}
     policies = {key: value for key, value in batch.items() if key != "type"}
     path.write_text(
         json.dumps({"type": "MultiAgentBatch", "policy_batches": {"a": policies, "b": policies}})

@@ -23,7 +23,8 @@ NUMERIC = "must be numeric (bool, integer or float up to 64 bits), got"
 ALLOW_NAN = 'correct it, or set "allow_nan" of the column (gear ingest: --allow-nan)'
 AGAIN = "the data set is incomplete; download it again"
 TOO_FEW = f"must hold the 3 episodes that metadata.json counts, got 2; {AGAIN}"
-ARRAY, AS_MANY = "must be an array with a row per step", "must have 8 rows as rewards has, got"
+ARRAY = "must be an array with a row per step"
+AS_MANY = "must have 8 rows as rewards has, got"
 DAMAGED = "the file is damaged or incomplete; copy it again"
 EMPTY = {key: np.zeros((0, 2)) for key in ("observations", "actions")}
 EMPTY |= {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")}
@@ -187,7 +188,9 @@ def edit(file: Path, key: str, value: Any) -> None:
             opened[key] = value
 
 
-FIRST, SECOND, INFOS = "episode_0/actions", "episode_1/observations", "episode_0/infos/x"
+FIRST = "episode_0/actions"
+SECOND = "episode_1/observations"
+INFOS = "episode_0/infos/x"
 LAST_NAN = np.pad(np.zeros((4, 2)), ((0, 1), (0, 0)), constant_values=np.nan)
 # what is changed in a good Minari file of episodes of 3, 1 and 4 steps, and the error behind the file's name
 BROKEN_MINARI: list[tuple[str, Any, str]] = [
@@ -234,7 +237,8 @@ def test_broken_minari_is_refused(
 
 def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> None:
     minari(tmp_path / "set")
-    file, none = tmp_path / "set" / "main_data.hdf5", np.zeros(0, bool)
+    file = tmp_path / "set" / "main_data.hdf5"
+    none = np.zeros(0, bool)
     parts = {
         "actions": none.astype(int),
         "rewards": none * 1.0,
@@ -248,7 +252,8 @@ def test_an_episode_without_steps_is_refused(tmp_path: Path, minari: Maker) -> N
 
 
 def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> None:
-    folder, dest = tmp_path / "set", tmp_path / "out"
+    folder = tmp_path / "set"
+    dest = tmp_path / "out"
     minari(folder)
     with h5py.File(folder / "main_data.hdf5", "a") as file:
         del file["episode_2"]
@@ -262,7 +267,8 @@ def test_an_incomplete_minari_set_is_refused(tmp_path: Path, minari: Maker) -> N
 
 
 def test_a_broken_arrow_set_is_refused(tmp_path: Path, minari: Maker) -> None:
-    good, dest = tmp_path / "set", tmp_path / "out"
+    good = tmp_path / "set"
+    dest = tmp_path / "out"
     minari(good, "arrow")
 
     def broken(change: Callable[[Path], object]) -> str:

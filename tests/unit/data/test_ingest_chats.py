@@ -107,7 +107,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_masks_of_messages_are_refused_unless_the_function_takes_the_row(
     tmp_path: Path, row: dict[str, Any], text: str
 ) -> None:
-    source, dest = write(tmp_path / "a.jsonl", [row]), str(tmp_path / "out")
+    source = write(tmp_path / "a.jsonl", [row])
+    dest = str(tmp_path / "out")
     with pytest.raises(DataError) as caught:
         run_command(command, source, dest, "--tokenize=messages=chat_functions:template")
     assert str(caught.value).startswith(f"{source}: row 0: {text}")
@@ -201,7 +202,8 @@ def test_errors_of_the_users_functions_name_row_and_function(
             tmp_path / "dumps" / f"{name}.jsonl",
             [{"text": "x", "n": 1}, {"text": name * 2, "n": 1}],
         )
-    source, dest = str(tmp_path / "dumps"), str(tmp_path / "out")
+    source = str(tmp_path / "dumps")
+    dest = str(tmp_path / "out")
 
     def error(option: str) -> str:
         with pytest.raises((DataError, ConfigError)) as caught:
@@ -254,9 +256,11 @@ def test_pairs_of_answers_are_no_trajectories(
     tmp_path: Path, row: dict[str, Any], form: str
 ) -> None:
     """Neither with the rule of missing rewards, nor as tokens one after the other."""
-    source, dest = write(tmp_path / "a.jsonl", [row] * 2), str(tmp_path / "out")
+    source = write(tmp_path / "a.jsonl", [row] * 2)
+    dest = str(tmp_path / "out")
     if form == "parquet":
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+        arrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
         source = str(tmp_path / "a.parquet")
         parquet.write_table(arrow.Table.from_pylist([row] * 2), source)
     texts = [name for name, value in row.items() if isinstance(value, (str, list, dict))]
@@ -282,7 +286,8 @@ def test_one_answer_of_a_pair_and_labels_of_answers_are_conversations(tmp_path: 
     assert Dataset.open(tmp_path / "sft").columns["tokens"].tolist() == encode("ab")
     options = [f"--tokenize={name}=chat_functions:encode" for name in ("prompt", "completion")]
     rows = [{"prompt": "a", "completion": text, "label": text == "b"} for text in "bc"]
-    source, dest = write(tmp_path / "kto.jsonl", rows), str(tmp_path / "kto")
+    source = write(tmp_path / "kto.jsonl", rows)
+    dest = str(tmp_path / "kto")
     with pytest.raises(DataError) as caught:
         run_command(command, source, dest, *options, "--role", "label=reward")
     assert str(caught.value) == (

@@ -40,7 +40,8 @@ DIGESTS = {  # of the values that LeRobot's own reader (0.6.1) returns for the e
     "timestamp": "09934e32ebd01892",
     "task_index": "942306482f6de352",
 }
-LENGTHS, TASKS = (1, 7, 33, 4, 12), ["lift", "place it", "wait"]
+LENGTHS = (1, 7, 33, 4, 12)
+TASKS = ["lift", "place it", "wait"]
 
 
 def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> None:
@@ -53,7 +54,8 @@ def test_a_set_of_version_3_has_the_rows_of_its_own_reader(tmp_path: Path) -> No
             values.astype(np.float32) if name == "observation.matrix" else values
         )  # as its reader does
         assert hashlib.sha256(np.ascontiguousarray(values)).hexdigest()[:16] == digest, name
-    red, tray = b"reach the red block", b"place it on the tray"
+    red = b"reach the red block"
+    tray = b"place it on the tray"
     assert [dataset.trajectory(i)["task"] for i in range(4)] == [red, red + b"\n" + tray, red, tray]
     ends = np.cumsum(dataset.lengths) - 1  # done without success is a time limit
     assert np.flatnonzero(dataset.columns["terminated"]).tolist() == ends[[0, 2]].tolist()
@@ -74,7 +76,9 @@ def write(
     **columns: Any,
 ) -> None:
     """Write a set with the columns of all frames; tasks change in the middle of episodes."""
-    total, ends, many = sum(lengths), np.cumsum(lengths), version == "v3.0"
+    total = sum(lengths)
+    ends = np.cumsum(lengths)
+    many = version == "v3.0"
     frame = np.arange(total) - np.repeat(ends - lengths, lengths)
     arrays = {**columns, "timestamp": (frame / 10).astype(np.float32), "frame_index": frame}
     arrays["episode_index"] = np.repeat(np.arange(len(lengths)), lengths)
@@ -102,10 +106,8 @@ def write(
         rows[-1] |= {f"data/{key}": value for key, value in place.items()} if many else {}
         if number % per_file == 0:
             place |= {"episode_chunk": number // 2, "episode_index": number}
-            low, high = (
-                int(ends[number]) - steps,
-                int(ends[min(number + per_file, len(lengths)) - 1]),
-            )
+            low = int(ends[number]) - steps
+            high = int(ends[min(number + per_file, len(lengths)) - 1])
             file = root / f"{path}.parquet".format(**place)
             file.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(table.slice(low, high - low), file, row_group_size=5)
@@ -131,7 +133,8 @@ def _type(array: np.ndarray) -> Any:
 
 
 def some_columns() -> dict[str, np.ndarray]:
-    rng, ends = np.random.default_rng(3), np.zeros(sum(LENGTHS), bool)
+    rng = np.random.default_rng(3)
+    ends = np.zeros(sum(LENGTHS), bool)
     ends[np.cumsum(LENGTHS) - 1] = True
     return {
         "observation.state": rng.standard_normal((len(ends), 3)).astype(np.float32),
@@ -148,7 +151,8 @@ def test_all_layouts_give_the_rows_that_were_written(
 ) -> None:
     """Episodes of any number per file, in row groups and batches that divide them."""
     monkeypatch.setattr("deepspeed_gear.data.ingest.table_rows._BLOCK_ROWS", 7)
-    given, made = some_columns(), []
+    given = some_columns()
+    made = []
     for name, version, per_file in (
         ("a", "v2.1", 1),
         ("b", "v3.0", 2),
@@ -158,7 +162,8 @@ def test_all_layouts_give_the_rows_that_were_written(
         write(tmp_path / name, version, LENGTHS, per_file, **given)
         made.append(ingest([tmp_path / name], tmp_path / f"out_{name}"))
     assert len({dataset.fingerprint for dataset in made}) == 1
-    done, truncated = given.pop("next.done"), given.pop("next.truncated")
+    done = given.pop("next.done")
+    truncated = given.pop("next.truncated")
     expected = {"terminated": done & ~truncated, "truncated": truncated, **given}
     for key, values in expected.items():
         np.testing.assert_array_equal(made[0].columns[key.removeprefix("next.")], values)
@@ -181,7 +186,8 @@ def test_tasks_of_several_sets_have_a_number_for_each_text(
         total = sum(lengths)
         columns = {"observation.state": np.ones((total, 2)), "action": np.ones((total, 1))}
         write(tmp_path / name, "v3.0", lengths, tasks=texts, **columns)
-    sources, dest = [str(tmp_path / name) for name in tasks], str(tmp_path / "out")
+    sources = [str(tmp_path / name) for name in tasks]
+    dest = str(tmp_path / "out")
     for columns in ([], ["--columns", "task_index"]):
         options = ["--reward", "none", *columns]
         capsys.readouterr()
@@ -224,7 +230,8 @@ def test_observations_and_actions_of_other_names_are_kept(
     _info(features={**features, "image": {"dtype": "image", "shape": [2, 4, 3]}})(tmp_path / "set")
     _rows("image", lambda rows: [{"bytes": picture.getvalue()}] * 3, FIRST)(tmp_path / "set")
     given_columns = [f"--columns={','.join(columns)}"] if columns else []
-    source, dest = str(tmp_path / "set"), str(tmp_path / "out")
+    source = str(tmp_path / "set")
+    dest = str(tmp_path / "out")
     assert run_command(command, source, dest, "--reward", "none", *given_columns) == 0
     schema = Dataset.open(dest).schema
     assert [name for name in ("state", "actions", "image") if name in schema] == kept.split()
@@ -253,7 +260,8 @@ def _rows(
     return edit
 
 
-FIRST, SECOND = "data/000/000.parquet", "data/000/001.parquet"
+FIRST = "data/000/000.parquet"
+SECOND = "data/000/001.parquet"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n"
 PATH = "data_path must be a path below the folder, with episode_chunk, episode_index in braces, got"
 BROKEN: list[tuple[Callable[[Path], Any], str]] = [
@@ -598,7 +606,8 @@ def test_images_of_formats_that_are_not_named_are_refused(
 
 
 def test_damaged_images_are_data_errors() -> None:
-    image, rng = pytest.importorskip("PIL.Image"), np.random.default_rng(0)
+    image = pytest.importorskip("PIL.Image")
+    rng = np.random.default_rng(0)
     for form in ("JPEG", "PNG"):
         sink = io.BytesIO()
         image.fromarray(rng.integers(0, 255, (16, 16, 3), np.uint8)).save(sink, form)
@@ -624,7 +633,8 @@ def _of_video(root: Path) -> Path:
 @pytest.mark.parametrize("codec", ["mjpeg", "mpeg1video", "png", "libx264", "libsvtav1"])
 def test_video_codecs_are_named(tmp_path: Path, codec: str) -> None:
     av = pytest.importorskip("av")
-    source, size = _of_video(tmp_path / "set"), (64, 128)
+    source = _of_video(tmp_path / "set")
+    size = (64, 128)
     _metadata("shape", [*size, 3], f"features/{FRONT}")(source)
     with av.open(str(source / FRONT), "w", format="mp4") as file:
         try:
@@ -691,10 +701,8 @@ def test_a_video_names_no_other_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_video_has_a_frame_for_each_row(tmp_path: Path, times: Sequence[int], text: str) -> None:
     """Frames are at tenths of a second; the brightness of each is 20 times its number."""
     av = pytest.importorskip("av")
-    source, shape = (
-        tmp_path / "set",
-        {"shape": [3, 16, 32], "names": ["channels", "height", "width"]},
-    )
+    source = tmp_path / "set"
+    shape = {"shape": [3, 16, 32], "names": ["channels", "height", "width"]}
     write(source, "v2.1", [7], action=np.zeros((7, 1)))
     _info(features={FRONT: {"dtype": "video", **shape}}, video_path="{video_key}.mp4")(source)
     with av.open(str(source / f"{FRONT}.mp4"), "w") as file:

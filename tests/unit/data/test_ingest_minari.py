@@ -95,7 +95,8 @@ def test_nested_spaces_become_columns(tmp_path: Path, minari: Maker, form: str) 
         ("action.1", "int64", (2,)),
     ]
     for i, length in enumerate((3, 1, 4)):
-        trajectory, wanted = dataset.trajectory(i), nested(length)
+        trajectory = dataset.trajectory(i)
+        wanted = nested(length)
         np.testing.assert_array_equal(trajectory["observation.pos"], wanted["pos"])
         np.testing.assert_array_equal(trajectory["observation.bits"], wanted["bits"])
         for n, values in enumerate(wanted["pair"]):
@@ -116,7 +117,8 @@ def test_columns_are_chosen_by_group(tmp_path: Path, minari: Maker) -> None:
         kept = (c.name for c in dataset.schema if c.role in ("observation", "action", "other"))
         return [name for name in kept if not name.startswith("observation.pair")]
 
-    actions, observations = ["action.0", "action.1"], ["observation.bits", "observation.pos"]
+    actions = ["action.0", "action.1"]
+    observations = ["observation.bits", "observation.pos"]
     assert names("observation.pos") == ["observation.pos", *actions]
     assert names("infos.b.*", "seed") == [*observations, *actions, "infos.b.c", "seed"]
     assert names("action.0", "observation.bits") == ["observation.bits", "action.0"]

@@ -16,7 +16,8 @@ from deepspeed_gear.data.ingest import ingest
 from deepspeed_gear.errors import DataError
 
 Maker = Callable[..., Path]
-FORMAT, STEPS = "rlds_reader:RldsReader", "rlds_reader:RldsStepsReader"
+FORMAT = "rlds_reader:RldsReader"
+STEPS = "rlds_reader:RldsStepsReader"
 
 
 class Steps(list[dict[str, Any]]):
@@ -52,7 +53,8 @@ def rlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
             info=SimpleNamespace(full_name="mini/1.0.0", splits=dict.fromkeys(splits)),
             as_dataset=lambda split, **_: Examples({"steps": episode} for episode in splits[split]),
         )
-        tf, tfds = ModuleType("tensorflow"), ModuleType("tensorflow_datasets")
+        tf = ModuleType("tensorflow")
+        tfds = ModuleType("tensorflow_datasets")
         names = {
             "builder_from_directory": lambda path: builder,
             "as_numpy": iter,
@@ -68,7 +70,8 @@ def rlds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Maker:
 
 
 def steps_of(length: int, is_terminal: bool = True, last_reward: float = 0.0) -> Steps:
-    rng, last = np.random.default_rng(length), length - 1
+    rng = np.random.default_rng(length)
+    last = length - 1
     return Steps(
         {
             "observation": {
@@ -94,7 +97,8 @@ def test_the_last_step_is_the_last_observation(
     dataset = ingest([rlds(train=episodes[:3], val=episodes[3:])], tmp_path / "out", format=FORMAT)
     assert dataset.lengths.tolist() == [1, 32, 7, 6]
     for number, steps in enumerate(episodes[:2] + episodes[3:]):
-        read, last = dataset.trajectory(number), len(steps) - 2
+        read = dataset.trajectory(number)
+        last = len(steps) - 2
         for key in ("state", "map"):
             expected = np.stack([step["observation"][key] for step in steps])
             np.testing.assert_array_equal(read[f"observation.{key}"], expected)

@@ -84,7 +84,8 @@ def test_every_form_gives_the_same_data_set(tmp_path: Path) -> None:
         ("plan", "json", (4 + 96,), "other", "1"),
     ]
     for number, row in enumerate(rows):
-        stored, ends = data.trajectory(number), row["done"]
+        stored = data.trajectory(number)
+        ends = row["done"]
         np.testing.assert_array_equal(stored["observation.pos"], row["obs"]["pos"])
         np.testing.assert_array_equal(stored["action"], row["actions"])
         assert (stored["task"].decode(), stored["plan"]) == (row["task"], row["plan"])
@@ -280,13 +281,15 @@ def test_texts_are_tokenized_by_a_named_function(
     monkeypatch.syspath_prepend(str(tmp_path))
     code = "def encode(text):\n    return list(text.encode())\n"
     (tmp_path / "my_tokens.py").write_text(code)
-    source, dest = str(EXAMPLES / "gsm8k.jsonl"), str(tmp_path / "out")
+    source = str(EXAMPLES / "gsm8k.jsonl")
+    dest = str(tmp_path / "out")
     options = [f"--tokenize={name}=my_tokens:encode" for name in ("question", "answer")]
     assert run_command(command, source, dest, *options) == 0
     assert "read as a table with one conversation per row" in capsys.readouterr().err
     data = Dataset.open(dest)
     for number, line in enumerate((EXAMPLES / "gsm8k.jsonl").read_text().splitlines()):
-        row, stored = json.loads(line), data.trajectory(number)
+        row = json.loads(line)
+        stored = data.trajectory(number)
         assert bytes(stored["tokens"].tolist()).decode() == row["question"] + row["answer"]
         assert bytes(stored["tokens"][stored["loss_mask"]].tolist()).decode() == row["answer"]
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -319,7 +322,8 @@ def test_objects_of_a_program(tmp_path: Path) -> None:
     assert data.schema["action"].dtype == data.schema["reward"].dtype == "float32"
 
     class Hub:
-        features, table = None, arrow.Table.from_pylist(episodes())
+        features = None
+        table = arrow.Table.from_pylist(episodes())
 
         def with_format(self, form: str) -> Any:
             assert form == "arrow"

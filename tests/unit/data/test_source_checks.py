@@ -102,10 +102,12 @@ def test_other_files(tmp_path: Path, d4rl: Maker, minari: Maker, form: str, kind
     source = tmp_path / "source"
     if form == "d4rl":
         d4rl(source)
-        file, place = source, "infos/deep"
+        file = source
+        place = "infos/deep"
     else:
         minari(source)
-        file, place = source / "main_data.hdf5", "episode_1/infos"
+        file = source / "main_data.hdf5"
+        place = "episode_1/infos"
         source = file if form == "minari file" else source
     with h5py.File(file, "a") as opened:
         refer(opened.require_group(place), kind, tmp_path)
@@ -364,13 +366,15 @@ def test_rows_of_a_program_are_no_option(tmp_path: Path) -> None:
 def test_rows_that_share_their_bytes_are_counted(tmp_path: Path, minari: Maker) -> None:
     """In HDF5 each row of any length is a reference, and all may be to one place."""
     minari(tmp_path / "a")
-    path, count = tmp_path / "a" / "main_data.hdf5", 2000
+    path = tmp_path / "a" / "main_data.hdf5"
+    count = 2000
     kind = h5py.vlen_dtype(np.uint8)
     with h5py.File(path, "a") as file:
         rows = file.require_group("episode_0/infos").create_dataset("bad", (count,), kind)
         rows[0] = np.zeros(100_000, np.uint8)
         rows[1:] = [np.zeros(1, np.uint8)] * (count - 1)
-        begin, size = rows.id.get_offset(), rows.id.get_storage_size()
+        begin = rows.id.get_offset()
+        size = rows.id.get_storage_size()
         texts = file.require_group("episode_0/infos").create_dataset(
             "text", (8,), h5py.string_dtype()
         )

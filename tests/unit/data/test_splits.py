@@ -27,7 +27,8 @@ def test_several_splits_are_disjoint_and_sorted_by_name() -> None:
     assert abs((split == 1).mean() - 0.2) < 0.01  # eval comes before test
     assert abs((split == 2).mean() - 0.1) < 0.01
     assert (split == split_of(IDS, {"eval": 0.2, "test": 0.1})).all()
-    small, large = split_of(IDS, {"eval": 0.1}) == 1, split_of(IDS, {"eval": 0.3}) == 1
+    small = split_of(IDS, {"eval": 0.1}) == 1
+    large = split_of(IDS, {"eval": 0.3}) == 1
     assert (large | ~small).all(), "a larger split holds the smaller one"
 
 

@@ -53,7 +53,8 @@ def test_the_hopper_job_has_the_same_batches_wherever_its_table_lies_and_by_ever
 def test_a_pass_over_a_split_is_that_of_shared_memory(data: Path, sampler: str) -> None:
     section = config_of(data, sampler=SAMPLERS[sampler], fields=WINDOWS, batch_size=7, seed=5)
     with device_and_host(on_device(section)) as both:
-        device, host = both.device, both.host
+        device = both.device
+        host = both.host
         assert device.num_batches("eval") == host.num_batches("eval")
         for _ in range(2):
             for got, expected in zip(device.iterator("eval"), host.iterator("eval"), strict=True):

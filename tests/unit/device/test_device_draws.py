@@ -52,7 +52,8 @@ def add(both: Pair, numbers: range, *tables: str) -> None:
 
 def without_samples(device: DeviceReplay, accumulation: int) -> None:
     """Draw a global batch that cannot be filled, and go back: the table is as it was."""
-    position, content = device.state_dict(), device.export_table()["content"]["main"]
+    position = device.state_dict()
+    content = device.export_table()["content"]["main"]
     for _ in range(accumulation):
         batch = device.sample()
         assert not batch.valid.any()
@@ -70,13 +71,15 @@ def test_batches_are_those_of_a_table_in_host_memory(
     """Until too few items or draws are left, and after more were added; some were removed meanwhile."""
     made = section(kind, gradient_accumulation_steps=accumulation)
     torch.manual_seed(0)
-    most, num_empty = KINDS[kind][1], 0
+    most = KINDS[kind][1]
+    num_empty = 0
     removed, lowest = (
         torch.tensor([1, 2, 299]),
         int(kind.startswith("top-k")),
     )  # 0: is not drawn again
     with device_and_host(made, {"main": SCHEMA}) as both:
-        device, host = both.device, both.host
+        device = both.device
+        host = both.host
         add(both, range(30))
         device.remove_(removed)
         host.remove(removed)
@@ -89,7 +92,8 @@ def test_batches_are_those_of_a_table_in_host_memory(
                 batch = both.sample()
                 if device.config.item_sampler.has_priorities and turn < 11:
                     both.report(torch.randint(lowest, 9, (batch.num_samples,)).float())
-            found, counts = device.statistics(), host.statistics()
+            found = device.statistics()
+            counts = host.statistics()
             assert (found["trajectories"], found["steps"]) == (len(host), host.num_steps)
         if most:
             assert num_empty > 0
@@ -154,12 +158,15 @@ def test_batches_are_equal_in_every_order_of_calls(
 ) -> None:
     """Also after draws for which no item has a mass, which the host refuses and the device marks."""
     room = {} if most is None else {"capacity_trajectories": most}
-    has_priorities, num_compared, num_empty = sampler["kind"] in ("prioritized", "top_k"), 0, 0
+    has_priorities = sampler["kind"] in ("prioritized", "top_k")
+    num_compared = 0
+    num_empty = 0
     calls = ["add", "add", "sample", "sample"] + has_priorities * ["report", "report", "zero"]
     for seed in range(8):
         choose = random.Random(seed)
         with device_and_host(small(sampler, seed, **room)) as both:
-            has_batch, number = False, 0
+            has_batch = False
+            number = 0
             for _ in range(60):
                 call = choose.choice(calls + (["remove"] if most is None else []))
                 if call == "add" or number == 0:
@@ -172,7 +179,8 @@ def test_batches_are_equal_in_every_order_of_calls(
                     both.device.remove_(torch.tensor([which]))
                     both.host.remove([which])
                 elif call == "sample":
-                    has_batch, got = False, both.device.sample()
+                    has_batch = False
+                    got = both.device.sample()
                     try:
                         both.batches = got, both.host.sample()
                     except StoreError:

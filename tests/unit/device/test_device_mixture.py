@@ -60,7 +60,8 @@ def test_batches_are_those_of_tables_in_host_memory(
 ) -> None:
     made = section(data, SAMPLERS[sampler], gradient_accumulation_steps=accumulation)
     with device_and_host(made, {"online": SCHEMA}) as both:
-        device, host = both.device, both.host
+        device = both.device
+        host = both.host
         with pytest.raises(
             StoreError, match="the table online on the device must hold a trajectory"
         ):
@@ -103,7 +104,8 @@ def test_a_transform_gets_the_keys_of_each_table(data: Path) -> None:
 
 
 def test_a_save_has_all_tables_and_goes_on(data: Path, tmp_path: Path) -> None:
-    made, schemas = section(data, SAMPLERS["prioritized"]), {"online": SCHEMA}
+    made = section(data, SAMPLERS["prioritized"])
+    schemas = {"online": SCHEMA}
     with (
         DeviceReplay(made, "cpu", schemas=schemas) as replay,
         DeviceReplay(made, "cpu", schemas=schemas) as other,

@@ -74,7 +74,8 @@ def test_transitions_are_those_of_a_table_in_shared_memory() -> None:
             both.device.add_transitions_(*step_of(columns))
             for i in range(3):
                 both.host.add({name: values[i].numpy() for name, values in columns.items()})
-            expected, got = both.host.sample(), both.device.sample()
+            expected = both.host.sample()
+            got = both.device.sample()
             assert len(both.device) == len(both.host)
             assert set(got["task"].tolist()) <= set(range(3 * turn - 13, 3 * turn + 3))
             assert torch.equal(got["following"][:, 0], (got["task"] * 100 + 1).float())
@@ -105,7 +106,8 @@ def test_what_is_added_between_micro_batches_changes_none_of_them() -> None:
         for each in (replay, quiet):
             each.add_(trajectories(9, 6))
         for micro in range(4):
-            got, expected = replay.sample(), quiet.sample()
+            got = replay.sample()
+            expected = quiet.sample()
             assert_same(got, expected)
             if micro < 3:
                 with pytest.raises(StoreError, match="between two global batches"):
@@ -216,7 +218,8 @@ def test_removed_trajectories_are_not_drawn_and_others_stay(sampler: str) -> Non
     with DeviceReplay(online(SAMPLERS[sampler]), "cpu") as replay:
         for turn in range(30):
             replay.add_(trajectories(3, 4, 3 * turn))
-            before, ids = replay.num_steps, torch.tensor([3 * turn + 1, 99_999, -5, 3 * turn + 1])
+            before = replay.num_steps
+            ids = torch.tensor([3 * turn + 1, 99_999, -5, 3 * turn + 1])
             replay.remove_(ids)
             assert replay.num_steps == before - 4
             batch = replay.sample()

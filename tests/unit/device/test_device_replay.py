@@ -45,7 +45,8 @@ def test_a_state_continues_with_the_batches_that_would_have_come() -> None:
         replay.add_(trajectories(6, 5))
         for _ in range(3):
             replay.update_priorities_(replay.sample(), torch.rand(32))
-        state, position = replay.export_table(), json.loads(json.dumps(replay.state_dict()))
+        state = replay.export_table()
+        position = json.loads(json.dumps(replay.state_dict()))
         expected = [replay.sample().clone() for _ in range(3)]
         replay.load_state_dict(position)  # and the content that is there
         for batch in expected:
@@ -150,7 +151,8 @@ def test_a_clone_keeps_its_probabilities_and_ranks_that_share_the_time_axis_repo
     with DeviceReplay(online(PRIORITIZED), "cpu") as replay:
         replay.add_(trajectories(2, 5))
         batch = replay.sample()
-        kept, probability = batch.clone(), batch.probability.clone()
+        kept = batch.clone()
+        probability = batch.probability.clone()
         replay.add_(trajectories(3, 6))
         assert not torch.equal(replay.sample().probability, probability)
         assert torch.equal(kept.probability, probability)
@@ -161,7 +163,8 @@ def test_a_clone_keeps_its_probabilities_and_ranks_that_share_the_time_axis_repo
             replay.update_priorities_(batch, torch.ones(batch.num_samples, 2))
 
 
-UNIFORM, STRATIFIED = {"kind": "uniform"}, SAMPLERS["trajectories"]
+UNIFORM = {"kind": "uniform"}
+STRATIFIED = SAMPLERS["trajectories"]
 TOP_K = {"kind": "top_k", "unit": "step"}
 WHERE = {"kind": "uniform", "unit": "step", "where": {"task": {"min": 1}}}
 LATE = {"columns": {**COLUMNS, "task": {**COLUMNS["task"], "late": True}}}

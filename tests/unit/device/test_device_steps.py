@@ -22,7 +22,8 @@ from deepspeed_gear import DeviceReplay
 from deepspeed_gear.errors import ConfigError, SchemaError, ShapeError, StoreError
 from deepspeed_gear.ops.records import OpenTrajectory
 
-ENVS, LONGEST = 4, 5
+ENVS = 4
+LONGEST = 5
 
 
 class Episodes:
@@ -34,8 +35,10 @@ class Episodes:
     def __init__(self, num_envs: int = ENVS, seed: int = 0, is_longer: bool = False) -> None:
         self.is_longer = is_longer
         self.generator = torch.Generator().manual_seed(seed)
-        self.episode, self.at = torch.arange(num_envs), torch.zeros(num_envs, dtype=torch.int64)
-        self.begun, self.resets = num_envs, torch.zeros(num_envs, dtype=torch.bool)
+        self.episode = torch.arange(num_envs)
+        self.at = torch.zeros(num_envs, dtype=torch.int64)
+        self.begun = num_envs
+        self.resets = torch.zeros(num_envs, dtype=torch.bool)
 
     def observation(self) -> Tensor:
         return (self.episode * 100 + self.at)[:, None].float().expand(-1, 3).contiguous()
@@ -89,7 +92,8 @@ class Writer:
     """Adds steps to a table on a device, and to one in host memory by a writer that publishes each."""
 
     def __init__(self, both: Pair, num_envs: int, autoreset: str = "same_step") -> None:
-        self.both, self.autoreset = both, autoreset
+        self.both = both
+        self.autoreset = autoreset
         self.envs = Episodes(num_envs, is_longer=True)
         self.writer = both.host.vector_writer(num_envs, autoreset=autoreset)
         self.writer.reset(observation=self.envs.observation().numpy())
@@ -188,7 +192,8 @@ def test_a_mask_leaves_environments_out_and_end_steps_ends_trajectories() -> Non
 
 
 def test_after_a_load_trajectories_begin_anew(tmp_path: Path) -> None:
-    envs, made = Episodes(), section(PRIORITIZED)
+    envs = Episodes()
+    made = section(PRIORITIZED)
     with DeviceReplay(made, "cpu") as replay, DeviceReplay(made, "cpu") as other:
         for _ in range(9):
             envs.add_to(replay)
@@ -235,7 +240,8 @@ def test_columns_that_do_not_fit_are_refused_before_anything_changes() -> None:
 
 def test_ends_may_be_given_where_the_schema_has_no_such_columns() -> None:
     schema = {"columns": {name: column for name, column in COLUMNS.items() if name != "truncated"}}
-    envs, made = Episodes(), section(SAMPLERS["uniform steps"], table={"schema": schema})
+    envs = Episodes()
+    made = section(SAMPLERS["uniform steps"], table={"schema": schema})
     with DeviceReplay(made, "cpu") as replay:
         columns, following, _ = envs.step("same_step")
         columns["truncated"].fill_(True)

@@ -18,7 +18,8 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.replay import device_replay
 from deepspeed_gear.sampling.batch_info import BatchInfo
 
-REPLICAS, STEPS = 2, 4
+REPLICAS = 2
+STEPS = 4
 
 
 Replicate = Callable[[int], None]
@@ -145,7 +146,9 @@ def test_replicas_draw_alone_and_share_no_random_word(
 ) -> None:
     """Each replica has tables, or `num_envs` environments, of its own."""
     section = {**section_of("prioritized"), "gradient_accumulation_steps": accumulation}
-    of, table, names = section["sampler"], section["tables"]["main"], ["main"]
+    of = section["sampler"]
+    table = section["tables"]["main"]
+    names = ["main"]
     if adds == "steps":
         table["num_envs"] = device_support.ENVS
     else:

@@ -52,12 +52,14 @@ def test_batches_are_those_of_rows_on_the_device(
         for turn in range(25):
             for replay in (host, device):
                 add_some(replay, trajectories(3, 4, 3 * turn))
-            got, expected = host.sample(), device.sample()
+            got = host.sample()
+            expected = device.sample()
             assert_same(got, expected)
             if host.config.item_sampler.has_priorities:
                 for replay, batch in ((host, got), (device, expected)):
                     replay.update_priorities(batch, torch.ones(32) * (1 + turn % 3))
-        found, plain = host.statistics(), device.statistics()
+        found = host.statistics()
+        plain = device.statistics()
         assert found["bytes"] < plain["bytes"] < found["bytes"] + found["host_bytes"]
         assert "host_bytes" not in plain
         host.save(tmp_path / "host")
@@ -78,7 +80,8 @@ def test_all_columns_are_registered_and_begin_with_zeros() -> None:
         assert not column.any()
         if column.numel():
             assert column.data_ptr() % 128 == 0
-            begin, end = column.data_ptr(), column.data_ptr() + column.nbytes
+            begin = column.data_ptr()
+            end = column.data_ptr() + column.nbytes
             registered = (range(at, at + held) for at, held in runtime.held.items())
             inside = [range(max(begin, one.start), min(end, one.stop)) for one in registered]
             assert sum(map(len, inside)) == column.nbytes  # no page is registered twice

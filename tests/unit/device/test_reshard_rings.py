@@ -52,7 +52,9 @@ def items(content: dict[str, Tensor], by_row: bool) -> list[tuple[Any, ...]]:
     for at, slot in enumerate(content["slots"].tolist()):
         if slot[Slot.STATE] != SlotState.COMMITTED:
             continue
-        first, steps, rows = slot[Slot.FIRST_ROW], slot[Slot.NUM_STEPS], slot[Slot.NUM_ROWS]
+        first = slot[Slot.FIRST_ROW]
+        steps = slot[Slot.NUM_STEPS]
+        rows = slot[Slot.NUM_ROWS]
         place = slice(first, first + steps) if by_row else slice(at, at + 1)
         found.append(
             (
@@ -99,7 +101,8 @@ def test_every_trajectory_is_held_once_with_its_priorities(
     torch.manual_seed(before)
     saved = saved_of(before, section(sampler, num_envs))
     with replays(after, section(sampler, num_envs, 72 * before)) as new:
-        found, by_row = dealt_to(new, saved), new[0].table.items.by_row
+        found = dealt_to(new, saved)
+        by_row = new[0].table.items.by_row
         assert [num_left_out for _, num_left_out in found] == [0] * after
         wanted = sorted(item for content in saved for item in items(content, by_row))
         assert sorted(item for content, _ in found for item in items(content, by_row)) == wanted
@@ -130,10 +133,8 @@ def check_goes_on(replay: DeviceReplay, content: dict[str, Tensor]) -> None:
     newest = int(table.state[RingState.NEXT])
     fill(replay, 5000, 60)
     assert replay.num_steps >= 40
-    stored, (tail, end) = (
-        stored_slots(replay),
-        table.state[[RingState.TAIL, RingState.NEXT]].tolist(),
-    )
+    stored = stored_slots(replay)
+    (tail, end) = table.state[[RingState.TAIL, RingState.NEXT]].tolist()
     assert sorted(stored[:, Slot.ID].tolist()) == list(range(tail, end))
     assert tail > newest - 1, "all dealt ones are evicted, oldest first"
     used = torch.zeros(table.num_rows, dtype=torch.int64)

@@ -100,8 +100,10 @@ def test_a_leader_that_cannot_count_its_items_is_an_error_on_every_rank() -> Non
         readiness: Any = Readiness.__new__(Readiness)
         topology = SimpleNamespace(place=RankCoordinates())
         plan = SimpleNamespace(exchange=plane, leads_shard=True, topology=topology)
-        readiness._parts, readiness._peer = SimpleNamespace(plan=plan), 0
-        readiness._asked, readiness._answers = np.zeros(1, np.int64), np.zeros((2, 2), np.int64)
+        readiness._parts = SimpleNamespace(plan=plan)
+        readiness._peer = 0
+        readiness._asked = np.zeros(1, np.int64)
+        readiness._answers = np.zeros((2, 2), np.int64)
         readiness._wait_for_slowest = lambda number: None  # each rank is alone on its node
 
         def held_items(key: int) -> ItemsHeld:

@@ -46,7 +46,8 @@ N_STEP_READS = (
     WindowRead("terminated", 0, 2),
     WindowRead("truncated", 0, 2),
 )
-OBSERVATION, ACTION = WindowRead("observation", -5, 1, final_row=1), WindowRead("action", -5, 1)
+OBSERVATION = WindowRead("observation", -5, 1, final_row=1)
+ACTION = WindowRead("action", -5, 1)
 ENDS_READ = WindowRead("code", 2, 6, edge=True)
 
 
@@ -176,10 +177,8 @@ def test_rows_of_a_whole_replica() -> None:
 
 
 def test_rows_of_the_ends_of_a_pipeline() -> None:
-    first, last = (
-        RankCoordinates(pipe_rank=0, pipe_world=3),
-        RankCoordinates(pipe_rank=2, pipe_world=3),
-    )
+    first = RankCoordinates(pipe_rank=0, pipe_world=3)
+    last = RankCoordinates(pipe_rank=2, pipe_world=3)
     assert rows(first) == RowReads((OBSERVATION,), ("task",)), "of an action only the mask is read"
     assert set(rows(last).reads) == {ACTION, ENDS_READ, *N_STEP_READS}
     assert rows(last).per_trajectory == ()

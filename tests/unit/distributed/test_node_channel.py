@@ -32,7 +32,8 @@ class Group:
     """A rank's end of a group: the i-th receive gets the i-th message, which fits into it."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
-        self.wire, self.rank = wire, rank
+        self.wire = wire
+        self.rank = rank
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
         self.wire.sent[self.rank, to, tag].append(tensors[0].clone())

@@ -65,11 +65,9 @@ def config(**tables: dict[str, Any]) -> GearConfig:
     return parse({"tables": tables, **sampler, "fields": {"observation": {}}})
 
 
-DATA, REPLICATED, ONLINE = (
-    {"data": "/d"},
-    {"data": {"path": "/d", "replicate": True}},
-    {"capacity_steps": 9},
-)
+DATA = {"data": "/d"}
+REPLICATED = {"data": {"path": "/d", "replicate": True}}
+ONLINE = {"capacity_steps": 9}
 
 
 def place_all(
@@ -108,7 +106,8 @@ def test_parts_stay_where_they_are(parts: list[Dataset], order: tuple[int, ...])
 
 
 def test_all_data_sets_lie_in_one_order(parts: list[Dataset]) -> None:
-    tables, other = {"main": DATA, "other": DATA}, [parts[2], parts[0], parts[1]]
+    tables = {"main": DATA, "other": DATA}
+    other = [parts[2], parts[0], parts[1]]
     same = place_all(tables, {"main": other, "other": other}, NODES)
     assert {placement.order for placement in same} == {(1, 2, 0)}
     with pytest.raises(DataError, match="must lie on the nodes in one order") as refusal:
@@ -142,7 +141,8 @@ def test_nodes_without_readers_hold_nothing(whole: Dataset, table: dict[str, Any
 
 
 def test_fewer_trajectories_than_nodes_are_refused(whole: Dataset) -> None:
-    views, held = [topology(num_nodes=9, worlds={"data": 9})], {"main": [whole] * 9}
+    views = [topology(num_nodes=9, worlds={"data": 9})]
+    held = {"main": [whole] * 9}
     with pytest.raises(ConfigError, match="a trajectory for each of 9 nodes, got 8"):
         place_all({"main": DATA}, held, views)
     assert place_all({"main": REPLICATED}, held, views)[0].spread == frozenset()
@@ -155,7 +155,8 @@ def test_parts_that_do_not_fit_name_their_nodes(whole: Dataset, parts: list[Data
 
 
 def test_a_data_set_of_groups_is_not_divided(whole: Dataset) -> None:
-    data, group = {"path": "/d"}, {"column": "task", "size": 2}
+    data = {"path": "/d"}
+    group = {"column": "task", "size": 2}
 
     def place(nodes: list[Topology], **options: bool) -> ShardPlacement:
         packed = parse(
@@ -190,11 +191,13 @@ def test_ids_that_a_checkpoint_has_put_elsewhere() -> None:
 
 
 BOUNDS = np.array([0, 2, 3, 9])
-WHOLE, OTHER = "a" * 64, "b" * 64
+WHOLE = "a" * 64
+OTHER = "b" * 64
 
 
 def part(index: int, bounds: np.ndarray = BOUNDS, whole: str = WHOLE) -> DatasetPart:
-    first, end = int(bounds[index]), int(bounds[index + 1])
+    first = int(bounds[index])
+    end = int(bounds[index + 1])
     return DatasetPart(index, len(bounds) - 1, first, end, int(bounds[-1]), 40, 31, 7, whole)
 
 
@@ -274,7 +277,8 @@ def spec_of(
 
 @pytest.mark.parametrize("load", ["mmap", "memory"])
 def test_a_shard_has_the_sizes_of_its_trajectories(data: Path, tmp_path: Path, load: str) -> None:
-    config, shard = config_of(data, data={"path": str(data), "load": load}), Shard(1, 3, 1, 4)
+    config = config_of(data, data={"path": str(data), "load": load})
+    shard = Shard(1, 3, 1, 4)
     whole = Dataset.open(data)
     for dataset in (whole, write_parts(whole, tmp_path / "out", np.array([0, 1, 4, 6]))[1]):
         spec = spec_of(config, dataset, shard)

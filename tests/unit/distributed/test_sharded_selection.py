@@ -32,14 +32,13 @@ def test_draws_over_shards_are_those_of_one_table(num_shards: int, spread: int) 
     sizes = SIZES[num_shards]
     masses = 2 ** torch.randint(0, spread, (1000,), generator=torch.Generator().manual_seed(0))
     masses[::7] = 0
-    whole, shards = (
-        op_wrappers.tree(masses),
-        [op_wrappers.tree(part) for part in parts_of(masses, sizes)],
-    )
+    whole = op_wrappers.tree(masses)
+    shards = [op_wrappers.tree(part) for part in parts_of(masses, sizes)]
     totals = [op_wrappers.tree_total(s, n) for s, n in zip(shards, sizes, strict=True)]
     coordinates = op_wrappers.draw(3, 1, 0, op_wrappers.tree_total(whole, 1000), 20_000)
     slots = torch.zeros(1000, 8, dtype=torch.int64)
-    slots[:, 2], slots[:, 4] = torch.arange(1000), 1
+    slots[:, 2] = torch.arange(1000)
+    slots[:, 4] = 1
     rule = (0, 0, 1, 1, 0)
     wanted = op_wrappers.resolve(whole, slots, coordinates, rule)[:, 0]
     found = torch.full_like(wanted, -1)
@@ -105,7 +104,8 @@ COLUMNS = {
 @st.composite
 def worlds(draw: st.DrawFn) -> list[Part]:
     """Draw trajectories whose ids lie on the nodes in any way; some nodes have none."""
-    nodes, dtype = draw(st.integers(1, 4)), draw(st.sampled_from(sorted(COLUMNS)))
+    nodes = draw(st.integers(1, 4))
+    dtype = draw(st.sampled_from(sorted(COLUMNS)))
     ids = draw(st.lists(st.integers(0, 30) | st.integers(0, 10**9), max_size=12, unique=True))
     where = [draw(st.integers(0, nodes - 1)) for _ in ids]
     counts = [draw(st.integers(0, 4)) for _ in ids]
@@ -160,10 +160,13 @@ class Rows:
         key: What the other node sends.
     """
 
-    count, table = 2, SimpleNamespace(media=None)
+    count = 2
+    table = SimpleNamespace(media=None)
 
     def __init__(self, key: int) -> None:
-        self.channel, self.key, self.broken = self, key, False
+        self.channel = self
+        self.key = key
+        self.broken = False
 
     def send(self, head: np.ndarray, *_: Any) -> list[np.ndarray]:
         other = np.zeros(StatusMessage.NUM_WORDS, np.int64)

@@ -16,7 +16,8 @@ from deepspeed_gear.errors import CheckpointError
 
 
 def made(lengths: Sequence[int] = ()) -> Replay:
-    sampler, fields = {"kind": "uniform", "unit": "step"}, {"observation": {}, "code": {}}
+    sampler = {"kind": "uniform", "unit": "step"}
+    fields = {"observation": {}, "code": {}}
     return filled(lengths, fields=fields, seed=3, sampler=sampler, batch_size=4)
 
 

@@ -14,8 +14,10 @@ class Step:
     """A train step: an iterable of as many micro batches as its number."""
 
     def __init__(self, number: int, observers: list[Callable[[Any], None]]) -> None:
-        self.number, self.observers = number, observers
-        self.num_trajectories, self.name = 100 + number, f"train step {number}"
+        self.number = number
+        self.observers = observers
+        self.num_trajectories = 100 + number
+        self.name = f"train step {number}"
 
     def __len__(self) -> int:
         return self.number
@@ -30,11 +32,9 @@ class Source:
     """A replay with packed batches of 1, 2, 3, ... micro batches."""
 
     def __init__(self) -> None:
-        self.number, self.metrics, self.observers = (
-            0,
-            Metrics(),
-            cast(list[Callable[[Any], None]], []),
-        )
+        self.number = 0
+        self.metrics = Metrics()
+        self.observers = cast(list[Callable[[Any], None]], [])
         self.observe_steps = self.observers.append
 
     def step(self) -> Step:
@@ -56,7 +56,9 @@ class Engine:
     """Counts as DeepSpeed does: `global_samples` by backwards."""
 
     def __init__(self) -> None:
-        self._unmanaged_backward_count, self.global_samples, self.overflows = 0, 0, False
+        self._unmanaged_backward_count = 0
+        self.global_samples = 0
+        self.overflows = False
         self.seen: list[int] = []  # global_samples where monitors read it
 
     def backward(self) -> None:
@@ -106,10 +108,8 @@ def test_the_next_step_must_not_begin_before_the_optimizer_step() -> None:
     assert list(engine.gear_step()) == [0]  # a step without gradients may be left
     for _ in engine.gear_step():
         engine.backward()
-    later, text = (
-        engine.gear_step(),
-        r"train step 3 must not begin before engine.step\(\) was called for",
-    )
+    later = engine.gear_step()
+    text = r"train step 3 must not begin before engine.step\(\) was called for"
     with pytest.raises(StoreError, match=text):
         next(iter(later))
     engine.step()

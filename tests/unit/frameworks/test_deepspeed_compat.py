@@ -15,10 +15,8 @@ ON_GRADIENTS = """managed_gradient_accumulation was_step_applied get_data_types 
     postscale_gradients gradient_predivide_factor zero_quantized_gradients zenflow_config zero_reduce_scatter
     zero_contiguous_gradients zero_reduce_bucket_size fp16_enabled communication_data_type
     is_deepcompile_enabled backward step""".split()
-ENGINE, PIPELINE = (
-    "deepspeed.runtime.engine:DeepSpeedEngine",
-    "deepspeed.runtime.pipe.engine:PipelineEngine",
-)
+ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
+PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 ZERO = (
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
     "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",

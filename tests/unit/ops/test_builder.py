@@ -115,7 +115,8 @@ def test_architectures_of_images(given: str, read: str, monkeypatch: pytest.Monk
 def test_the_shared_runtime_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by a compiler that would link its own, with which an exception for torch ends the process."""
     monkeypatch.setenv("CXX", "c++ -static-libstdc++ -static-libgcc")
-    source, made = tmp_path / "small.cpp", tmp_path / "small.so"
+    source = tmp_path / "small.cpp"
+    made = tmp_path / "small.so"
     source.write_text('#include <stdexcept>\nvoid refuse() { throw std::runtime_error("it"); }\n')
     command = [
         *toolchain.compiler(),

@@ -91,7 +91,8 @@ def test_the_kernels_link_and_load_without_a_driver(
 
 @needs_nvcc
 def test_the_flags_do_not_fuse_or_approximate(tmp_path: Path) -> None:
-    source, ptx = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
+    source = tmp_path / "kernel.cu"
+    ptx = tmp_path / "kernel.ptx"
     source.write_text(
         "__global__ void K(float* x) { x[0] = x[1] * x[2] + x[3]; x[4] = x[5] / x[6]; }"
     )
@@ -204,7 +205,8 @@ def test_the_bindings_of_the_kernels_register_beside_the_cpu_op(
         pytest.skip(", ".join(toolchain.missing_tools()))
     together = tmp_path / "bindings.cpp"  # torch's headers are read once
     together.write_text("".join(f'#include "{binding}"\n' for binding in BINDINGS))
-    compiled, library = tmp_path / "bindings.o", tmp_path / "libbindings.so"
+    compiled = tmp_path / "bindings.o"
+    library = tmp_path / "libbindings.so"
     system = [f"-isystem{path}" for path in [*include_paths("cpu"), sysconfig.get_path("include")]]
     standard = (
         "c++17" if TorchVersion(torch.__version__) < "2.14" else "c++20"

@@ -84,7 +84,8 @@ def test_upper_half_of_a_product(ask: Ask) -> None:
 def test_philox_known_answers(
     ask: Ask, counter: tuple[int, ...], key: tuple[int, int], word: tuple[int, ...]
 ) -> None:
-    seed, number = key[1] << 32 | key[0], counter[1] << 32 | counter[0]
+    seed = key[1] << 32 | key[0]
+    number = counter[1] << 32 | counter[0]
     expected = [word[1] << 32 | word[0], word[3] << 32 | word[2]]
     numbers = [number, *words(2, 50)]
     high, low = philox_words(
@@ -176,7 +177,8 @@ def half_by_python(value: float) -> int:
 
 def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
     """Bits of positive finite floats of any magnitude, and exponents as Q62; the common ones often."""
-    generator, one = random.Random(8), constants.ONE_Q62
+    generator = random.Random(8)
+    one = constants.ONE_Q62
     alphas = [0, one, round(0.6 * one), one - 1, 1]
     edges = [1, 2, 0x7FFFFF, 0x800000, 0x3F7FFFFF, 0x3F800000, 0x3F800001, 0x7F7FFFFF]
     # Beside the ends of the masses with alpha 1: 2^-25 is rounded to 1, 2^-18 is 2^6, 2^16 is 2^40.
@@ -195,7 +197,8 @@ def priorities_and_exponents(count: int) -> list[tuple[int, int]]:
 
 def test_masses_are_the_rounded_exact_powers(ask: Ask) -> None:
     mp = pytest.importorskip("mpmath", reason="mpmath gives the exact powers").mp
-    cases, different = priorities_and_exponents(25_000), 0
+    cases = priorities_and_exponents(25_000)
+    different = 0
     answers = ask(f"mass {bits} {alpha} 40" for bits, alpha in cases)
     with mp.workprec(200):
         for (bits, alpha), (mass, is_clamped) in zip(cases, answers, strict=True):
@@ -212,7 +215,8 @@ def test_masses_are_the_same_in_both(ask: Ask) -> None:
     priorities: dict[int, list[int]] = {}  # by exponent
     for bits, alpha in priorities_and_exponents(200):
         priorities.setdefault(alpha, []).append(bits)
-    asked, expected = [], []
+    asked = []
+    expected = []
     for most_bits, (alpha, some) in product((40, 25), priorities.items()):
         asked += [f"mass {bits} {alpha} {most_bits}" for bits in some]
         expected += torch.stack(mass_of(torch.tensor(some), alpha, most_bits), dim=1).tolist()
@@ -231,7 +235,8 @@ def test_mass_never_falls_while_the_priority_rises(ask: Ask) -> None:
 
 def test_weights_are_half_a_last_place_from_the_exact_powers(ask: Ask) -> None:
     mp = pytest.importorskip("mpmath", reason="mpmath gives the exact powers").mp
-    generator, cases = random.Random(9), []
+    generator = random.Random(9)
+    cases = []
     for _ in range(3000):
         numerator, count, mass = (
             generator.getrandbits(generator.randrange(1, 63)) + 1 for _ in range(3)
@@ -252,7 +257,8 @@ def test_weights_are_half_a_last_place_from_the_exact_powers(ask: Ask) -> None:
 
 def test_powers_as_floats(ask: Ask) -> None:
     """Ties, carries and both ends of the range, against exact fractions."""
-    one, generator = 1 << 62, random.Random(10)
+    one = 1 << 62
+    generator = random.Random(10)
     ends = [
         one,
         one + (1 << 38),
@@ -298,7 +304,9 @@ def test_logarithms_and_powers_at_their_ends(ask: Ask) -> None:
 def test_tables_and_polynomials_are_what_the_header_says() -> None:
     """Entries 1 / (1 + i/64), its logarithm, 2^(i/64); interpolation at the Chebyshev nodes of [0, 1/64]."""
     mp = pytest.importorskip("mpmath", reason="mpmath solves for the coefficients").mp
-    text, one, size = (CSRC / "common" / "power.h").read_text(), constants.ONE_Q62, 64
+    text = (CSRC / "common" / "power.h").read_text()
+    one = constants.ONE_Q62
+    size = 64
 
     def entries(name: str) -> list[int]:
         found = re.search(rf"{name}\[1 << kTableBits\] = \{{([^}}]*)\}}", text)
@@ -343,7 +351,8 @@ def test_logarithms_and_powers_beside_the_entries_of_their_tables(ask: Ask) -> N
 
 
 def test_what_a_priority_is(ask: Ask) -> None:
-    good, bad = [0, 1, 0x3F800000, 0x7F7FFFFF, 0x80000000], [0x7F800000, 0x7FC00000]
+    good = [0, 1, 0x3F800000, 0x7F7FFFFF, 0x80000000]
+    bad = [0x7F800000, 0x7FC00000]
     bad += [0x80000001, 0xBF800000, 0xFF800000]
     assert ask(f"priority {b}" for b in good + bad) == [[1]] * 5 + [[0]] * 5
 

@@ -151,7 +151,8 @@ def test_the_name_changes_with_everything_that_changes_the_build(
 ) -> None:
     assert CpuOp().jit_name() == GearBuilder().jit_name()
     assert toolchain.installed_version("deepspeed") == deepspeed.__version__
-    builder, second = GearBuilder(), workshop.csrc / "cpu" / "second.cpp"
+    builder = GearBuilder()
+    second = workshop.csrc / "cpu" / "second.cpp"
     builder.csrc = workshop.csrc
     changes: list[Callable[[], object]] = [
         lambda: workshop.answer(2),
@@ -299,7 +300,8 @@ def test_the_kernels_are_built_beside_the_cpu_op(
 def test_the_kernels_are_built_where_they_will_be_used(
     monkeypatch: pytest.MonkeyPatch, backend: str, has_gpu: bool, expected: bool
 ) -> None:
-    module, beside = backends.load_native(), []
+    module = backends.load_native()
+    beside = []
 
     def build(self: CpuOp, **options: Any) -> ModuleType:
         beside.append(options["beside"])

@@ -95,13 +95,13 @@ def test_a_plain_function_refuses(
 
 
 def test_lists_of_a_plain_function() -> None:
-    none, counters = torch.empty(0), torch.zeros(3, dtype=torch.int64)
-    records, spec = torch.tensor([[0, 0, 0, 1, 2, 1, 0, 0]]), [0, 0, 1, 0, 0, 0, 2, 0, 0, 1]
-    column, out, mask = (
-        torch.arange(8.0).view(4, 2),
-        torch.zeros(1, 2),
-        torch.zeros(1, dtype=torch.bool),
-    )
+    none = torch.empty(0)
+    counters = torch.zeros(3, dtype=torch.int64)
+    records = torch.tensor([[0, 0, 0, 1, 2, 1, 0, 0]])
+    spec = [0, 0, 1, 0, 0, 0, 2, 0, 0, 1]
+    column = torch.arange(8.0).view(4, 2)
+    out = torch.zeros(1, 2)
+    mask = torch.zeros(1, dtype=torch.bool)
     gather = load_backend("cpu").on_host().gather_
     gather((out,), [mask], counters, [column], [none], [none], records, None, spec, [0.0], 1)
     assert out.tolist() == [[4, 5]]

@@ -18,7 +18,8 @@ LENGTHS = [1, 2, 7, 33, 5, 12, 1, 30]
 def test_below_is_exact(most: int) -> None:
     random = np.random.default_rng(0)
     quarters = random.integers(0, 2**32, (4, 300), np.uint64)
-    quarters[:, :2], quarters[2:, 2] = (0, 2**32 - 1), 2**32 - 1
+    quarters[:, :2] = (0, 2**32 - 1)
+    quarters[2:, 2] = 2**32 - 1
     totals = random.integers(most // 2 + 1, most + 1, 300)
     words = [
         sum(int(q) << 32 * place for place, q in enumerate(reversed(word))) for word in quarters.T
@@ -69,7 +70,9 @@ def test_samples_of_any_numbers_are_those_of_the_whole(
     spec = stream_spec(**RULES[rule], anchors=ANCHORS[anchors], seed=2**40 + 5)
     scene = scenes(spec, lengths=LENGTHS)
     (stream,) = scene.streams
-    masses, first, count = stream.masses, 2**32 - 40, 200
+    masses = stream.masses
+    first = 2**32 - 40
+    count = 200
     with scene.table.lock:
         stream.state.ask(0)
         masses.apply(0)

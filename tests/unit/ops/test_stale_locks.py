@@ -25,7 +25,8 @@ time.sleep(600)
 def hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], WarmProcess]]:
     """Start a process that holds the lock of an extension as torch does; its age is an hour."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    lock, started = lock_of(tmp_path), []
+    lock = lock_of(tmp_path)
+    started = []
     lock.parent.mkdir()
 
     def start() -> WarmProcess:

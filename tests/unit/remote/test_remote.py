@@ -90,10 +90,8 @@ def test_members_of_groups_come_from_several_writers() -> None:
             seen: list[int] = []
             while len(seen) < 30:
                 rollout = replay.rollout()  # waits for groups, and lets the writers go on
-                prompts, samples = (
-                    rollout.values("prompt").numpy(),
-                    rollout.values("sample").numpy(),
-                )
+                prompts = rollout.values("prompt").numpy()
+                samples = rollout.values("sample").numpy()
                 for item in range(rollout.num_items):
                     own = (rollout.group == item).numpy()
                     assert sorted(samples[own].tolist()) == [0, 1, 2, 3]
@@ -329,7 +327,8 @@ writer.close()
 
 def test_processes_that_are_killed(tmp_path: Path) -> None:
     """An actor: whole trajectories, in order. The gateway: a named error in time. SIGTERM: told."""
-    config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config = tmp_path / "ds_config.json"
+    token = write_token(tmp_path / "token")
     config.write_text(
         json.dumps({"gear": section(capacity_trajectories=6000, capacity_steps=1_500_000)})
     )

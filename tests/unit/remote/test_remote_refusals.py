@@ -198,7 +198,8 @@ def test_a_rate_holds_back_until_somebody_samples(most_waiting: int) -> None:
 @pytest.mark.parametrize("token", [None, WRONG, TOKEN], ids=["no-token", "wrong-token", "token"])
 def test_a_message_that_is_too_large_is_not_buffered(token: str | None, tmp_path: Path) -> None:
     """128 MiB three times, of which gRPC's flow control admits a few; the gateway goes on."""
-    config, token_file = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config = tmp_path / "ds_config.json"
+    token_file = write_token(tmp_path / "token")
     config.write_text(json.dumps({"gear": section()}))
     with Replay(section(), schemas={"main": SCHEMA}) as replay:
         gateway, url = serve(config, token_file, "--max-message", "2")
@@ -260,7 +261,8 @@ def test_what_exceeds_the_gateways_limit_is_not_sent() -> None:
 
 def test_garbage_is_refused_and_harms_nobody() -> None:
     with served(section()) as (replay, gateway), connect(gateway.url) as writer:
-        line, who = writer._sender._line, writer._sender._who
+        line = writer._sender._line
+        who = writer._sender._who
         short = gateway_messages.pack(
             who, gateway_messages.encode(SCHEMA, [(0, trajectory(0))]).select([0, 1, 2])
         )

@@ -104,7 +104,8 @@ def test_leases_end_in_any_order_as_those_of_a_node(data: Path) -> None:
 
 def test_what_a_lease_keeps_goes_to_a_worker_of_the_node_and_back(data: Path) -> None:
     """As much as a message holds."""
-    config, most = ledger_section(data, {"keep_bytes": 1 << 20, "max_lag": 0}), 1 << 20
+    config = ledger_section(data, {"keep_bytes": 1 << 20, "max_lag": 0})
+    most = 1 << 20
     with (
         served(config, schema=None, max_message_bytes=most) as (_, gateway),
         RolloutWorker.attach(config) as local,
@@ -192,10 +193,8 @@ def test_a_commit_that_waits_for_rows_holds_up_no_other(
     """It is one commit, however often its worker asks for it, and ends as one of the node does."""
     monkeypatch.setattr("deepspeed_gear.remote.gateway.ANSWER_S", 0.1)
     monkeypatch.setattr("deepspeed_gear.remote.connection._LEAST_S", 0.5)
-    config, found = (
-        ledger_section(data, timeout_s=20.0, capacity_steps=140, capacity_trajectories=24),
-        list[Any](),
-    )
+    config = ledger_section(data, timeout_s=20.0, capacity_steps=140, capacity_trajectories=24)
+    found = list[Any]()
 
     def commit() -> None:
         try:
@@ -211,7 +210,8 @@ def test_a_commit_that_waits_for_rows_holds_up_no_other(
         leases = worker.lease(4)
         for lease in leases[:3]:
             lease.commit(long(lease))
-        rollout, thread = replay.rollout(), threading.Thread(target=commit)
+        rollout = replay.rollout()
+        thread = threading.Thread(target=commit)
         thread.start()
         time.sleep(2.0)
         (more,) = other.lease()
@@ -375,7 +375,8 @@ def test_calls_that_no_worker_makes_are_refused_and_harm_no_other(keep: bool, da
             kind = worker._ledger._line.call("put", header, 5.0)["error"]["kind"]
             assert kind in ("LeaseExpiredError", "ConfigError", "DataError", "StoreError"), call
         worker._ledger._number = 1000
-        table, books = replay.tables["main"], check_books(replay)
+        table = replay.tables["main"]
+        books = check_books(replay)
         assert (books["leased"], books["returned"], books["dropped"], len(replay)) == (3, 0, {}, 0)
         assert table.control[Control.RECOVERIES] == 0, (
             "nothing has failed while the store was locked"
@@ -397,7 +398,8 @@ def test_the_next_gateway_may_be_of_another_run(
 ) -> None:
     """A column of as many bytes has another dtype there."""
     monkeypatch.setattr("deepspeed_gear.remote.gateway._END_S", 0.1)
-    config, port = json.loads(json.dumps(ledger_section(data))), free_port()
+    config = json.loads(json.dumps(ledger_section(data)))
+    port = free_port()
     with ExitStack() as stack:
         with served(config, schema=None, port=port) as (_, gateway):
             worker = stack.enter_context(attach(gateway.url))
@@ -438,7 +440,8 @@ time.sleep(600)
 
 def test_kills_of_a_remote_worker_and_of_the_gateway(data: Path, tmp_path: Path) -> None:
     """Leases of the killed come back; a worker of a killed gateway goes on with the next one."""
-    config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config = tmp_path / "ds_config.json"
+    token = write_token(tmp_path / "token")
     config.write_text(json.dumps({"gear": ledger_section(data, {"max_lag": 0})}))
     with Replay(str(config)) as replay:
         gateway, url = serve(config, token)
@@ -473,11 +476,13 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A commit is taken until its prompt is leased again, and once, also where its answer was lost."""
-    config, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    config = tmp_path / "ds_config.json"
+    token = write_token(tmp_path / "token")
     section = ledger_section(data, {"max_lag": 1})
     section["shared_memory"]["keep"] = True
     config.write_text(json.dumps({"gear": section}))
-    port, running = str(free_port()), list[WarmProcess]()
+    port = str(free_port())
+    running = list[WarmProcess]()
 
     def kill() -> None:
         running[-1].kill()
@@ -496,7 +501,8 @@ def test_leases_of_a_kept_store_outlive_gateways_and_jobs(
     with Replay(str(config)) as replay:
         start()
         worker = attach(f"grpc://127.0.0.1:{port}", timeout_s=200.0)  # its thread does not call
-        call, leases = worker._ledger._line.call, worker.lease(6)
+        call = worker._ledger._line.call
+        leases = worker.lease(6)
         monkeypatch.setattr(worker._ledger._line, "call", lose)
         with pytest.raises(LeaseExpiredError):  # it is made again
             leases[0].commit(responses(leases[0]))
@@ -553,7 +559,8 @@ def test_media_come_once_with_a_group(data: Path) -> None:
         leases = worker.lease(9)
         ids = []
         for lease in leases[:2]:
-            shared, own = {0: image(7)}, image(20 + lease.number)
+            shared = {0: image(7)}
+            own = image(20 + lease.number)
             group = responses(lease)
             group = [
                 {**one, "image": {**shared, **({0: own} if m else {})}}
@@ -583,7 +590,8 @@ def test_media_come_once_with_a_group(data: Path) -> None:
 
 
 def test_gear_serve_takes_the_file_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
-    path, token = tmp_path / "ds_config.json", write_token(tmp_path / "token")
+    path = tmp_path / "ds_config.json"
+    token = write_token(tmp_path / "token")
     path.write_text(json.dumps({"gear": recipe_section(data)}))
     with Replay(path) as replay:
         gateway, url = serve(path, token, "--wait", "5")

@@ -302,7 +302,8 @@ def test_a_cut_from_before_a_load_is_not_taken_for_a_later_one(late: LateLane) -
 @pytest.mark.parametrize("way", WAYS)
 def test_a_field_may_change_in_place_while_another_is_kept_for_backward(way: str) -> None:
     with online(way, n_step={"n": 2, "gamma": 0.9}) as replay:
-        batch, other = replay.sample(), replay.sample()
+        batch = replay.sample()
+        other = replay.sample()
         factor = torch.ones(3, requires_grad=True)
         loss = (batch["observation"] * factor).sum()
         batch["action"].mul_(2)

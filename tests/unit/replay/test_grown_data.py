@@ -13,7 +13,8 @@ from deepspeed_gear import CheckpointError, DatasetWriter
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.store.records import Head
 
-OLD, NEW = [3, 1, 7, 5, 2, 9, 4, 6], [8, 2, 30, 1, 5]
+OLD = [3, 1, 7, 5, 2, 9, 4, 6]
+NEW = [8, 2, 30, 1, 5]
 FIELDS: dict[str, Any] = {"fields": {"code": {}}, "batch_size": 4}
 
 
@@ -25,10 +26,8 @@ def grow(data: Path) -> None:
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_random_samplers_draw_from_all_at_once(tmp_path: Path, unit: str) -> None:
-    data, options = (
-        write_dataset(tmp_path / "data", OLD),
-        {"sampler": {"kind": "uniform", "unit": unit}, **FIELDS},
-    )
+    data = write_dataset(tmp_path / "data", OLD)
+    options = {"sampler": {"kind": "uniform", "unit": unit}, **FIELDS}
     with offline(data, **options) as replay:
         take(replay, 3)
         state = replay.save(tmp_path / "save")
@@ -42,10 +41,8 @@ def test_random_samplers_draw_from_all_at_once(tmp_path: Path, unit: str) -> Non
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_an_epoch_ends_with_the_old_items(tmp_path: Path, unit: str) -> None:
-    data, options = (
-        write_dataset(tmp_path / "data", OLD),
-        {"sampler": {"kind": "epoch", "unit": unit}, **FIELDS},
-    )
+    data = write_dataset(tmp_path / "data", OLD)
+    options = {"sampler": {"kind": "epoch", "unit": unit}, **FIELDS}
     size, num_new = (len(OLD), len(NEW)) if unit == "trajectory" else (sum(OLD), sum(NEW))
     with offline(data, **options) as replay:
         take(replay, 1)

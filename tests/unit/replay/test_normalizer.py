@@ -103,7 +103,8 @@ def stored(dataset: Dataset, name: str, batch: Any) -> np.ndarray:
 def test_values_of_the_store_become_the_bits_of_a_batch(data: Path) -> None:
     given = section(data, n_step={"n": 2, "gamma": 0.9})
     with Replay(given, engine_dtype=torch.bfloat16) as replay:
-        batch, dataset = replay.sample(), Dataset.open(data)
+        batch = replay.sample()
+        dataset = Dataset.open(data)
         for name in sorted({*FIELDS} - {"window", "return_to_go", "timestep"}):
             values = stored(dataset, name, batch)
             got = replay.normalize(name, values)
@@ -148,11 +149,13 @@ def test_what_an_environment_returns_is_rounded_as_by_a_writer(data: Path) -> No
 
 
 def test_denormalize_reverses(data: Path) -> None:
-    normalizer, given = Normalizer.from_config(section(data)), rows_of(9, 20)
+    normalizer = Normalizer.from_config(section(data))
+    given = rows_of(9, 20)
     for name in sorted({*FIELDS} - {"return_to_go", "timestep"}):
         column = SCHEMA[FIELDS[name].get("column", name)]
         values = torch.from_numpy(np.asarray(given[column.name]))
-        there, field = normalizer.normalize(name, values), normalizer.fields[name]
+        there = normalizer.normalize(name, values)
+        field = normalizer.fields[name]
         back = normalizer.denormalize(name, there)
         assert back.is_floating_point() == (column.is_floating or field.dtype.is_floating_point), (
             name
@@ -251,7 +254,9 @@ def test_nested_values_go_in_as_writers_take_them() -> None:
     columns = [Column(f"observation.{name}", "float32", shape) for name, shape in shapes.items()]
     fields = {column.name: {"scale": 2.0 + at} for at, column in enumerate(columns)}
     normalizer = Normalizer.from_config(config_of(fields=fields), schemas={"main": Schema(columns)})
-    a, b, c = np.ones((4, 2)), torch.arange(4.0), np.full((4, 3), 3)
+    a = np.ones((4, 2))
+    b = torch.arange(4.0)
+    c = np.full((4, 3), 3)
     seen = normalizer.normalize("observation", {"a": a, "b": (b, c)})
     assert seen.keys() == {"a", "b"}  # as of `batch.tree()["observation"]`
     assert seen["b"].keys() == {"0", "1"}

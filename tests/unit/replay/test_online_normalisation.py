@@ -93,7 +93,8 @@ def replay_of(**options: Any) -> Replay:
 
 def check(replay: Replay, rows: list[dict[str, Any]]) -> None:
     """Check the moments of a store against all rows that were added."""
-    moments, first = replay.tables["main"].extents.moments, 0
+    moments = replay.tables["main"].extents.moments
+    first = 0
     for name in COUNTED:
         column = SCHEMA[name]
         every = [np.asarray(one[name], np.float64).reshape(-1, column.num_elements) for one in rows]
@@ -156,7 +157,8 @@ def test_numbers_are_of_all_rows_that_were_ever_added() -> None:
         check(replay, rows)
         assert not replay.sample()["observation"][:, CONSTANT].any()
 
-        writer, episode = replay.writer(), rows_of(100, 30)
+        writer = replay.writer()
+        episode = rows_of(100, 30)
         steps = [name for name in COUNTED if SCHEMA[name].rows == "T"] + ["truncated"]
         for native in (True, False):
             vector = writer.vector_writer(1, "disabled")
@@ -202,7 +204,8 @@ def test_merged_moments_are_those_of_all_rows(sizes: list[int], seed: int) -> No
     rows = random.normal(size=(sum(sizes), 4)) * [1, 1e-3, 1e5, 0] + [0, 1.7e9, -3, 0.1]
     rows[random.random(rows.shape) < 0.2] = np.nan
     parts = [moments_of(part) for part in np.split(rows, np.cumsum(sizes)[:-1])]
-    merged, whole = running_moments.merge(parts), moments_of(rows)
+    merged = running_moments.merge(parts)
+    whole = moments_of(rows)
     for word in (Moment.COUNT, Moment.LEAST, Moment.GREATEST):
         assert np.array_equal(merged[word], whole[word])
     for word in (Moment.FIRST, Moment.SQUARES):
@@ -245,7 +248,8 @@ def test_a_resumed_run_has_the_same_batches(tmp_path: Path, prefetch: int) -> No
             state = replay.save(tmp_path)
             loaded = Normalizer.load(tmp_path)
             for name in FIELDS:
-                ours, theirs = replay.normalizer.fields[name], loaded.fields[name]
+                ours = replay.normalizer.fields[name]
+                theirs = loaded.fields[name]
                 assert torch.equal(ours.gain, theirs.gain), name
                 assert torch.equal(ours.shift, theirs.shift), name
             if not prefetch:
@@ -271,10 +275,8 @@ def test_a_resumed_run_has_the_same_batches(tmp_path: Path, prefetch: int) -> No
 def test_every_way_to_a_device_has_the_same_batches() -> None:
     """Also of goals of hindsight, which are normalised as their field."""
     goal = {"column": "observation", "normalize": "mean_std", "hindsight": "achieved"}
-    schema, options = (
-        Schema([*SCHEMA, Column("achieved", "float32", (3,), rows="T+1")]),
-        {"hindsight": {}},
-    )
+    schema = Schema([*SCHEMA, Column("achieved", "float32", (3,), rows="T+1")])
+    options = {"hindsight": {}}
     found = []
     for transfer in ({}, *({"transfer": {"way": way}} for way in ("direct", "staged"))):
         given = section(fields={**FIELDS, "goal": goal}, **options, **transfer)
@@ -298,7 +300,8 @@ def sample_on_a_rank(given: dict[str, Any]) -> list[bytes]:
     found: list[bytes] = []
     with Replay(given, schemas={"main": SCHEMA}) as replay:
         (gatherer,) = replay._parts.assembler._gatherers.values()
-        normalize_with, both = gatherer.normalize_with, [0, 0]
+        normalize_with = gatherer.normalize_with
+        both = [0, 0]
 
         def note(moments: np.ndarray, columns: Any) -> None:
             found.append(moments.tobytes())
@@ -335,7 +338,8 @@ def test_no_death_of_a_writer_tears_them() -> None:
     """A writer is killed at random, and in the middle of a commit; what counts is what was committed."""
     given = section(table={"capacity_steps": 40000, "remove": "none", "writers": 1}, batch_size=1)
     with Replay(given, schemas={"main": SCHEMA}) as replay:
-        table, random = replay.tables["main"], np.random.default_rng(0)
+        table = replay.tables["main"]
+        random = np.random.default_rng(0)
         replay.add(rows_of(0, 7))
 
         def add() -> None:
@@ -344,7 +348,8 @@ def test_no_death_of_a_writer_tears_them() -> None:
                     writer.add({**rows_of(1, 7), "advantage": np.zeros(7, np.float32)})
 
         for _ in range(6):
-            before, child = int(table.control[Control.INSERTED]), in_child(add)
+            before = int(table.control[Control.INSERTED])
+            child = in_child(add)
             while table.control[Control.INSERTED] < before + 3:
                 time.sleep(1e-3)
             time.sleep(random.random() * 0.01)
@@ -352,9 +357,11 @@ def test_no_death_of_a_writer_tears_them() -> None:
             with table.lock:
                 count = int(table.control[Control.NUM_COMMITTED])
                 check(replay, [rows_of(0, 7)] + [rows_of(1, 7)] * (count - 1))
-        extents, slot = table.extents, 0
+        extents = table.extents
+        slot = 0
         with table.lock:
-            counted, steps = extents.moments.copy(), int(table.slots[slot, Slot.NUM_STEPS])
+            counted = extents.moments.copy()
+            steps = int(table.slots[slot, Slot.NUM_STEPS])
             for committed in (steps - 1, steps):  # died before, and after the commit point
                 extents.handle.stage_moments(slot, 0, committed)
                 table.slots[slot, Slot.NUM_STEPS] = steps

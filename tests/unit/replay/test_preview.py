@@ -60,7 +60,8 @@ def test_ranks_get_what_a_replay_gives(data: Path) -> None:
     found = preview(parse(gear), 4, 3, {"data": 2, "sequence": 2}, 1, 3)
     assert found.info.global_batch == 24
     with Replay({**gear, "batch_size": 24, "verify_every": 1}) as replay:
-        batch, digests = replay.sample().clone(), [replay.statistics()["digest"][1]]
+        batch = replay.sample().clone()
+        digests = [replay.statistics()["digest"][1]]
         for _ in range(2):
             replay.sample()
             digests.append(replay.statistics()["digest"][1])
@@ -85,7 +86,8 @@ def test_stages_and_traffic(data: Path) -> None:
     shapes = [sorted(rank.shapes) for rank in found.ranks]
     assert shapes == [["mask.action", "observation"]] * 4 + [[]] * 4 + [["action", "reward"]] * 4
     with Replay({**gear, "batch_size": 8}) as replay:
-        batch, lengths = replay.sample(), replay.datasets["main"].lengths
+        batch = replay.sample()
+        lengths = replay.datasets["main"].lengths
         size = lengths * replay.datasets["main"].schema.row_bytes
     before = np.concatenate([[0], np.cumsum(size)])
     middle = np.searchsorted(before, before[-1] / 2)
@@ -102,10 +104,12 @@ def test_a_thousand_ranks_fit_one_screen(shown_by: Any, data: Path) -> None:
     options = ["--pp", "4", "--dp", "64", "--tp", "4", "--nodes", "128"]
     config = {**section(data), "micro_batch_size": 1}
     shown = [shown_by(config, *options, *more) for more in ([], ["--json"])]
-    lines, known = shown[0].splitlines(), json.loads(shown[1])
+    lines = shown[0].splitlines()
+    known = json.loads(shown[1])
     assert len(lines) < 30
     assert max(map(len, lines)) < 120
-    traffic, ranks = np.array(known["traffic"]), known["ranks"]
+    traffic = np.array(known["traffic"])
+    ranks = known["ranks"]
     assert "ranks 0-255 (256): pipe 0 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
     assert "ranks 256-767 (512): pipe 1-2 of 4, data 0-63 of 64, tensor 0-3 of 4" in lines
     padding = [rank["padding"] for rank in ranks[:256]]
@@ -188,7 +192,9 @@ def test_numbers_are_those_of_the_trained_packs(
     config = packed(pad={"to": pad, "multiple": 16}, plan_width=plan_width)
     with rolled_out(pack=config["pack"]) as rollout:
         found = pack_preview(parse(config), rollout.lengths.numpy(), replicas, sequence)
-        places, costs = 0, []  # of all ranks; of each rank's micro batches
+        # of all ranks; of each rank's micro batches
+        places = 0
+        costs = []
         loops = [
             iter(seen_by(rollout, place)) for place in ranks_of(replicas, sequence)
         ]  # kept open
@@ -227,7 +233,9 @@ def test_truncated_trajectories_have_the_budget() -> None:
 
 
 def test_what_is_printed_of_packs(tmp_path: Path, shown_by: Any) -> None:
-    config, text, array = {"gear": packed()}, tmp_path / "lengths.txt", tmp_path / "lengths.npy"
+    config = {"gear": packed()}
+    text = tmp_path / "lengths.txt"
+    array = tmp_path / "lengths.npy"
     text.write_text("60\n60\n8\n")
     np.save(array, np.array([60, 60, 8], np.int32))
     for file in (text, array):

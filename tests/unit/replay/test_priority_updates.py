@@ -124,9 +124,11 @@ def test_all_priorities_zero_is_an_error_that_new_ones_mend(replays: Any, prefet
 @pytest.mark.parametrize("steps", [False, True])
 def test_reports_of_parts_are_those_of_the_whole(replays: Any, steps: bool) -> None:
     """Slices with gaps, masks, indices, parts joined again and minibatches."""
-    whole, parts = replays(fields=WINDOWS), replays(fields=WINDOWS)
+    whole = replays(fields=WINDOWS)
+    parts = replays(fields=WINDOWS)
     for turn in range(4):
-        batch, same = whole.sample(), parts.sample()
+        batch = whole.sample()
+        same = parts.sample()
         assert batch == same
         values = torch.rand((8, 4) if steps else 8) + 0.1
         whole.update_priorities(batch, values)
@@ -185,7 +187,8 @@ def test_steps_are_reduced_over_the_mask(replays: Any, how: str, given: bool) ->
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_the_mean_of_half_precision_is_not_one(replays: Any, dtype: torch.dtype) -> None:
     """Without a mask of this shape every step counts."""
-    replay, values = replays(sampler={"reduce": "mean"}), torch.full((8, 60), 40_000.0, dtype=dtype)
+    replay = replays(sampler={"reduce": "mean"})
+    values = torch.full((8, 60), 40_000.0, dtype=dtype)
     values[:, 0] = 39_936.0
     found = after(replay, replay.sample().clone(), values)
     torch.testing.assert_close(found, values.float().mean(1), rtol=1e-6, atol=0)
@@ -199,7 +202,8 @@ def bad(at: int, value: float, *shape: int, dtype: torch.dtype = torch.float32) 
 
 def test_reports_that_are_refused_change_nothing(replays: Any) -> None:
     replay = replays()
-    batch, ones = replay.sample().clone(), torch.ones
+    batch = replay.sample().clone()
+    ones = torch.ones
     wrong: list[tuple[Any, Any, type[GearError], str]] = [
         (bad(3, torch.nan), None, DataError, "priority 3 must be finite"),
         (bad(0, -1.0), None, DataError, "priority 0 must be finite and at"),
@@ -276,10 +280,8 @@ def test_a_sampler_without_priorities_and_a_closed_replay_refuse_them(
 @pytest.mark.parametrize("unit", ["step", "trajectory"])
 def test_an_evaluation_batch_is_refused(data: Path, unit: str) -> None:
     """Its items would be drawn in training from then on."""
-    sampler, split = (
-        {"kind": "prioritized", "unit": unit},
-        {"path": str(data), "split": {"eval": 0.4}},
-    )
+    sampler = {"kind": "prioritized", "unit": unit}
+    split = {"path": str(data), "split": {"eval": 0.4}}
     with made(data, sampler=sampler, data=split) as replay:
         held_out = [batch.clone() for batch in replay.iterator("eval")]
         with pytest.raises(
@@ -298,7 +300,8 @@ def test_an_evaluation_batch_is_refused(data: Path, unit: str) -> None:
 def test_by_id(replays: Any, unit: str) -> None:
     replay = replays(unit)
     replay.remove([4])
-    ids, steps = [0, 3, 4, 99, 2, -1], [0, LENGTHS[3] - 1, 0, 0, 0, 0]
+    ids = [0, 3, 4, 99, 2, -1]
+    steps = [0, LENGTHS[3] - 1, 0, 0, 0, 0]
     given = (steps,) if unit == "step" else ()
     assert replay.set_priorities(torch.tensor(ids), torch.arange(6) + 2.0, *given) == 3
     replay.sample()
@@ -347,7 +350,8 @@ SAMPLER = {"kind": "prioritized", "unit": "step", "alpha": 0.7, "beta": 0.5}
 class Elsewhere(torch.Tensor):
     """A tensor that says that it is on a device."""
 
-    is_cpu, is_cuda = False, True
+    is_cpu = False
+    is_cuda = True
 
 
 class Device:
@@ -488,7 +492,8 @@ def test_a_checkpoint_waits_for_what_was_reported(
 def test_masks_are_refused_when_they_are_there(data: Path, device: Device) -> None:
     fields = {"code": {"offset": -3, "length": 4}, "reward": {"offset": 0, "length": 4}}
     with made(data, device, fields=fields) as replay:
-        batch, values = replay.sample(), torch.ones(16, 4)
+        batch = replay.sample()
+        values = torch.ones(16, 4)
         replay.update_priorities(batch, there(values), mask=batch.mask["code"])
         device.finish()
         late_updates_of(replay).drain()

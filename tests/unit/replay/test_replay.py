@@ -84,7 +84,8 @@ def test_refusals(tmp_path: Path, config: Any, text: str) -> None:
 
 
 def test_no_room_is_an_error_that_leaves_nothing() -> None:
-    status, files = os.statvfs(SHM), len(os.listdir("/proc/self/fd"))
+    status = os.statvfs(SHM)
+    files = len(os.listdir("/proc/self/fd"))
     capacity = status.f_bavail * status.f_frsize // 20
     tables = {"main": {"capacity_steps": capacity, "capacity_trajectories": 10}}
     text = r"/dev/shm must have [\d.]+ \w+ free, got .*; lower the table's capacity"
@@ -129,7 +130,8 @@ def test_several_tables(data: Path) -> None:
 
 def test_after_close(data: Path) -> None:
     replay = split(data, prefetch=2)
-    batch, passing = replay.sample(), replay.iterator("eval")
+    batch = replay.sample()
+    passing = replay.iterator("eval")
     next(passing)
     kept = batch.clone()
     replay.close()
@@ -194,7 +196,8 @@ def test_statistics_and_the_progress_since_the_last_call(data: Path) -> None:
 
 def test_closing_tells_what_ends_it(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not an error that is handled around it."""
-    section, told = config_of(data, batch_size=16), list[BaseException]()
+    section = config_of(data, batch_size=16)
+    told = list[BaseException]()
     monkeypatch.setattr(ReplayParts, "explain", lambda self, error: told.append(error))
     inner = ValueError("inner")
     try:
@@ -282,7 +285,8 @@ def test_views_can_be_read_after_close() -> None:
 def test_a_closed_replay_keeps_no_memory_but_that_of_a_view(kind: str) -> None:
     before = maps()
     replay = replay_of(kind, tables=LARGE)
-    kept, codes = replay.sample(), replay.tables["main"].tensor("code")
+    kept = replay.sample()
+    codes = replay.tables["main"].tensor("code")
     replay.close()
     assert len(maps()) == len(before) + 1
     del codes

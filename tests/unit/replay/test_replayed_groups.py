@@ -61,7 +61,8 @@ def train(rollout: Rollout) -> None:
 
 def test_fresh_groups_do_not_wait_for_replayed_ones(tmp_path: Path) -> None:
     """Batches have the fresh groups of the ledger's order; copies come as soon as there are some."""
-    data, again = write_prompts(tmp_path / "prompts", 20), []
+    data = write_prompts(tmp_path / "prompts", 20)
+    again = []
     with Replay(replayed_section(data)) as replay, replay.rollout_worker() as worker:
         for number in range(6):
             generate(worker, 4)

@@ -82,8 +82,10 @@ def test_packs_hold_whole_trajectories(sequence: int, pad: str) -> None:
 
 def check_fields(micro: MicroBatch, first: int) -> None:
     """Compare every place with the trajectory that it belongs to."""
-    owner, position = micro.sequence[0], micro.position_ids[0]
-    bounds, longest = micro.cu_seqlens.tolist(), int(micro.lengths.max())
+    owner = micro.sequence[0]
+    position = micro.position_ids[0]
+    bounds = micro.cu_seqlens.tolist()
+    longest = int(micro.lengths.max())
     for place in range(len(owner)):
         which = int(np.searchsorted(bounds, first + place, side="right")) - 1
         # Padding has no position that no trajectory has: a model may have none.
@@ -96,7 +98,8 @@ def check_fields(micro: MicroBatch, first: int) -> None:
             )
             continue
         assert owner[place] == which
-        held, t = STORED[int(micro.trajectory_id[which])], int(position[place])
+        held = STORED[int(micro.trajectory_id[which])]
+        t = int(position[place])
         ends = t + 1 == len(held["tokens"])
         assert micro["tokens"][0, place] == held["tokens"][t]
         assert micro.targets[0, place] == (0 if ends else held["tokens"][t + 1])
@@ -161,14 +164,16 @@ def test_long_trajectories_are_refused_or_truncated() -> None:
         for micro in micros(rollout):
             assert micro["tokens"].dtype == torch.int64
             for which, number in enumerate(micro.trajectory_id.tolist()):
-                own, held = micro.sequence == which, STORED[number]
+                own = micro.sequence == which
+                held = STORED[number]
                 assert micro["tokens"][own].tolist() == held["tokens"][:48].tolist()
                 assert torch.equal(micro["value"][own], torch.from_numpy(held["logp"][:48]) * 2)
                 assert not micro.loss_mask[own][-1]
 
 
 def test_fewer_trajectories_than_ranks_leave_packs_of_padding() -> None:
-    counts, total = [], 0.0
+    counts = []
+    total = 0.0
     with rolled_out(rollout={"trajectories": 3}) as rollout:
         for place in ranks_of(5):
             for micro in micros(seen_by(rollout, place)):
@@ -202,7 +207,8 @@ def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: b
         items = [rollout.group[rollout.step(step).index].tolist() for step in range(2)]
         ids = rollout.trajectory_id.tolist()
         for world, sequence in ((1, 1), (2, 1), (3, 2)):
-            sums, shares = np.zeros(2), np.zeros(2)
+            sums = np.zeros(2)
+            shares = np.zeros(2)
             for place in ranks_of(world, sequence):
                 for step in seen_by(rollout, place):
                     for micro in step:
@@ -219,7 +225,8 @@ def test_sums_are_the_intended_mean_on_any_ranks(normalize: Any, count_masked: b
 
 
 def test_without_a_loss_token_all_weights_are_zero() -> None:
-    none, each = np.zeros(6, np.int64), np.arange(6)
+    none = np.zeros(6, np.int64)
+    each = np.arange(6)
     assert loss_weights(LossConfig(normalize="token"), none, each, each).tolist() == [0] * 6
 
 
@@ -321,7 +328,8 @@ def test_whitened_columns_have_mean_0_and_deviation_1(rollout: Any) -> None:
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 def test_advantages_are_against_the_group(kind: str) -> None:
     rewards = np.array([1.0, 3.0, 5.0, 2.0, 2.0, 9.0, 4.0])
-    groups, members = np.array([7, 7, 7, 8, 8, 9, 7]), np.array([0, 1, 2, 0, 1, 0, 2])
+    groups = np.array([7, 7, 7, 8, 8, 9, 7])
+    members = np.array([0, 1, 2, 0, 1, 0, 2])
     found = group_advantages(kind, rewards, groups, members)
     own = np.array([1.0, 3.0, 4.0])  # of the member with two trajectories the last one
     wanted = {
@@ -380,7 +388,8 @@ def test_every_epoch_shuffles_the_items(partial: str, sizes: list[int]) -> None:
 
 
 def test_means_of_metrics(rollout: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    values, ones = [], []
+    values = []
+    ones = []
     step = rollout.step(0)
     for micro in step:
         values.append(micro.sum(micro["logp"]))
@@ -486,7 +495,8 @@ def test_priorities_of_a_micro_batch(tables: int) -> None:
             for micro in step:
                 own = 1.0 + micro.index.double()
                 replay.update_priorities(micro, own)
-                ids, sources = micro.trajectory_id.tolist(), micro.host_source.tolist()
+                ids = micro.trajectory_id.tolist()
+                sources = micro.host_source.tolist()
                 for source, number, one in zip(sources, ids, own.tolist(), strict=True):
                     wanted[names[source], number] = max(
                         one, wanted.get((names[source], number), 0.0)
@@ -557,10 +567,12 @@ def test_tables_of_a_mixture_have_equal_tokens_and_masks(
 
 
 def test_wrong_calls_are_refused(rollout: Any) -> None:
-    first, longest = next(iter(rollout.forward("x"))), int(rollout.lengths.max())
+    first = next(iter(rollout.forward("x")))
+    longest = int(rollout.lengths.max())
     assert longest % 16
     step = rollout.step(0)
-    micro, short = next(iter(step)), r"forward: tokens must hold the longest .* in multiples of 16"
+    micro = next(iter(step))
+    short = r"forward: tokens must hold the longest .* in multiples of 16"
     wrong: list[tuple[Any, Any, str]] = [
         (lambda: next(rollout.forward("logp")), FieldError, "must not be named like a field"),
         (

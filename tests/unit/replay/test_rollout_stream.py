@@ -94,7 +94,8 @@ def test_batches_of_tokens_continue(middle: bool, tmp_path: Path) -> None:
     with filled(config, count=90) as replay:
         for _ in range(3):
             packs(replay.rollout())
-        rollout, steps = replay.rollout(), []
+        rollout = replay.rollout()
+        steps = []
         if middle:
             rollout.set("mine", torch.arange(rollout.num_trajectories))
             steps = iter(rollout)
@@ -170,10 +171,8 @@ def test_a_rollout_is_resumed_between_minibatches(
         assert (trained(resumed), other.rollout().trajectory_id.tolist()) == wanted
         other.save(tmp_path / "between")
         assert not list((tmp_path / "between").glob("rollout.*"))
-    longer, text = (
-        section(sampler={"kind": kind}, rollout={**size, "epochs": 3}),
-        "size of this config",
-    )
+    longer = section(sampler={"kind": kind}, rollout={**size, "epochs": 3})
+    text = "size of this config"
     with Replay(longer) as other, pytest.raises(CheckpointError, match=text):
         other.load(tmp_path)
 
@@ -239,14 +238,16 @@ class Nodes:
     """
 
     def __init__(self, whole: RolloutColumns) -> None:
-        self._whole, [part] = whole, whole.tables
+        self._whole = whole
+        [part] = whole.tables
         slots = part.records.resolutions[:, Resolution.SLOT].numpy()
         self._shard = np.arange(len(slots)) * 7 % 3 // 2
         self._origins = self._shard << SHARD_BITS | slots
         self._sent: list[torch.Tensor] = []
 
     def columns(self, shard: int) -> RolloutColumns:
-        whole, [part] = self._whole, self._whole.tables
+        whole = self._whole
+        [part] = self._whole.tables
         table = copy.copy(part.table)
         table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
         exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
@@ -270,7 +271,8 @@ class Nodes:
 
 @pytest.fixture
 def replay() -> Any:
-    columns, fields = {**COLUMNS, **TYPES, **LATE}, {"tokens": {}, "logp": {}}
+    columns = {**COLUMNS, **TYPES, **LATE}
+    fields = {"tokens": {}, "logp": {}}
     with Replay(section(columns, fields=fields)) as made:
         for number, response in enumerate(responses(40)):
             made.add({**response, "half": number / 3, "pair": [number, -number / 7]})
@@ -293,7 +295,8 @@ def test_values_and_loss_mask_are_those_of_one_node(replay: Replay) -> None:
 @pytest.mark.parametrize("shard", [0, 1])
 def test_a_late_column_that_one_node_lacks_is_an_error_on_all(replay: Replay, shard: int) -> None:
     whole = replay.rollout().reader.columns
-    nodes, ids = Nodes(whole), whole.records.resolutions[:, Resolution.ID].tolist()
+    nodes = Nodes(whole)
+    ids = whole.records.resolutions[:, Resolution.ID].tolist()
     absent = int(np.nonzero(nodes._shard == shard)[0][2])
     for at, number in enumerate(ids):
         if at != absent:

@@ -25,7 +25,9 @@ from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.replay.rollout import Rollout
 
-WORDS, SIZE, MOST = 50, 4, 60
+WORDS = 50
+SIZE = 4
+MOST = 60
 GROUP = {"column": "prompt", "size": SIZE}
 SCHEMA = {"columns": {**COLUMNS, "value": {"dtype": "float32", "rows": "T+1"}}}
 TABLE = {"capacity_steps": 9000, "max_length": MOST, "schema": SCHEMA, "group": GROUP}
@@ -35,7 +37,8 @@ OPS = load_backend("cpu").on_host()
 
 def responses(groups: int, seed: int = 0) -> list[dict[str, Any]]:
     """Return groups with prompts of 1 to 30 tokens; some members have another prompt, or are masked."""
-    words, found = np.random.default_rng(seed), []
+    words = np.random.default_rng(seed)
+    found = []
     for number in range(groups * SIZE):
         if number % SIZE == 0:
             prompt = words.integers(1, WORDS, int(words.choice([1, 2, 3, 20, 30])))
@@ -99,7 +102,8 @@ def loss_places(micro: MicroBatch) -> dict[tuple[int, int], tuple[float, ...]]:
 
 def check_trajectories(micro: MicroBatch, stored: list[dict[str, Any]], most: int) -> None:
     """Compare what the last place of each trajectory attends to with its steps."""
-    mask, ends = micro.block_mask[0, 0], micro.cu_seqlens[1:].tolist()
+    mask = micro.block_mask[0, 0]
+    ends = micro.cu_seqlens[1:].tolist()
     for number, end in zip(micro.trajectory_id.tolist(), ends, strict=False):
         steps = mask[end - 1]
         assert micro["tokens"][0, steps].tolist() == stored[number]["tokens"][:most].tolist()
@@ -114,7 +118,8 @@ def check_trajectories(micro: MicroBatch, stored: list[dict[str, Any]], most: in
 @pytest.mark.parametrize(("tokens", "seed"), [(64, 0), (64, 1), (256, 2), (48, 3)])
 def test_loss_places_columns_and_weights_are_those_without(tokens: int, seed: int) -> None:
     """On any ranks; a budget of 48 cuts trajectories."""
-    stored, seen = responses(6, seed), []
+    stored = responses(6, seed)
+    seen = []
     cut = {"too_long": "truncate" if tokens < MOST else "refuse"}
     for prefix in ("own", "share"):
         with rolled_out(gear(prefix, tokens, pack=cut), stored) as rollout:
@@ -154,7 +159,8 @@ def test_plans(data: Any) -> None:
     prompt = np.repeat(np.cumsum(sizes) - sizes, sizes)
     steps = np.repeat([data.draw(st.integers(0, 40)) for _ in sizes], sizes)
     lengths = steps + np.array([data.draw(st.integers(1, 24)) for _ in steps])
-    most, size = data.draw(st.integers(64, 300)), data.draw(st.integers(1, 9))
+    most = data.draw(st.integers(64, 300))
+    size = data.draw(st.integers(1, 9))
     found = Prefixes(steps, prompt).bundled(lengths, size, most)
     assert (prompt[found.leader] == prompt).all()
     assert (found.leader <= np.arange(len(lengths))).all()
@@ -222,7 +228,8 @@ def test_prompts_are_compared_token_by_token() -> None:
 
 
 def test_a_step_continues_after_a_load(tmp_path: Path) -> None:
-    config, seen = gear("share", rollout={"groups": 6, "minibatches": 3}), []
+    config = gear("share", rollout={"groups": 6, "minibatches": 3})
+    seen = []
     with Replay(config) as replay:
         for response in responses(6):
             replay.add(response)
@@ -281,7 +288,8 @@ def test_wrong_options_are_refused(options: dict[str, Any], text: str) -> None:
 )
 def test_gradients_are_those_of_one_trajectory_at_a_time(family: str, attention: str) -> None:
     """In float32, as part of the largest gradient. Flex attention has none on a CPU."""
-    model, stored = tiny(family, attention), responses(6)
+    model = tiny(family, attention)
+    stored = responses(6)
     for response in stored:
         tokens = torch.from_numpy(response["tokens"]).long()
         logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]

@@ -25,7 +25,9 @@ from deepspeed_gear.store.live_stores import living_stores
 from deepspeed_gear.store.records import SharedPrompt
 from deepspeed_gear.store.shared_memory import remove_garbage
 
-SIZE, MOST, GROUPS = 4, 60, 6
+SIZE = 4
+MOST = 60
+GROUPS = 6
 LATE = {
     "ref": {"dtype": "float32", "late": True},
     "score": {"dtype": "float32", "rows": "1", "late": True},
@@ -50,7 +52,8 @@ EVERY = ("tokens", "logp", "value", "reward", "image")
 
 def groups(seed: int = 0) -> list[list[dict[str, Any]]]:
     """Return groups; the third has prompts that differ, the fifth no loss place, the sixth no prompt."""
-    words, found = np.random.default_rng(seed), []
+    words = np.random.default_rng(seed)
+    found = []
     for number in range(GROUPS):
         prompt = words.integers(1, 50, (20, 2, 20, 30, 20, 0)[number]).astype(np.int32)
         found.append([])
@@ -221,7 +224,9 @@ def test_a_checkpoint_and_an_export_hold_whole_trajectories(tmp_path: Path) -> N
                     [{name: one[name] for name in one if name != "image"} for one in members]
                 )
         fill(replay)
-        expected, packs, pid = replay.read(range(GROUPS * SIZE)), [], str(os.getpid())
+        expected = replay.read(range(GROUPS * SIZE))
+        packs = []
+        pid = str(os.getpid())
         store = next(one for one in living_stores(os.getpid()) if one.run.id == replay.run)
         lengths = [len(one["tokens"]) for one in expected]
         assert of_living(store)["length"]["max"] == max(lengths)
@@ -283,7 +288,8 @@ def test_what_was_trained_is_read_only_with_its_prompt(tmp_path: Path) -> None:
     config = gear(write_prompts(tmp_path / "prompts", 50))
     config["shared_memory"]["keep"] = True
     config["tables"]["main"] |= {"capacity_steps": 1000, "capacity_trajectories": 60}
-    known, read = dict[int, Any](), 0
+    known = dict[int, Any]()
+    read = 0
     try:
         with Replay(config) as replay, replay.rollout_worker() as worker:
             for _ in range(8):

@@ -39,7 +39,8 @@ def test_a_split_is_visited_once(data: Path, unit: str, kind: str) -> None:
         state = replay.state_dict()
         for index, name in enumerate(sorted(SPLIT)):
             ids = np.nonzero(members == index + 1)[0].tolist()
-            first, second = visited(replay, name), visited(replay, name)
+            first = visited(replay, name)
+            second = visited(replay, name)
             assert first == second
             replay.load_state_dict(state)
             assert visited(replay, name) == first

@@ -77,7 +77,9 @@ def test_columns_are_where_their_steps_are(made: Replay) -> None:
 def test_ranks_fill_each_trajectory_once_in_as_many_micro_batches(
     made: Replay, sequence: int
 ) -> None:
-    loader, slices, passes = made._loader, list[Any](), []
+    loader = made._loader
+    slices = list[Any]()
+    passes = []
     assert loader is not None
     context = loader.context
 
@@ -121,7 +123,8 @@ def test_what_is_refused_or_left_out(made: Replay) -> None:
     micros = made.forward("ref", "score")
     micro = next(micros)
     gone, kept, *_ = micro.trajectory_id.tolist()
-    not_a_number, start = micro["logp"].clone(), int(micro.cu_seqlens[1])
+    not_a_number = micro["logp"].clone()
+    start = int(micro.cu_seqlens[1])
     not_a_number[0, [start - 1, start + 1]] = torch.nan  # the first one is the place of no step
     for columns, error, match in (
         ({"logp": micro["logp"]}, FieldError, "must be one of those that forward names"),
@@ -196,10 +199,8 @@ def test_replicas_fill_what_their_node_holds() -> None:
 @pytest.mark.parametrize("to", ["multiple", "step", "budget"])
 def test_nodes_have_as_many_packs(to: Any, made: Replay) -> None:
     """One without trajectories, with one, and with some of a length."""
-    pack, ops = (
-        PackConfig(tokens=128, pad=PackPadConfig(to=to, multiple=16)),
-        made.tables["responses"].ops,
-    )
+    pack = PackConfig(tokens=128, pad=PackPadConfig(to=to, multiple=16))
+    ops = made.tables["responses"].ops
     plans = [PlannedPacks(np.full(n, 60), pack, 2, ops) for n in (0, 1, 7)]
     before = [plan.rows.tolist() for plan in plans]
     longest = [plan.rows.max(axis=1).tolist() for plan in plans]
@@ -219,11 +220,13 @@ def test_nodes_have_as_many_packs(to: Any, made: Replay) -> None:
 @pytest.mark.parametrize("offset", [-40, -2, -1, 0, 1, 2, 40])
 def test_rows_take_the_values_of_other_places(made: Replay, offset: int) -> None:
     table = made.tables["responses"]
-    column, present = table.schema["ref"], table.views["retention"][:, SlotRetention.PRESENT]
+    column = table.schema["ref"]
+    present = table.views["retention"][:, SlotRetention.PRESENT]
     with table.lock:
         records = absent(table, "ref")[::2].copy()
     lengths = records[:, Resolution.NUM_STEPS]
-    values, has_place = np.arange(1, lengths.sum() + 1, dtype=np.float32), []
+    values = np.arange(1, lengths.sum() + 1, dtype=np.float32)
+    has_place = []
     for steps, part in zip(
         lengths.tolist(), np.split(values, np.cumsum(lengths)[:-1]), strict=True
     ):
@@ -249,11 +252,14 @@ def test_rows_take_the_values_of_other_places(made: Replay, offset: int) -> None
 
 def test_native_rows_must_fit(made: Replay) -> None:
     table = made.tables["responses"]
-    write, store = table.ops.native.late_rows_write, table.extents.handle.address
+    write = table.ops.native.late_rows_write
+    store = table.extents.handle.address
     with table.lock:
         records = absent(table, "ref")
-    index, rows = table.schema.names.index("ref"), int(records[:, Resolution.NUM_STEPS].sum())
-    good, slots = np.zeros(rows, np.float32), np.zeros(len(records), np.int64)
+    index = table.schema.names.index("ref")
+    rows = int(records[:, Resolution.NUM_STEPS].sum())
+    good = np.zeros(rows, np.float32)
+    slots = np.zeros(len(records), np.int64)
     for wrong, match in (
         ((records, good[1:], 0, slots), f"expects {rows} rows of the column"),
         ((records, good.astype(np.float64), 0, slots), "rows of the column"),

@@ -21,10 +21,13 @@ Key = tuple[Any, ...]
 class Recorder(gymnasium.Env[Any, Any]):
     """Ends its episodes after 1 to 40 steps, in either way, and records each transition."""
 
-    observation_space, action_space = SPACE, ACTIONS
+    observation_space = SPACE
+    action_space = ACTIONS
 
     def __init__(self, number: int) -> None:
-        self.number, self.episode, self.random = number, -1, np.random.default_rng(number)
+        self.number = number
+        self.episode = -1
+        self.random = np.random.default_rng(number)
         self.record: list[Key] = []
 
     def _observe(self) -> np.ndarray:
@@ -35,9 +38,11 @@ class Recorder(gymnasium.Env[Any, Any]):
         return self._observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        before, reward = self._observe(), float(self.random.integers(100)) / 4
+        before = self._observe()
+        reward = float(self.random.integers(100)) / 4
         self.at += 1
-        ends, is_failure = self.at >= self.length, self.episode % 2 == 0
+        ends = self.at >= self.length
+        is_failure = self.episode % 2 == 0
         flags = ends and is_failure, ends and not is_failure
         self.record.append(key(before, self._observe(), action, reward, *flags))
         return self._observe(), reward, *flags, {}
@@ -104,7 +109,8 @@ def test_sampled_transitions_are_those_of_the_environments(mode: str) -> None:
         for _ in range(150):
             action = envs.action_space.sample()
             following, reward, terminated, truncated, infos = envs.step(action)
-            ended, after = terminated | truncated, following.copy()
+            ended = terminated | truncated
+            after = following.copy()
             for i in np.flatnonzero(ended) if mode == "same_step" else ():
                 after[i] = infos["final_obs"][i]
             held.add(observation, after, action, reward, terminated, truncated)
@@ -155,12 +161,15 @@ def test_what_the_modes_leave_out(
 
 @pytest.mark.parametrize("num_envs", [1, 6])
 def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
-    size, random = 600, np.random.default_rng(1)
+    size = 600
+    random = np.random.default_rng(1)
     with buffer(size, n_envs=num_envs, autoreset="same_step") as held:
         longest = held.replay.config.tables["main"].max_length
         assert longest == min(128, size // (num_envs + 1))
-        left, most = random.integers(10, 60, num_envs), size + size // 32 + (num_envs + 1) * longest
-        at, number = np.zeros((num_envs, 3), np.float32), 0
+        left = random.integers(10, 60, num_envs)
+        most = size + size // 32 + (num_envs + 1) * longest
+        at = np.zeros((num_envs, 3), np.float32)
+        number = 0
         for _ in range(4 * size // num_envs):
             left -= 1
             ends = left == 0
@@ -182,7 +191,8 @@ def test_it_holds_its_size_and_evicts_the_oldest(num_envs: int) -> None:
 def test_many_environments_fill_a_buffer_before_it_evicts() -> None:
     """Parts of equal lengths leave no rows near a writer's latest one; those after the newest are free."""
     with buffer(20_000, n_envs=64, autoreset="same_step") as held:
-        at, none = np.zeros((64, 3), np.float32), np.zeros(64, bool)
+        at = np.zeros((64, 3), np.float32)
+        none = np.zeros(64, bool)
         for step in range(1, 1000):
             held.add(at, at + 1, none, none, none, none)
             at = at + 1
@@ -190,7 +200,8 @@ def test_many_environments_fill_a_buffer_before_it_evicts() -> None:
 
 
 def test_observations_take_about_half_of_the_bytes_of_two_rings() -> None:
-    size, frame = 50_000, gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
+    size = 50_000
+    frame = gymnasium.spaces.Box(0, 255, (8, 8), np.uint8)
     with TransitionBuffer(size, frame, ACTIONS, autoreset="disabled", **SMALL) as held:
         stored = held.replay.store().columns["observation"]
         assert size < len(stored) < 1.12 * size  # for all but what short episodes need: a row in 16
@@ -389,13 +400,12 @@ class Walk:
     """Two environments that count steps from a first state in [0, `spread`); an episode has 5 steps."""
 
     def __init__(self, mode: str, spread: float = 1.0, moves: bool = True) -> None:
-        self.mode, self.spread, self.moves, self.random = (
-            mode,
-            spread,
-            moves,
-            np.random.default_rng(0),
-        )
-        self.states, self.steps = self.first(), np.array([0, 2])
+        self.mode = mode
+        self.spread = spread
+        self.moves = moves
+        self.random = np.random.default_rng(0)
+        self.states = self.first()
+        self.steps = np.array([0, 2])
 
     def first(self) -> np.ndarray:
         return self.spread * self.random.random(2)
@@ -408,7 +418,8 @@ class Walk:
         resets = self.steps == 5
         self.steps = np.where(resets, 0, self.steps + 1)
         self.states = np.where(resets, self.first(), self.states + self.moves)
-        final, ended = self.observe(), self.steps == 5
+        final = self.observe()
+        ended = self.steps == 5
         rewards = np.where(resets, 0, self.random.random(2))
         if self.mode == "same_step":
             self.states = np.where(ended, self.first(), self.states)
@@ -445,7 +456,8 @@ def test_resets_that_do_not_suit_the_mode_are_logged_once(
         buffer(n_envs=2, autoreset=given) as held,
         caplog.at_level(logging.WARNING, "deepspeed_gear"),
     ):
-        obs, no = walk.observe(), np.zeros(2, bool)
+        obs = walk.observe()
+        no = np.zeros(2, bool)
         for _ in range(150):
             following, final, rewards, ended = walk.step()
             after = final if passes_final else following
@@ -487,14 +499,16 @@ def test_windows_reach_over_whole_episodes(fields: dict[str, Any], longest: int)
 
 
 def test_time_steps_and_returns_of_episodes_longer_than_max_length() -> None:
-    env, fields = Recorder(0), {"timestep": {}, "return_to_go": {}}
+    env = Recorder(0)
+    fields = {"timestep": {}, "return_to_go": {}}
     with buffer(n_envs=1, autoreset="disabled", fields=fields, table={"max_length": 7}) as held:
         act_in_one(held, env, 400)
         to_go: dict[tuple[float, float], float] = {}
         for _, episode, at, *_, reward, terminated, truncated in reversed(env.record):
             ended = terminated or truncated
             to_go[episode, at] = reward + (0.0 if ended else to_go.get((episode, at + 1), np.nan))
-        batch, seen = held.sample().batch, set()
+        batch = held.sample().batch
+        seen = set()
         for (_, episode, at), time, value in zip(
             batch["observation"].tolist(), batch["timestep"], batch["return_to_go"], strict=True
         ):
@@ -511,7 +525,8 @@ def test_frame_stacks_of_a_long_episode_have_no_gap() -> None:
         assert held.replay.config.tables["main"].max_length == 400
         count(held, 400, ends=True)
         batch = held.sample().batch
-        steps, frames = batch["observation"][:, 0], batch["stack"][..., 0]
+        steps = batch["observation"][:, 0]
+        frames = batch["stack"][..., 0]
         wanted = torch.clamp(steps[:, None] + torch.arange(-3, 1), min=0)
         assert (frames == wanted).all()
         assert (batch.mask["stack"].sum(1) == torch.clamp(steps + 1, max=4)).all()

@@ -90,7 +90,8 @@ def test_items_before_the_end_of_an_epoch_are_kept_while_its_selection_is_made(
 ) -> None:
     """The process that makes it may die in between, and another one completes it."""
     scene = scenes(stream_spec("epoch", batch=4), lengths=[1] * 6, num_slots=8)
-    stream, table = scene.streams[0], scene.table
+    stream = scene.streams[0]
+    table = scene.table
     rows(stream, 0)
     scene.add(1)
     with monkeypatch.context() as patch:
@@ -120,7 +121,9 @@ def test_a_pass_visits_in_stored_order(scenes: Any, batch: int) -> None:
     stream = scenes(stream_spec("pass", "step", batch), lengths=LENGTHS).streams[0]
     ordered = sorted(ITEMS)
     for number in range(2):
-        found, index, size = [], 0, 1
+        found = []
+        index = 0
+        size = 1
         while index * batch < size:
             cut = stream.get(number << PASS_SHIFT | index)
             size = int(cut.head[4])
@@ -178,7 +181,8 @@ def test_a_late_peer_is_waited_for_and_named(scenes: Any) -> None:
 @pytest.mark.parametrize("how", ["it catches up", "it dies", "this stream stops"])
 def test_a_wait_for_a_late_peer_ends(scenes: Any, how: str) -> None:
     scene = scenes(stream_spec(depth=4), lengths=LENGTHS)
-    stream, late = scene.streams[0], list[np.ndarray]()
+    stream = scene.streams[0]
+    late = list[np.ndarray]()
 
     def attach() -> None:
         scene.attach(1)

@@ -48,11 +48,9 @@ def effective(batch: Batch) -> float:
     ids=str,
 )
 def test_against_a_loop(sampler: dict[str, Any]) -> None:
-    by_step, drawn, batches = (
-        sampler["unit"] == "step" if "unit" in sampler else False,
-        Counter(),
-        [],
-    )
+    by_step = sampler["unit"] == "step" if "unit" in sampler else False
+    drawn = Counter()
+    batches = []
     with replay_of(sampler=sampler) as replay:
         for _ in range(7):
             batch = replay.sample().clone()
@@ -60,7 +58,8 @@ def test_against_a_loop(sampler: dict[str, Any]) -> None:
             drawn.update(items_of(batch, by_step))
             if sampler.get("kind") in ("prioritized", "top_k"):
                 replay.update_priorities(batch, 0.25 + torch.rand(16) * 20)
-        found, newest = replay.statistics(), replay.take_metrics()
+        found = replay.statistics()
+        newest = replay.take_metrics()
         last = batches[-streams_of(replay)["train"].spec.depth :]
         assert len(last) == 4
     assert found["effective_samples"] == pytest.approx(
@@ -173,7 +172,8 @@ def test_counts_are_saved_and_loaded(tmp_path: Path) -> None:
             replay.remove([number])
         for _ in range(4):
             replay.sample()
-        state, before = replay.save(tmp_path), replay.statistics()["drawn"]
+        state = replay.save(tmp_path)
+        before = replay.statistics()["drawn"]
         assert before["main"]["draws"]["mean"] == 64 / 23
     with replay_of(count=0, sampler=STEPS) as replay:
         replay.load(tmp_path, state)

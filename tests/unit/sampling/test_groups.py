@@ -102,7 +102,8 @@ def test_frequencies_follow_the_masses_of_groups(sampler: dict[str, Any], masses
             firsts.append(add(replay, prompt, 0, steps=prompt + 1, weight=1.0 + prompt))
             for _ in range(1 + prompt % 3):
                 add(replay, prompt, 1, steps=1, weight=1.0 + prompt)
-        stream, first = train(replay), 0
+        stream = train(replay)
+        first = 0
         if sampler["kind"] == "prioritized":
             take(stream, 0)
             # A group is named by any of its trajectories: here by the first one, which is not its leader.
@@ -338,7 +339,8 @@ def test_stragglers_of_groups_that_have_left_form_no_second_group(
 
 
 def test_numbers_of_groups_that_have_left_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    group, options = {**GROUP, "remember": 9}, {"batch": {"groups": 1}, "max_times_sampled": 1}
+    group = {**GROUP, "remember": 9}
+    options = {"batch": {"groups": 1}, "max_times_sampled": 1}
     with Replay(section(group, **options)) as replay:
         for _ in range(3):
             add_groups(replay, [5])
@@ -442,7 +444,8 @@ def test_a_condition_that_few_groups_pass(kind: str, caplog: pytest.LogCaptureFi
     group = {**GROUP, "size": 1, "where": {"weight": {"min": {"min": 1.0}}}}
     limit = {"rate_limiter": {"queue": 6}} if kind == "queue" else {"max_times_sampled": 1}
     with Replay(section(group, batch={"groups": 4}, **limit)) as replay:
-        number, asked = 0, []
+        number = 0
+        asked = []
         for turn in range(12):
             asked.append(replay.missing_groups())
             for _ in range(asked[-1]):
@@ -522,7 +525,8 @@ def test_a_queue_of_groups() -> None:
 @pytest.mark.parametrize("kind", ["uniform", "fifo"])
 def test_groups_leave_whole_after_their_last_draw(kind: str) -> None:
     with Replay(section(GROUP, {"kind": kind}, batch={"groups": 3}, max_times_sampled=2)) as replay:
-        groups, draws = add_groups(replay, range(6)), list[list[int]]()
+        groups = add_groups(replay, range(6))
+        draws = list[list[int]]()
         for key in range(4):
             draws += trained(replay)
             gone = {one for ids in groups.values() if draws.count(ids) == 2 for one in ids}

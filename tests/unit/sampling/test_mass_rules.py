@@ -42,7 +42,9 @@ def test_large_weights_do_not_overflow() -> None:
 
 
 def test_splits_part_the_masses() -> None:
-    ids, steps, split = np.arange(1000), np.ones(1000, np.int64), {"eval": 0.2, "test": 0.1}
+    ids = np.arange(1000)
+    steps = np.ones(1000, np.int64)
+    split = {"eval": 0.2, "test": 0.1}
     parts = [
         MassRule("step", False, AnchorRule(), (), split, index).masses(
             ids, steps, COLUMNS.__getitem__

@@ -145,7 +145,8 @@ def test_a_wait_ends_with_an_error_or_goes_on_when_items_come() -> None:
         ):
             found.sample()
         wait = streams_of(found)["train"].state.limiter_wait
-        wait.timeout_s, before = 10.0, wait.total_s
+        wait.timeout_s = 10.0
+        before = wait.total_s
         adder = threading.Timer(0.4, lambda: found.add(trajectory(1)))
         adder.start()
         found.sample()
@@ -195,7 +196,8 @@ def of_writers(**options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_empty_table_waits_for_a_writer_that_lives(prefetch: int) -> None:
-    section, (told, tell) = of_writers(timeout_s=200.0, prefetch=prefetch), os.pipe()
+    section = of_writers(timeout_s=200.0, prefetch=prefetch)
+    (told, tell) = os.pipe()
 
     def write() -> None:
         os.read(told, 1)
@@ -337,7 +339,8 @@ def make(scenes: Any) -> Make:
     """Return what makes the stores of some nodes."""
 
     def of(count: int, **retention: Any) -> list[StoreScene]:
-        spec, kept = stream_spec(batch=BATCH, num_shards=count), Retention("fifo", **retention)
+        spec = stream_spec(batch=BATCH, num_shards=count)
+        kept = Retention("fifo", **retention)
         made = [scenes(spec, retention=kept, shard=Shard(index, count)) for index in range(count)]
         meet(made)
         return made
@@ -384,7 +387,8 @@ def test_a_queue_of_all_nodes(count: int, make: Make) -> None:
     assert sum(fill(scene) for scene in scenes) == 10
     assert sum(fill(scene) for scene in scenes) == 0
     assert [meet(scenes) for _ in range(3)] == [True, True, False]
-    last, added = scenes[-1], 0
+    last = scenes[-1]
+    added = 0
     for _ in range(8):
         added += fill(last)
         joint(last).apply(say(scenes), BATCH)

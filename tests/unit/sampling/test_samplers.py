@@ -98,7 +98,8 @@ def test_small_weights_keep_their_distribution() -> None:
 
 @pytest.mark.parametrize("scale", [1e-280, 1e-30, 1.0, 1e30, 1e300])
 def test_the_scale_of_weights_does_not_matter(scale: float) -> None:
-    weights, counts = np.array([1.0, 2.0, 0.0, 0.5]) * scale, np.array([3, 1, 4, 1])
+    weights = np.array([1.0, 2.0, 0.0, 0.5]) * scale
+    counts = np.array([3, 1, 4, 1])
     masses = masses_of_weights(weights, weight_bits(float(weights @ counts)))
     assert (masses[[1, 3]] * [1, 4] == masses[0] * 2).all()
     assert masses[2] == 0
@@ -224,11 +225,14 @@ def test_too_few_items_are_an_error_that_passes(
 @pytest.mark.parametrize("kind", ["fifo", "lifo", "recent"])
 def test_ages_while_trajectories_come_and_go(scenes: Any, kind: str, unit: str) -> None:
     """Also where slots are used again, so that a newer trajectory lies before an older one."""
-    by_step, newest = unit == "step", 9 if unit == "step" else 3
+    by_step = unit == "step"
+    newest = 9 if unit == "step" else 3
     recent = stream_spec("random", unit, 600, window=AgeWindow(newest))
     spec = recent if kind == "recent" else stream_spec(kind, unit, 4)
     scene = scenes(spec, lengths=LENGTHS, num_slots=7)
-    stored, stream, chance = dict(enumerate(LENGTHS)), scene.streams[0], np.random.default_rng(0)
+    stored = dict(enumerate(LENGTHS))
+    stream = scene.streams[0]
+    chance = np.random.default_rng(0)
     for key in range(25):
         gone = [int(n) for n in chance.choice(sorted(stored), 2, replace=False)]
         table_access.remove(scene.table, gone)
@@ -264,7 +268,8 @@ def test_an_add_without_room_moves_the_window(scenes: Any) -> None:
 def test_a_dropped_tail(scenes: Any, batch: int) -> None:
     """60 items: no batch spans two epochs, and none visits an item twice."""
     stream = scenes(stream_spec("epoch", "step", batch, drop=True), lengths=LENGTHS).streams[0]
-    orders, numbers = [], []
+    orders = []
+    numbers = []
     for epoch in range(3):
         visited: list[Item] = []
         for _ in range(60 // batch):
@@ -380,7 +385,9 @@ def test_sample_gives_the_bits_of_the_native_draw(
     sampler = SAMPLERS[
         type(parse({"tables": {"main": {"capacity_steps": 9}}, **options}).item_sampler)
     ]
-    own_spec, asked, sample = sampler.spec, [], sampler.sample
+    own_spec = sampler.spec
+    asked = []
+    sample = sampler.sample
 
     def without_native(self: Any, scope: SamplerScope) -> SamplerSpec:
         spec = own_spec(self, scope)

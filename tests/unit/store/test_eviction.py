@@ -127,7 +127,8 @@ def test_the_lowest_priority_goes_first(make: Make, unit: str) -> None:
     stream.release(0)
     slots = scene.table.slots_of(np.arange(4))
     for number, priority in enumerate((2.0, 0.25, 0.25, 3.0)):
-        slot, row = slots[number], scene.table.slots[slots[number], Slot.FIRST_ROW]
+        slot = slots[number]
+        row = scene.table.slots[slots[number], Slot.FIRST_ROW]
         stream.masses.values[slice(row, row + 4) if unit == "step" else slot] = priority
     for wanted in ([0, 2, 3, 4], [0, 3, 4, 5], [3, 4, 5, 6], [4, 5, 6, 7], [5, 6, 7, 8]):
         add(scene, 4)  # those that no selection has seen go last, the oldest of them first
@@ -212,8 +213,10 @@ def test_one_native_call_and_plain_steps_leave_equal_stores(
     sizes = {"num_slots": 9, "num_rows": 60, "spare_rows": spare_rows}
     scenes = [make(removal, [stream_spec()], **sizes) for _ in range(2)]
     ways = [inserter(scene) for scene in scenes]
-    ways[0]._adds_natively, ways[1]._adds_natively = True, False
-    extents, moved = scenes[1].table.extents, list[int]()
+    ways[0]._adds_natively = True
+    ways[1]._adds_natively = False
+    extents = scenes[1].table.extents
+    moved = list[int]()
     move = extents.move
     monkeypatch.setattr(extents, "move", lambda slot, to: (moved.append(slot), move(slot, to)))
     chance = np.random.default_rng(1)

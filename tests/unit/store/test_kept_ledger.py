@@ -89,7 +89,8 @@ def test_the_next_job_holds_what_was_committed(data: Path, tmp_path: Path) -> No
         assert [train(replay), train(replay)] == [[3, 4, 5], [6, 7, 8]]
         assert check_books(replay)["largest_lag"] == 1
     with Replay(config) as replay:  # without a checkpoint: 0 to 2 were drawn before it
-        table, worker = replay.tables["main"], replay.rollout_worker()
+        table = replay.tables["main"]
+        worker = replay.rollout_worker()
         for number in table.slots[table.extents.retired(), Slot.ID].tolist():
             with pytest.raises(StoreError, match="must be stored"):
                 replay.read([number])  # of the job before, whose ids may be given again
@@ -254,7 +255,8 @@ def test_a_kept_store_is_listed_and_removed(
 ) -> None:
     config = kept(data)
     with Replay(config) as replay:
-        worker, run = RolloutWorker.attach(config), replay.run
+        worker = RolloutWorker.attach(config)
+        run = replay.run
         commit(worker.lease(2))
     with Replay(kept(data, keep=False)) as replay:  # another job leaves it alone
         assert replay.run != run

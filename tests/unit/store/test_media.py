@@ -49,7 +49,8 @@ def number_of(media: Media, replay: Replay) -> int:
 
 def test_equal_images_are_stored_once_and_read_back_as_they_were() -> None:
     with Replay(media_section()) as replay:
-        first, second = image(3), image(4)
+        first = image(3)
+        second = image(4)
         ids = [replay.add(one) for one in group(0, {1: first, 4: second})]
         ids += [
             replay.add(one) for one in group(1, {2: image(3)})
@@ -190,13 +191,16 @@ def test_packs_have_the_items_that_their_places_name(prefix: str) -> None:
                         "tokens": group(3, {})[0]["tokens"],
                     }
                 replay.add(one)
-        counted, every = 0, set[int]()
+        counted = 0
+        every = set[int]()
         for micro in micros(replay.rollout()):
-            media, numbers = micro.media, micro["image"][0]
+            media = micro.media
+            numbers = micro["image"][0]
             assert torch.equal(media.place, numbers.nonzero()[:, 0])
             names = [number_of(image(n), replay) for n in range(41)]
             which = [names.index(number) for number in numbers[media.place].tolist()]
-            rows, grids = media.columns["patches"], media.columns["grid"]
+            rows = media.columns["patches"]
+            grids = media.columns["grid"]
             assert len(media.counts["grid"]) == len(set(which)), "each once"
             assert rows.dtype == torch.float32
             firsts = media.counts["patches"].cumsum(0) - media.counts["patches"]
@@ -236,7 +240,8 @@ def test_rows_that_are_gone_are_refused_by_name() -> None:
 @given(st.data())
 def test_any_additions_and_removals_leave_exactly_whole_items(data: st.DataObject) -> None:
     with Replay(media_section({"capacity_bytes": 12 << 10}, capacity_steps=500)) as replay:
-        pages, known = pages_of(replay), dict[int, dict[int, int]]()
+        pages = pages_of(replay)
+        known = dict[int, dict[int, int]]()
         for n in range(data.draw(st.integers(1, 25))):
             wanted = data.draw(st.dictionaries(st.integers(0, 7), st.integers(0, 25), max_size=3))
             images = {step: image(which) for step, which in wanted.items()}
@@ -289,7 +294,8 @@ def test_a_death_at_any_line_leaves_whole_items(
                 with TrajectoryWriter.attach(config, wait_s=5) as writer:
                     pages = writer.parts[0].media
                     assert pages is not None
-                    code, seen = getattr(type(pages), where).__code__, 0
+                    code = getattr(type(pages), where).__code__
+                    seen = 0
 
                     def trace(frame: Any, event: str, arg: Any) -> Any:
                         nonlocal seen
@@ -318,7 +324,8 @@ def test_an_addition_whose_lock_times_out_leaves_nothing(monkeypatch: pytest.Mon
     """Between the bytes of an item and its commit point."""
     with Replay(media_section()) as replay:
         first = replay.add(group(0, {0: image(0, 90)})[0])
-        find, calls = MediaPages.find, list[int]()
+        find = MediaPages.find
+        calls = list[int]()
 
         def found(self: MediaPages, numbers: np.ndarray) -> np.ndarray:
             calls.append(len(numbers))

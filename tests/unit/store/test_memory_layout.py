@@ -36,7 +36,8 @@ def test_regions_are_aligned_and_apart(shapes: list[tuple[str, int]]) -> None:
     layout = Layout.of(regions, {"n": len(regions)})
     at = HEADER_BYTES + len(layout.description)
     buffer = bytearray(layout.total_bytes)
-    views, base = layout.views(buffer), np.frombuffer(buffer, np.uint8).ctypes.data
+    views = layout.views(buffer)
+    base = np.frombuffer(buffer, np.uint8).ctypes.data
     for region in regions:
         offset = views[region.name].__array_interface__["data"][0] - base
         assert offset % ALIGNMENT == 0

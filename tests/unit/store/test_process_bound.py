@@ -51,7 +51,9 @@ def test_neither_pickled_nor_copied(replay: Replay) -> None:
 
 
 def test_a_forked_child_cannot_use_them_and_leaves_them_alone(replay: Replay) -> None:
-    sample, endless, before = replay.sample, iter(replay), replay.sample().sample_number.tolist()
+    sample = replay.sample
+    endless = iter(replay)
+    before = replay.sample().sample_number.tolist()
     made = bound_objects(replay)
     uses: list[Callable[[], Any]] = [
         sample,
@@ -110,7 +112,8 @@ def test_workers_of_a_data_loader_are_refused(replay: Replay, context: str) -> N
 
 
 def test_nothing_is_written_after_the_end(replay: Replay) -> None:
-    writer, vector = replay.writer(), replay.vector_writer(1, autoreset="next_step")
+    writer = replay.writer()
+    vector = replay.vector_writer(1, autoreset="next_step")
     vector.reset(observation=[[0.0] * 3], task=[0])
     replay.close()
     step = {

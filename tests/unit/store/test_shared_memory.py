@@ -89,7 +89,8 @@ def test_content_is_shared_once_it_is_linked(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["", ".", "..", "../tmp/x", "/etc/passwd", "a/b", "a\0b"])
 def test_names_stay_in_dev_shm(wrong: str) -> None:
-    memory, tables = SharedMemory.create(SIZE), {"tables": {"main": {"writers": 1}}}
+    memory = SharedMemory.create(SIZE)
+    tables = {"tables": {"main": {"writers": 1}}}
     calls: list[Callable[[], Any]] = [
         lambda: SharedMemory.attach(wrong, 1),
         lambda: memory.link(wrong),
@@ -140,7 +141,8 @@ def refused_owner(path: Path) -> None:
     ],
 )
 def test_attach_refuses(name: str, spoil: Callable[[Path], Any], text: str) -> None:
-    memory, path = make(name), SHM / name
+    memory = make(name)
+    path = SHM / name
     spoil(path)
     before = open_files()
     try:

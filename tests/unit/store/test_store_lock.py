@@ -25,7 +25,8 @@ class Scene:
     """A lock in shared memory, with counters behind it and a count of this process's recoveries."""
 
     def __init__(self, native: ModuleType) -> None:
-        self.native, self.name = native, f"{prefix()}-lock"
+        self.native = native
+        self.name = f"{prefix()}-lock"
         self.memory = SharedMemory.create(2 * HEADER_BYTES)
         self.recoveries = 0
         self.lock = self.make(self.memory)

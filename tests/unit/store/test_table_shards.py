@@ -42,7 +42,8 @@ def table_of(spec: TableSpec) -> Iterator[Table]:
 def spec_of(
     dataset: Dataset, first: int, end: int, in_memory: bool, arrivals: tuple[int, int] = (0, 0)
 ) -> TableSpec:
-    lo, hi = first - dataset.first_id, end - dataset.first_id
+    lo = first - dataset.first_id
+    hi = end - dataset.first_id
     rows = dataset.row_of(hi) - dataset.row_of(lo)
     shard = Shard(0, 2, first, end)
     return TableSpec(
@@ -105,8 +106,10 @@ def test_arrivals_are_gathered_from_the_first_arrival_on(
         assert (row, slot) == ((table.spec.num_rows, 2) if in_memory else (0, 0))
         assert table.gathers_own_rows == in_memory
         for name in NAMES:
-            own, before = table.columns[name], table.columns[name].copy()
-            received, at = table.arrivals[name], slot if name == "task" else row
+            own = table.columns[name]
+            before = table.columns[name].copy()
+            received = table.arrivals[name]
+            at = slot if name == "task" else row
             assert len(received) == arrivals[int(name == "task")]
             assert (received.dtype, received.shape[1:]) == (own.dtype, own.shape[1:])
             received[...] = 1

@@ -38,7 +38,8 @@ def train(replay: Replay) -> list[int]:
 def test_prompts_in_flight_at_a_save_are_trained(tmp_path: Path) -> None:
     """NVIDIA-NeMo/RL#3599: the saved position was ahead of the long prompts, which were skipped."""
     with run_of(tmp_path, max_lag=1) as replay, replay.rollout_worker() as worker:
-        short, long = (leases := worker.lease(8))[::2], leases[1::2]
+        short = (leases := worker.lease(8))[::2]
+        long = leases[1::2]
         commit(*short)
         replay.save(tmp_path / "saved")
         commit(*long)

@@ -79,7 +79,8 @@ def policy(observation: Any) -> np.ndarray:
 
 def by_hand(seed: int, num_steps: int) -> list[dict[str, np.ndarray]]:
     """Record the whole episodes of one environment in a plain loop."""
-    env, episodes = make(), []
+    env = make()
+    episodes = []
     observation, _ = env.reset(seed=seed)
     rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     for _ in range(num_steps):

@@ -31,10 +31,8 @@ def test_leases_are_of_other_trajectories_until_they_end(config: dict[str, Any])
         for prompt in (3, 1, 2):
             add(replay, prompt, 0)
             add(replay, prompt, 1)
-        first, second = (
-            FillWorker.attach(config, "reward"),
-            FillWorker.attach(config, "reward", lease_s=0),
-        )
+        first = FillWorker.attach(config, "reward")
+        second = FillWorker.attach(config, "reward", lease_s=0)
         assert ids(first.lease(2)) == [2, 3]  # by group
         third, fourth = second.lease(2)
         assert ids((third, fourth)) == [4, 5]
@@ -96,7 +94,8 @@ def test_a_death_inside_a_fill_leaves_whole_columns(config: dict[str, Any], coun
 
         def work() -> None:
             worker = FillWorker.attach(config, "reward")
-            table, native = worker._table, worker._table.ops.native
+            table = worker._table
+            native = worker._table.ops.native
             mark = native.late_rows_mark
 
             def mark_some(store: int, bit: int, slots: np.ndarray) -> None:

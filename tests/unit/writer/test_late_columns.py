@@ -124,7 +124,8 @@ def states(*values: float) -> dict[str, Any]:
 @pytest.mark.parametrize("publish", [False, True])
 def test_every_trajectory_that_ends_is_returned(publish: bool) -> None:
     with replay(max_length=3, capacity_steps=120, capacity_trajectories=20) as found:
-        vector, completed = found.vector_writer(2, autoreset="disabled"), []
+        vector = found.vector_writer(2, autoreset="disabled")
+        completed = []
         assert vector.reset(**states(0, 0)) == []
         for step in range(1, 6):
             ended = np.array([False, step == 2])

@@ -116,9 +116,11 @@ def test_a_data_set_takes_them_too(tmp_path: Path) -> None:
 
 def test_errors_name_the_column_by_its_dotted_name() -> None:
     with replay_of() as replay:
-        writer, vector = replay.writer(), replay.vector_writer(1, "disabled")
+        writer = replay.writer()
+        vector = replay.vector_writer(1, "disabled")
         opened = writer.trajectory()
-        arm, cameras = observation()["arm"], observation()["cameras"]
+        arm = observation()["arm"]
+        cameras = observation()["cameras"]
         for wrong, text in (
             (
                 {"arm": arm, "cameras": cameras, "leg": arm},

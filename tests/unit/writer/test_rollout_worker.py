@@ -181,7 +181,8 @@ def test_the_books_of_a_running_process_are_shown(
 
 def test_prompts_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that come at once ingest it once; a file that has changed is another data set."""
-    file, hidden = tmp_path / "prompts.jsonl", f".prompts.jsonl.gear-{'[0-9a-f]' * 12}"
+    file = tmp_path / "prompts.jsonl"
+    hidden = f".prompts.jsonl.gear-{'[0-9a-f]' * 12}"
     rows = [{"tokens": [index] * 3, "index": index} for index in range(6)]
     file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     take = fcntl.flock
@@ -261,7 +262,9 @@ def test_configs_that_prompts_do_not_suit(data: Path) -> None:
         with pytest.raises(ConfigError, match=match):
             Replay(config)
     with Replay(changed({"max_lag": 1})) as replay:  # of three nodes
-        known, config, at = replay.tables["main"].spec, replay.config, Shard(1, 3, 0, 0)
+        known = replay.tables["main"].spec
+        config = replay.config
+        at = Shard(1, 3, 0, 0)
         assert known.group is not None
         with pytest.raises(
             ConfigError, match=r"must be at least 18, .* each of 3 nodes those of a batch"
@@ -419,7 +422,8 @@ def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> 
     with Replay(config) as replay, replay.rollout_worker() as worker:
         (lease,) = worker.lease()
         table = replay.tables["main"]
-        ledger, group = table.ledger, [one | {"reward": np.float32(0)} for one in responses(lease)]
+        ledger = table.ledger
+        group = [one | {"reward": np.float32(0)} for one in responses(lease)]
         assert ledger is not None
         lease.commit(group)
         ledger._states[lease._lease.entry] = EntryState.LEASED
@@ -430,7 +434,8 @@ def test_a_worker_that_dies_in_a_commit_leaves_no_unfilled_group(data: Path) -> 
 
 def test_every_process_attaches_with_the_recipe_of_the_ranks(data: Path, tmp_path: Path) -> None:
     """With the section, a ds_config or its file; and without a config to a named run, whatever its prefix."""
-    section, path = recipe_section(data), tmp_path / "ds_config.json"
+    section = recipe_section(data)
+    path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_batch_size": 8, "gear": section}))
     with Replay(section) as replay:
         given: list[tuple[Any, dict[str, Any]]] = [
@@ -593,7 +598,8 @@ def test_an_error_of_a_lease_names_how_it_ended(
             replay=replay, worker=worker, lease=lease, clock=clock, folder=tmp_path / "saved"
         )
         end(scene)
-        held, lease = len(replay), scene.lease
+        held = len(replay)
+        lease = scene.lease
         for change in (
             lease.heartbeat,
             lambda: lease.commit(responses(lease)),

@@ -86,7 +86,8 @@ def test_started_actors_add_to_their_own_run(monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("gymnasium", reason="actors act in its environments")
     config = section()
     with Replay(config) as one, Replay(config) as two:
-        env, policy = "actor_policies:counting", "actor_policies:at_once"
+        env = "actor_policies:counting"
+        policy = "actor_policies:at_once"
         monkeypatch.setenv("GEAR_RUN", two.run)
         with start_actors(env, policy, two), start_actors(env, policy, config):
             wait_until(lambda: len(two) > 4, "items")
@@ -154,7 +155,8 @@ def test_options_that_a_writer_does_not_need_may_differ() -> None:
 def test_an_actor_waits_for_its_own_run() -> None:
     """It comes first, beside a living run of another config."""
     rate = {"min_size": 4, "samples_per_insert": 2, "error_buffer": 400}
-    own, other = section(), section(seed=1)
+    own = section()
+    other = section(seed=1)
     own["tables"]["main"]["rate_limiter"] = rate
     found: list[Any] = []
 
@@ -175,7 +177,8 @@ def test_an_actor_waits_for_its_own_run() -> None:
 def test_a_run_that_ends_while_it_is_attached_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between finding and opening the store, and with it still there: a writer is attached."""
     runs: list[Replay] = []
-    look, ends = trajectory_writer.named_stores, 0
+    look = trajectory_writer.named_stores
+    ends = 0
 
     def find(prefix: str) -> Any:
         nonlocal ends

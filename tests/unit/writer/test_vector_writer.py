@@ -117,7 +117,8 @@ def test_a_reset_with_another_name(replay: Replay, more: dict[str, Any], name: s
 
 
 def test_a_last_state_with_another_name(replay: Replay) -> None:
-    steps, last = begun(replay, "same_step"), {**flat(), "terminated": np.ones(2, bool)}
+    steps = begun(replay, "same_step")
+    last = {**flat(), "terminated": np.ones(2, bool)}
     rule = f"final: column action must be a column that final takes; it takes {STATE}"
     with pytest.raises(DataError, match=rule):
         steps.step(**last, final={**state(), "action": [0, 0]})
@@ -153,7 +154,8 @@ def step(writer: Any, at: int, ended: bool = False, publish: bool = False) -> An
     if at % 4 == 0:
         writer.reset(np.array([at == 0, True]), observation=np.full(2, at, np.float32))
     no = np.zeros(2, bool)
-    observation, reward = np.full(2, at + 1, np.float32), np.ones(2, np.float32)
+    observation = np.full(2, at + 1, np.float32)
+    reward = np.ones(2, np.float32)
     columns = {
         "observation": observation,
         "reward": reward,
@@ -291,7 +293,8 @@ def test_pieces_have_the_time_steps_and_returns_of_their_episode(
 
 def test_pieces_have_the_values_that_are_derived_of_whole_episodes() -> None:
     """Bit for bit: the sums of the writer are those of the op, and the fields have the same dtype."""
-    found, rewards = [], rewards_of(31, 0)
+    found = []
+    rewards = rewards_of(31, 0)
     for schema in (PIECES, EPISODE):
         with pieces(schema, max_length=LONGEST if schema is PIECES else None) as replay:
             if schema is PIECES:
@@ -310,7 +313,8 @@ def test_pieces_have_the_values_that_are_derived_of_whole_episodes() -> None:
 def test_pieces_whose_episode_ends_otherwise() -> None:
     """Evicted pieces are left out; a reset and close end an episode; a writer that is dropped does not."""
     with pieces() as found:
-        state, ones = np.zeros(2, np.float32), np.ones(2, np.float32)
+        state = np.zeros(2, np.float32)
+        ones = np.ones(2, np.float32)
         writer = found.vector_writer(2, "disabled")
 
         def steps(writer: VectorWriter, count: int) -> None:
@@ -344,10 +348,12 @@ def test_pieces_whose_episode_ends_otherwise() -> None:
 
 def test_pieces_of_evicted_published_steps_keep_their_time_steps() -> None:
     with pieces() as found:
-        writer, state = found.vector_writer(2, "disabled"), np.zeros(2, np.float32)
+        writer = found.vector_writer(2, "disabled")
+        state = np.zeros(2, np.float32)
         writer.reset(observation=state)
         for at in range(2 * LONGEST + 4):
-            ended, reward = np.full(2, at == 2 * LONGEST + 3), np.full(2, at, np.float32)
+            ended = np.full(2, at == 2 * LONGEST + 3)
+            reward = np.full(2, at, np.float32)
             columns = {"observation": state, "reward": reward, "terminated": ended, "truncated": NO}
             writer.step(publish=True, **columns)
             if at == 2 * LONGEST + 1:  # two steps of the third piece are published
@@ -361,7 +367,8 @@ def test_pieces_of_evicted_published_steps_keep_their_time_steps() -> None:
 
 def test_names_and_schemas_of_episode_columns() -> None:
     with pieces() as found:
-        writer, state = found.vector_writer(2, "disabled"), np.zeros(2, np.float32)
+        writer = found.vector_writer(2, "disabled")
+        state = np.zeros(2, np.float32)
         writer.reset(observation=state)
         columns = {"observation": state, "reward": state, "terminated": NO, "truncated": NO}
         with pytest.raises(DataError, match="column step must be a column that step takes"):

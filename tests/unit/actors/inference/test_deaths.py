@@ -78,7 +78,8 @@ def test_a_simulator_dies_while_it_waits(replay: Replay) -> None:
             request = next(iter(loader))
             if len(request) == 3:
                 request.reply(**policy(request["observation"]))
-        request, before = next(loader), len(replay)
+        request = next(loader)
+        before = len(replay)
         kill(child)
         request.reply(**policy(request["observation"]))
         wait_until(lambda: not next(loader) and loader.num_simulators == 0, "freeing")
@@ -105,7 +106,8 @@ def test_an_answer_to_the_dead_does_not_reach_others(replay: Replay) -> None:
 
 
 def test_a_simulator_dies_anywhere_in_a_step() -> None:
-    config, deaths = section(), 0
+    config = section()
+    deaths = 0
     with (
         Replay(config, schemas={"main": SCHEMA}) as replay,
         loader_of(replay, num_simulators=3) as loader,

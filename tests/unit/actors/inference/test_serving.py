@@ -108,7 +108,8 @@ def test_the_oldest_come_first_and_answers_in_any_order(
     none.reply(**policy(none["observation"]))
     for envs in ([2], [0], [1, 3]):
         simulators.post(envs)
-    first, second = next(loader), next(loader)
+    first = next(loader)
+    second = next(loader)
     assert (first.simulators.tolist(), second.simulators.tolist()) == ([2, 0], [1, 3])
     second.reply(**policy(second["observation"]))
     assert simulators.ready(1).tolist() == [1, 3]
@@ -158,7 +159,8 @@ def test_simulators_go_where_there_is_room(replay: Replay) -> None:
 
 
 def test_each_rank_of_a_node_answers_its_own() -> None:
-    config, port = section(), free_port()
+    config = section()
+    port = free_port()
 
     def rank(number: int) -> None:
         address = f"tcp://127.0.0.1:{port}"

@@ -41,7 +41,8 @@ def test_outliers_end_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         for _ in range(40):
             replay.add({"x": np.arange(100, dtype=np.uint8)})
         for k in range(40):
-            batch, priorities = replay.sample(), torch.rand(256)
+            batch = replay.sample()
+            priorities = torch.rand(256)
             priorities[0] = 1e12 if k % 3 == 0 else priorities[0]
             replay.update_priorities(batch, priorities)
         replay.sample()

@@ -120,7 +120,8 @@ def busy(scenes: Any, unit: str) -> tuple[StoreScene, Any]:
     scene = scenes(
         unit=unit, lag=1, alpha=lambda key: 0.9 - 0.1 * key, normalize="table", batch=40, depth=6
     )
-    stream, (table, (other,)) = scene.streams[0], scene.attach(1)
+    stream = scene.streams[0]
+    (table, (other,)) = scene.attach(1)
     report(stream, [(2, 3), (3, 9), (0, 0)], [7, 0.25, 3])
     cut(stream, 0, other)
     table_access.remove(scene.table, [1])
@@ -194,7 +195,8 @@ def test_saved_reports_fill_the_logs_of_all_ranks_and_more_are_refused(scenes: A
     scene = scenes(log_size=4)
     stream = scene.streams[0]
     report(stream, [(0, 0), (0, 1), (0, 2), (1, 0)], 2)
-    saved, ranks = stream.masses.export(np.arange(5)), len(stream.masses.reports.asked)
+    saved = stream.masses.export(np.arange(5))
+    ranks = len(stream.masses.reports.asked)
     assert ranks > 1
     saved["log"] = np.concatenate([saved["log"]] * ranks)
     saved["log"][:, LogEntry.SAMPLE_NUMBER] = np.arange(4 * ranks)
