@@ -692,17 +692,19 @@ class TableLoader:
         if not stream.state.keeps_selections(part):
             return
         owners = reshard.owners_of(whole, self._divisions[name])
-        for at in np.argsort(part["heads"][:, Head.KEY]).tolist():
-            key, count, after = part["heads"][at, [Head.KEY, Head.COUNT, Head.SAMPLES]].tolist()
+        for at in np.argsort(part["heads"][:, Head.NUMBER]).tolist():
+            number, count, after = part["heads"][
+                at, [Head.NUMBER, Head.COUNT, Head.SAMPLES]
+            ].tolist()
             own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
             records = part["ring"][at, own]
             records[:, Resolution.SLOT] = self._placed[name][records[:, Resolution.SLOT]]
             records[:, Resolution.FIRST_ROW] = stream.table.slots[
                 records[:, Resolution.SLOT], Slot.FIRST_ROW
             ]
-            entry = key % stream.spec.depth
+            entry = number % stream.spec.depth
             records_of = torch.from_numpy(records)
-            selector.deliver(key, entry, after - count, owners[at, :count], own, records_of)
+            selector.deliver(number, entry, after - count, owners[at, :count], own, records_of)
         with stream.table.lock:
             stream.state.keep_selections(part)
 

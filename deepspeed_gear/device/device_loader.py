@@ -360,6 +360,6 @@ class DeviceEvaluation:
                 rule = spec.rule.anchors.as_list()
                 unit = UNIT_CODES[spec.rule.unit]
                 known_items = (table.slots.cpu(), torch.arange(count) % size)
-                ops.resolve_(records, sums, *known_items, rule, unit, spec.seed, spec.key, 0)
+                ops.resolve_(records, sums, *known_items, rule, unit, spec.seed, spec.random_key, 0)
             self._items[split] = records.to(table.device), size
         return self._items[split]

@@ -107,7 +107,7 @@ class DeviceTable:
         self.table = table
         self.betas = WeightExponents(config.item_sampler, table.device)
         self.seed = spec.seed
-        self.key = spec.key
+        self.random_key = spec.random_key
         #: Whether it holds a data set, which does not change.
         self.has_data = options.data is not None
         # Whether it has ever held anything: a plain attribute, on which a trace that sets it has no
@@ -142,7 +142,7 @@ class DeviceTable:
         # The i-th sample since the beginning has the number i * data_world + data_rank.
         numbers = plan.info.data_world, plan.topology.place.data_rank
         is_stratified = spec.sampling.native is NativeDraw.STRATIFIED
-        self._draw = [spec.seed, spec.key, *numbers, int(is_stratified), normalize]
+        self._draw = [spec.seed, spec.random_key, *numbers, int(is_stratified), normalize]
 
     def mark_filled(self, is_filled: bool = True) -> None:
         """Note that something was added, or whether anything is left."""

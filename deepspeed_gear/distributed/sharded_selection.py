@@ -51,7 +51,7 @@ MOST_LEAVE_S = (
 class StatusMessage:
     """The status message of a node, the first of a joint selection."""
 
-    KEY: Final = 0
+    NUMBER: Final = 0
     STATUS: Final = 1  # 1: it has failed, and an error's text follows
     STOP: Final = 2
     WAITED_US: Final = 3
@@ -75,7 +75,7 @@ class SelectionAgreement(LocalSelector):
         self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
-        self._key: int | None = None  # of the selection that is being made
+        self._number: int | None = None  # of the selection that is being made
         self.num_selections = 0
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self._num_nodes)
@@ -97,14 +97,14 @@ class SelectionAgreement(LocalSelector):
         except Exception as caught:
             error = caught
         words = self._record(error)
-        words[StatusMessage.KEY] = -1 if self._key is None else self._key
+        words[StatusMessage.NUMBER] = -1 if self._number is None else self._number
         words[StatusMessage.STOP] = leaves or self.state.stop.is_set()
         messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
         records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
         waited_us = records[:, StatusMessage.WAITED_US]
         # The node that has waited least was the last to arrive.
         self.late_s += (waited_us.max() - waited_us) * 1e-6
-        agreed = words[StatusMessage.KEY], False, False
+        agreed = words[StatusMessage.NUMBER], False, False
         if (records[:, : StatusMessage.STOP + 1] != agreed).any():
             self._raise_refusal(records, error)
         self._waiting = bool(records[:, StatusMessage.WAITING].any())
@@ -115,15 +115,15 @@ class SelectionAgreement(LocalSelector):
         """Raise the reason why a node does not make the selection that this one makes."""
         if records[:, StatusMessage.STOP].any():
             self.channel.note_left()
-            if self.state.stop.is_set() or self._key is None:
+            if self.state.stop.is_set() or self._number is None:
                 name = f"stream {self.spec.name}"
                 raise StoreError(name, "must be open", None, "it was closed while it waited")
             node = int(np.nonzero(records[:, StatusMessage.STOP])[0][0])
-            self.channel.raise_ended(node, f"it ended before global batch {self._key}")
+            self.channel.raise_ended(node, f"it ended before global batch {self._number}")
         self._raise_failure(records, error)
         asked = {
-            self.channel.name(i): key
-            for i, key in enumerate(records[:, StatusMessage.KEY].tolist())
+            self.channel.name(i): number
+            for i, number in enumerate(records[:, StatusMessage.NUMBER].tolist())
         }
         rule = "must ask for the same global batch"
         remedy = "all ranks must take the same batches in the same order"
@@ -134,7 +134,7 @@ class SelectionAgreement(LocalSelector):
         sent that.
         """
         if not self.channel.left:
-            self._key = None
+            self._number = None
             with self.channel.parting(MOST_LEAVE_S):
                 self._exchange_status(lambda: [NO_WORDS] * self._num_nodes, leaves=True)
         self.channel.note_left(False)
@@ -181,10 +181,10 @@ class SelectionAgreement(LocalSelector):
         self._records = records
         self._totals = records[:, StatusMessage.TOTAL].copy()
 
-    def _reports_due(self, key: int) -> np.ndarray:
+    def _reports_due(self, number: int) -> np.ndarray:
         """Copy the priority updates of this node that precede a selection. [n, words], int64."""
         with self._table.lock:
-            self._due = self.state.with_priorities.reports.due(key)
+            self._due = self.state.with_priorities.reports.due(number)
             return np.concatenate([_NO_REPORTS, *(rows for _, rows in self._due)])
 
 
@@ -193,15 +193,17 @@ class ReplicatedSelector(SelectionAgreement):
     thread.
     """
 
-    def begin(self, key: int, entry: int, count: int) -> int | None:
-        self._key = key
-        received = self._exchange_status(lambda: [self._reports_due(key)] * self._num_nodes)
+    def begin(self, number: int, entry: int, count: int) -> int | None:
+        self._number = number
+        received = self._exchange_status(lambda: [self._reports_due(number)] * self._num_nodes)
         self.num_selections += 1
         self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received if len(words)]
         return count
 
-    def apply(self, key: int) -> int:
-        self._apply_together(lambda: self.state.with_priorities.apply_reports(key, self._received))
+    def apply(self, number: int) -> int:
+        self._apply_together(
+            lambda: self.state.with_priorities.apply_reports(number, self._received)
+        )
         return self.total
 
 
@@ -231,7 +233,7 @@ class ShardedSelector(SelectionAgreement):
     def total(self) -> int:
         return int(self._totals.sum())
 
-    def begin(self, key: int, entry: int, count: int) -> int | None:
+    def begin(self, number: int, entry: int, count: int) -> int | None:
         """Agree with the other nodes on a selection. Returns as `LocalSelector.begin`.
 
         Raises:
@@ -239,7 +241,7 @@ class ShardedSelector(SelectionAgreement):
             StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another
                 batch.
         """
-        self._begin_selection(key, entry, count)
+        self._begin_selection(number, entry, count)
         joint = self.state.joint_limiter
         ledger = self._table.ledger
 
@@ -247,7 +249,7 @@ class ShardedSelector(SelectionAgreement):
             parts = [NO_WORDS] * self._num_nodes
             heads = list[np.ndarray]()
             if self.state.priorities is not None:
-                parts = self._packed_reports(key)
+                parts = self._packed_reports(number)
             with self._table.lock:
                 # Else changes take effect after the exchange of status messages.
                 if (
@@ -255,7 +257,7 @@ class ShardedSelector(SelectionAgreement):
                     and not self._has_window
                     and not self.spec.sampler.walks
                 ):
-                    self.masses.apply(key)
+                    self.masses.apply(number)
                 if (
                     joint is not None
                 ):  # after the changes were applied, so that it counts what can be drawn
@@ -286,14 +288,14 @@ class ShardedSelector(SelectionAgreement):
             with self._table.lock:
                 is_open = joint.apply(rates, count)
                 waits = not is_open and not self.spec.is_optional
-                error = joint.given_up(rates, key, count) if waits or joint.was_empty else None
+                error = joint.given_up(rates, number, count) if waits or joint.was_empty else None
             if error is not None:
                 raise error
             if waits:
                 return None
             if not is_open:
                 count = 0
-                self._begin_selection(key, entry, count)
+                self._begin_selection(number, entry, count)
         if self.state.numbers is not None:
             shape = self.state.numbers.shape[1:]
             of_shards = [
@@ -308,30 +310,32 @@ class ShardedSelector(SelectionAgreement):
     def moments(self) -> np.ndarray:
         return self._moments
 
-    def _begin_selection(self, key: int, entry: int, count: int, is_saved: bool = False) -> None:
-        offset = 0 if self.spec.offset is None else self.spec.offset(key)
+    def _begin_selection(self, number: int, entry: int, count: int, is_saved: bool = False) -> None:
+        offset = 0 if self.spec.offset is None else self.spec.offset(number)
         case = count, offset % self._plan.data_world
         if case not in self._wanted:
             self._wanted = {case: self._plan.wanted(*case)}
         every = 0 if self.spec.sampler.is_pass else self._verify_every
-        verifies = every > 0 and key % every == 0
+        verifies = every > 0 and number % every == 0
         asked = np.arange(count) if verifies else self._wanted[case]
-        self._key = key
+        self._number = number
         owner = np.zeros_like(asked)
-        self._selection = NodeSelection(key, entry, count, offset, verifies, asked, owner, is_saved)
+        self._selection = NodeSelection(
+            number, entry, count, offset, verifies, asked, owner, is_saved
+        )
 
-    def apply(self, key: int) -> int:
+    def apply(self, number: int) -> int:
         if self.state.priorities is not None:
-            self._apply_reports(key)
+            self._apply_reports(number)
         elif self._has_window:
             if self._waiting or self._is_first:
-                self._apply_window(key)
+                self._apply_window(number)
         elif self.spec.sampler.walks and self._waiting:
-            self._apply_together(lambda: self.masses.apply(key))
+            self._apply_together(lambda: self.masses.apply(number))
         self._is_first = False
         return self.total
 
-    def _apply_window(self, key: int) -> None:
+    def _apply_window(self, number: int) -> None:
         masses = self.state.with_ages
         assert self.spec.rule.window is not None
         with self._table.lock:
@@ -340,24 +344,24 @@ class ShardedSelector(SelectionAgreement):
 
         def change() -> None:
             masses.queue_window(edge)
-            masses.apply(key)
+            masses.apply(number)
 
         self._apply_together(change)
 
-    def _packed_reports(self, key: int) -> list[np.ndarray]:
+    def _packed_reports(self, number: int) -> list[np.ndarray]:
         """Return the reports that are due for each node, packed."""
         masses = self.state.with_priorities
-        reports = self._reports_due(key)
+        reports = self._reports_due(number)
         packed = np.empty((len(reports), PACKED_REPORT_WORDS), np.int64)
         ends = np.empty(self._num_nodes, np.int64)
         tensors = [torch.from_numpy(part) for part in (packed, ends, reports)]
-        masses.ops.encode_reports_(*tensors, key - masses.rule.lag)
+        masses.ops.encode_reports_(*tensors, number - masses.rule.lag)
         bounds = [0, *ends.tolist()]
         return [packed[begin:end] for begin, end in pairwise(bounds)]
 
-    def _apply_reports(self, key: int) -> None:
+    def _apply_reports(self, number: int) -> None:
         masses = self.state.with_priorities
-        latest = key - masses.rule.lag
+        latest = number - masses.rule.lag
         highest = int(self._records[:, StatusMessage.HIGHEST].max())
 
         def change() -> None:
@@ -368,7 +372,7 @@ class ShardedSelector(SelectionAgreement):
             packed = np.concatenate(self._received).reshape(-1, PACKED_REPORT_WORDS)
             reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
             masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
-            masses.apply_reports(key, [masses.known_reports(reports)] if len(reports) else [])
+            masses.apply_reports(number, [masses.known_reports(reports)] if len(reports) else [])
 
         self._apply_together(change)
 
@@ -414,7 +418,7 @@ class ShardedSelector(SelectionAgreement):
         """Pin draws, and add them to the selection, after the `done` ones in it."""
         if len(own):
             with self._table.lock:
-                self.state.pin(self._selection.key, records)
+                self.state.pin(self._selection.number, records)
         self._selection.draw(first, own, records, owner, done)
 
     def resolve_until(
@@ -500,13 +504,13 @@ class ShardedSelector(SelectionAgreement):
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
 
-    def finish(self, key: int, entry: int, count: int) -> tuple[int, np.ndarray]:
+    def finish(self, number: int, entry: int, count: int) -> tuple[int, np.ndarray]:
         """Exchange the resolutions and the rows of the selection; see `LocalSelector.finish`."""
         return self._exchange.fill(self._selection)
 
     def deliver(
         self,
-        key: int,
+        number: int,
         entry: int,
         first: int,
         owner: np.ndarray,
@@ -516,9 +520,9 @@ class ShardedSelector(SelectionAgreement):
         """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one. Node
         `owner` holds each record, [count], int64; this one those of the indices `own`, ascending.
         """
-        self._begin_selection(key, entry, len(owner), is_saved=True)
+        self._begin_selection(number, entry, len(owner), is_saved=True)
         self._selection.draw(first, own, records, owner, 0)
-        self.state.pin(key, records)
+        self.state.pin(number, records)
         self._exchange.fill(self._selection)
 
     def restart(self) -> None:
@@ -527,10 +531,10 @@ class ShardedSelector(SelectionAgreement):
         """
         self._is_first = True
 
-    def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
+    def weigh(self, number: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         del drawn
         masses = self.state.with_priorities
-        beta = masses.beta_at(key)
+        beta = masses.beta_at(number)
         if masses.rule.normalize == "batch":
             return self._exchange.least_drawn, 1, beta
         if masses.rule.normalize == "table":
@@ -543,11 +547,11 @@ def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[Batch
     """Agree on the quotas of each node's writers. Collective; arguments as in `may_select`."""
     for stream in streams:
         if stream.state.joint_limiter is not None:
-            may_select(exchange, leads, stream, int(stream.position[Head.KEY]))
+            may_select(exchange, leads, stream, int(stream.position[Head.NUMBER]))
 
 
 def may_select(
-    exchange: ControlPlane, leads: bool, stream: BatchStream, key: int, fixed: bool = False
+    exchange: ControlPlane, leads: bool, stream: BatchStream, number: int, fixed: bool = False
 ) -> bool:
     """Return whether a global batch was selected already, or could be by all nodes together now.
 
@@ -555,7 +559,7 @@ def may_select(
     one (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
     """
     limiter = stream.state.joint_limiter
-    count = stream.spec.num_samples(key)
+    count = stream.spec.num_samples(number)
     assert limiter is not None
     agree_on_prompts(exchange, leads, stream)
 
@@ -563,7 +567,7 @@ def may_select(
         if not leads:
             return None
         with stream.table.lock:
-            return limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
+            return limiter.index, stream.prepare(number), limiter.record(count, fixed, exact=True)
 
     records = exchange.collect("the record of its rate limiter", record)
     found = sorted((one for one in records if one is not None), key=lambda one: one[0])

@@ -15,7 +15,7 @@ from deepspeed_gear.batching.gather import Gatherer, GatherOptions, read_opaque
 from deepspeed_gear.batching.hindsight import HindsightRelabelling
 from deepspeed_gear.batching.transfer.cuda_streams import DeferredRelease
 from deepspeed_gear.batching.transfer.device_gather import DeviceGatherer
-from deepspeed_gear.batching.transform import Transform, transform_keys
+from deepspeed_gear.batching.transform import Transform, transform_words
 from deepspeed_gear.errors import ConfigError
 from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.plan.resolved_plan import Resolved
@@ -115,9 +115,9 @@ class BatchAssembler:
                 gatherer = self._gatherers[stream] = self._gatherer(stream)
             if numbers is not None:
                 columns = stream.table.spec.normalized_columns
-                gatherer.normalize_with(numbers[own.head[Head.KEY] % stream.spec.depth], columns)
+                gatherer.normalize_with(numbers[own.head[Head.NUMBER] % stream.spec.depth], columns)
             parts.append(
-                (gatherer, own.records, self._relabelling.draw(stream.spec.key, own.records))
+                (gatherer, own.records, self._relabelling.draw(stream.spec.random_key, own.records))
             )
         gatherer, records, goals = parts[0]
         source = probability = None
@@ -168,12 +168,12 @@ class BatchAssembler:
     def use(self, transform: Transform | None) -> None:
         self._transform = transform
 
-    def release(self, stream: BatchStream, key: int) -> None:
+    def release(self, stream: BatchStream, number: int) -> None:
         """Release a selection that this rank has gathered, once the device has read its rows."""
         if self.transfer is not None and self._gatherers[stream].reads_in_place:
-            self._releases.hold(self.transfer.lane.record(), stream.release, key)
+            self._releases.hold(self.transfer.lane.record(), stream.release, number)
         else:
-            stream.release(key)
+            stream.release(number)
 
     def close(self) -> None:
         """Wait until the device no longer reads the tables; they are closed after this."""
@@ -189,12 +189,16 @@ class BatchAssembler:
             return batch
         seed = self._config.seed
         number = Resolution.SAMPLE_NUMBER
-        made = [transform_keys(seed, s.spec.key, own.records[:, number]) for s, own in taken]
-        keys = torch.cat(made)
-        keys = (
-            keys.to(self._device) if self.transfer is None else self.transfer.lane.bring([keys])[0]
+        made = [
+            transform_words(seed, s.spec.random_key, own.records[:, number]) for s, own in taken
+        ]
+        words = torch.cat(made)
+        words = (
+            words.to(self._device)
+            if self.transfer is None
+            else self.transfer.lane.bring([words])[0]
         )
-        changed = self._transform(batch, keys)
+        changed = self._transform(batch, words)
         if not isinstance(changed, Batch):
             raise ConfigError(
                 "transform", "must return a Batch", type(changed).__name__, "return the batch"

@@ -22,7 +22,7 @@ from deepspeed_gear.batching.priority_reduction import (
     reduce_steps,
     refuse_masks,
 )
-from deepspeed_gear.batching.transform import transform_keys
+from deepspeed_gear.batching.transform import transform_words
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.config import GearConfig, PriorityOptions
 from deepspeed_gear.device import added_columns, device_checkpoint
@@ -177,8 +177,8 @@ class DeviceReplay(ReplayBase):
             return batch
         numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
         parts = zip(self._mixture.tables, numbers, strict=True)
-        keys = [transform_keys(each.seed, each.key, part) for each, part in parts]
-        return self._transform(batch.again(), torch.cat(keys))
+        words = [transform_words(each.seed, each.random_key, part) for each, part in parts]
+        return self._transform(batch.again(), torch.cat(words))
 
     def add_(
         self,

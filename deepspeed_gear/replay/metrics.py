@@ -342,7 +342,7 @@ def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any]
     if stream.table.spec.dataset is None:
         # Global batches from the commit of each trajectory that is stored to the one that drew it.
         born = stream.table.slots[:, Slot.BORN]
-        of_each = [one.head[Head.KEY] - born[_slots(stream, one)] for one in selections]
+        of_each = [one.head[Head.NUMBER] - born[_slots(stream, one)] for one in selections]
         since = np.maximum(np.concatenate(of_each), 0)
         found["batches"] = _mean_and_max(since) if len(since) else None
     return found
@@ -453,23 +453,23 @@ class GroupWarning:
         self._first = groups.counts.copy()
         self._loads = stream.table.control[Control.LOADS]
         # The next global batch, and the counts when it became that.
-        self._key = stream.position[Head.KEY]
-        self._at_key = self._first
+        self._number = stream.position[Head.NUMBER]
+        self._at_number = self._first
         self._next: dict[str, float] = {}  # when each kind may be logged again
 
     def check(self) -> None:
         """Log the warnings that are due. Cost: reads a few words."""
         counts = self._groups.counts.copy()
         spec = self._groups.spec
-        key = self._stream.position[Head.KEY]
+        number = self._stream.position[Head.NUMBER]
         if self._loads != self._stream.table.control[Control.LOADS]:
             self._first = counts
             self._loads = self._stream.table.control[Control.LOADS]
-            self._key = -1
-        if key != self._key:
-            self._key = key
-            self._at_key = counts
-        since = counts - self._at_key  # the latest selection
+            self._number = -1
+        if number != self._number:
+            self._number = number
+            self._at_number = counts
+        since = counts - self._at_number  # the latest selection
         failed = int(since[GroupCount.REJECTED] + since[GroupCount.OVERSIZED])
         if failed >= MOST_REJECTED * self._stream.spec.batch:
             judged = failed + int(since[GroupCount.INSERTED])

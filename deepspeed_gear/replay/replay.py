@@ -559,7 +559,7 @@ class Replay(ReplayBase):
         True.
         """
         self._check_reads()
-        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_key)
+        answer = self._loader.holds_batch or self._questions.ask(self._loader.next_number)
         self._warn()
         return answer
 
@@ -592,7 +592,7 @@ class Replay(ReplayBase):
         missing = (
             0
             if self._loader.holds_batch
-            else self._questions.missing(stream, self._loader.next_key)
+            else self._questions.missing(stream, self._loader.next_number)
         )
         self._warn()
         return missing

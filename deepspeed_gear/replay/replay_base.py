@@ -123,10 +123,9 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
 
     @property
     def transform(self) -> Transform | None:
-        """A program's transform of batches: (batch, key per sample [B] int64) -> batch; set before
-        sampling.
+        """A program's transform: (batch, random word per sample [B]) -> batch; set before sampling.
 
-        The keys are random words that depend on seed, stream and sample number only, so values
+        The words depend on seed, stream and sample number only, so values
         derived from them are the same for any number of ranks. They are on the batch's device.
         `DeviceReplay.sample_` does not call it.
         """

@@ -332,7 +332,7 @@ class Rollout(PublicNames):
         if self._size.shuffle and count:
             turn = self.number * self._size.epochs + epoch
             ops = self._columns.tables[0].table.ops
-            ops.permute_(order, *self._context.settings.keys, turn, 0, count)
+            ops.permute_(order, *self._context.settings.random_keys, turn, 0, count)
         # 7 items in 3 minibatches are [0:2], [2:4] and [4:7]; with "drop" [0:2], [2:4] and [4:6].
         first, end = (count * part // parts for part in (minibatch, minibatch + 1))
         if self._size.partial == "drop":

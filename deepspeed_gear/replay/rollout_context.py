@@ -33,7 +33,7 @@ class PackSettings:
     pack: PackConfig
     loss: LossConfig
     size: RolloutConfig
-    keys: tuple[int, int]  # seed and 32-bit stream key of the shuffled orders
+    random_keys: tuple[int, int]  # seed and random key of the shuffled orders
     place: RankCoordinates
     device: torch.device
     schema: Schema  # of the first table; all have the fields of a pack

@@ -31,7 +31,7 @@ from deepspeed_gear.replay.pack_reader import PackReader
 from deepspeed_gear.replay.rollout import Rollout, TrainStep
 from deepspeed_gear.replay.rollout_columns import RolloutColumns, TableRows
 from deepspeed_gear.replay.rollout_context import MASK, PackSettings, RolloutContext
-from deepspeed_gear.sampling.mass_rules import key_of
+from deepspeed_gear.sampling.mass_rules import random_key_of
 from deepspeed_gear.sampling.selection import Selection
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table import Table
@@ -42,8 +42,8 @@ class SelectedItems:
     its head; and its trajectories in each table, `parts`, those of one item side by side.
     """
 
-    def __init__(self, key: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
-        self.key = key
+    def __init__(self, number: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
+        self.number = number
         self.heads = heads
         self.parts = parts
         items = [
@@ -105,7 +105,7 @@ class RolloutLoader:
             pack=config.pack,
             loss=config.loss,
             size=self._size,
-            keys=(config.seed, key_of(first, "minibatches")),
+            random_keys=(config.seed, random_key_of(first, "minibatches")),
             place=plan.topology.place,
             device=device,
             schema=plan.schemas[first],
@@ -143,8 +143,8 @@ class RolloutLoader:
         # Heads of the last selection of which no item is left; None: `_start` is the position.
         self._ended: list[list[int]] | None = None
         #: The number of the next selection.
-        self.next_key = position.batches(to.at)
-        known = to.rollout or {"number": self.next_key, "first_item": 0}
+        self.next_number = position.batches(to.at)
+        known = to.rollout or {"number": self.next_number, "first_item": 0}
         # The number of the next rollout batch, and its first item in the first one of `_held`.
         self._number: int = known["number"]
         self._first_item: int = known["first_item"]
@@ -250,7 +250,7 @@ class RolloutLoader:
         if ended is not None:
             self._ended = ended.heads
             for stream in self._streams:
-                stream.release(ended.key)
+                stream.release(ended.number)
 
     def _next_items(self) -> tuple[int, bool]:
         """Return how many items of those at hand are the next batch's, and whether it
@@ -274,13 +274,13 @@ class RolloutLoader:
         return count, bool(is_full)
 
     def _select(self) -> SelectedItems:
-        key = self.next_key
+        number = self.next_number
         longest = self.context.settings.pack.room
 
         def select() -> list[Selection]:
             for stream in self._streams:
-                stream.request(key)
-            return [stream.get(key) for stream in self._streams]
+                stream.request(number)
+            return [stream.get(number) for stream in self._streams]
 
         try:
             selections = self.context.agree(select)
@@ -290,8 +290,8 @@ class RolloutLoader:
         for stream in self._streams:  # every rank has ended the batch before
             if stream.table.ledger is not None:
                 with stream.table.lock:
-                    stream.table.ledger.note_trained(key)
-        self.next_key += 1
+                    stream.table.ledger.note_trained(number)
+        self.next_number += 1
         heads = [selection.head for selection in selections]
         self._epoch = heads[0][Head.EPOCH]
         parts = []
@@ -304,7 +304,7 @@ class RolloutLoader:
             records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
             weights = stream.weights(head, records)
             parts.append(TableRecords(records, weights, origins[: len(records)].clone(), is_cut))
-        return SelectedItems(key, heads, parts)
+        return SelectedItems(number, heads, parts)
 
     @property
     def _under_way(self) -> Rollout | None:

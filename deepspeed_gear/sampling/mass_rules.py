@@ -372,6 +372,6 @@ def weight_bits(total: float) -> int:
     return int(np.clip(MOST_BITS - np.frexp(total)[1], -_MOST_SHIFT, _MOST_SHIFT))
 
 
-def key_of(*names: str) -> int:
-    """Return the 32-bit stream key of a table and a stream, a part of the counter of every draw."""
+def random_key_of(*names: str) -> int:
+    """Return the 32-bit random key of a table and a stream, a part of each draw's counter."""
     return zlib.crc32("\0".join(names).encode())

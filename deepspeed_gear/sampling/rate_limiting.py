@@ -253,7 +253,7 @@ class SelectionLimiter:
         return any(table.memory.is_alive(peer) for peer in np.nonzero(may)[0].tolist())
 
     def too_late(
-        self, key: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
+        self, number: int, count: int, waited_s: float, size: str = "", is_empty: bool = False
     ) -> NotReadyError:
         """Return the error of a batch that cannot be drawn yet; a stream that waited 0 s cannot
         wait. `size`: what all nodes hold ("": this one holds all); `is_empty`: nothing can be
@@ -264,11 +264,11 @@ class SelectionLimiter:
         if is_empty or self.is_plain:
             rule = (
                 f"must hold what the sampler admits{within}, for the {count} samples of "
-                f"global batch {key}"
+                f"global batch {number}"
             )
         else:
             limit = "max_times_sampled" if self._rate is None else "rate limiter"
-            needed = f"the {count} samples of global batch {key}"
+            needed = f"the {count} samples of global batch {number}"
             rule = f"must be filled{within}, as its {limit} requires, for {needed}"
         found = f"{size}; here {held}" if size else held
         if self._table.ledger is not None:
@@ -372,7 +372,7 @@ class SelectionLimiter:
         """Note that too few items had a mass in the selection that all nodes began."""
         self.was_empty = True
 
-    def given_up(self, records: np.ndarray, key: int, count: int) -> NotReadyError | None:
+    def given_up(self, records: np.ndarray, number: int, count: int) -> NotReadyError | None:
         """Return the error that all nodes raise if one of them stops waiting for the
         rate limiter.
         """
@@ -390,4 +390,4 @@ class SelectionLimiter:
         )
         unit = "items" if self._rate is None else f"{self._rate.unit}s"
         held = f"{size} {unit} held by all nodes, {inserted} ever added, good for {left} samples"
-        return self.too_late(key, count, waited_s, held, is_empty=self.is_plain or was_empty)
+        return self.too_late(number, count, waited_s, held, is_empty=self.is_plain or was_empty)

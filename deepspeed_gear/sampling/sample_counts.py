@@ -100,14 +100,14 @@ def recent_selections(spec: StreamSpec, table: Table, most: int) -> dict[int, Se
     heads = table.views[spec.at + "heads"]
     ring = table.views[spec.at + "ring"]
     with table.lock:
-        keys = heads[:, Head.KEY].tolist()
-        entries = sorted((i for i, key in enumerate(keys) if key != NOTHING), key=keys.__getitem__)[
-            -most:
-        ]
+        numbers = heads[:, Head.NUMBER].tolist()
+        entries = sorted(
+            (i for i, number in enumerate(numbers) if number != NOTHING), key=numbers.__getitem__
+        )[-most:]
         copies = [(heads[entry, : Head.NUM_SET].tolist(), ring[entry].copy()) for entry in entries]
     found = {}
     for head, records in copies:
         known = records[: head[Head.COUNT]]
         known = known[known[:, Resolution.ID] >= 0]  # without samples that only other nodes resolve
-        found[head[Head.KEY]] = Selection(head, torch.from_numpy(known))
+        found[head[Head.NUMBER]] = Selection(head, torch.from_numpy(known))
     return found

@@ -263,7 +263,7 @@ class KeptLedger(PromptLedger):
         for name in (*cleared, "groups", "group_counts"):
             self.views[name][:] = 0
         FillLedger(self.views["fill_claims"], self._memory).clear()
-        self.views["stream/train/consumed"][:] = self._position[Head.KEY]  # none is in training
+        self.views["stream/train/consumed"][:] = self._position[Head.NUMBER]  # none is in training
         self._extents.rebuild()
 
     def place(self, records: np.ndarray, saved: Views) -> tuple[np.ndarray, np.ndarray]:

@@ -138,8 +138,8 @@ class PromptSpec:
     lease_s: float
     attempts: int
     max_lag: int
-    seed: int  # with `key` of the order of each epoch
-    key: int
+    seed: int  # with `random_key` of the order of each epoch
+    random_key: int
     order: str = "lease"  # or "completion"
     late: str = "wait"  # or "drop"
     keep_bytes: int = 0  # that a lease may keep
@@ -244,7 +244,7 @@ class PromptLedger:
     @property
     def num_selected(self) -> int:
         """Rollout batches that were selected: the number of the next one."""
-        return int(self._position[Head.KEY])
+        return int(self._position[Head.NUMBER])
 
     @property
     def _next(self) -> int:
@@ -269,12 +269,12 @@ class PromptLedger:
         `late` is "wait".
         """
         spec = self.spec
-        key = self.num_selected
+        selected = self.num_selected
         slots = slots[np.argsort(self._completed[slots])]
         due = self._versions(slots) + spec.max_lag
         is_open = self._has_version() & ~np.isin(self._of_entries, self.numbers[slots])
         every = np.concatenate([due, self.entries[is_open, Entry.VERSION] + spec.max_lag])
-        batches = np.arange(key, key + spec.max_lag + 1)
+        batches = np.arange(selected, selected + spec.max_lag + 1)
         num_due = np.searchsorted(np.sort(every), batches, side="right")
         return np.asarray(slots[self._due_first(due, num_due)])
 
@@ -367,14 +367,15 @@ class PromptLedger:
         at = self._held(self.numbers[slots])
         return np.where(at < 0, -1, self.entries[at, Entry.VERSION])
 
-    def too_old(self, slots: np.ndarray, key: int) -> np.ndarray:
-        """Return which slots are of groups that rollout batch `key` must not have, and count them
-        as dropped.
+    def too_old(self, slots: np.ndarray, number: int) -> np.ndarray:
+        """Return which slots are of groups that rollout batch `number` must not have.
+
+        They are counted as dropped.
 
         Leases that are too old end. A death before these slots are evicted is repaired by the next
         call, as their numbers have no entry. [n] -> [n], bool.
         """
-        is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < key)
+        is_old = self._has_version() & (self.entries[:, Entry.VERSION] + self.spec.max_lag < number)
         if is_old.any():
             self.counts[PromptCount.RETURNS] += np.count_nonzero(
                 is_old & (self._states == EntryState.LEASED)
@@ -504,12 +505,12 @@ class PromptLedger:
     def _left_as(self, lease: LeaseRecord) -> tuple[str, str]:
         """Return as `_ending`, of a prompt that is not in the ledger: never again, or not yet."""
         spec = self.spec
-        key = self.num_selected
+        selected = self.num_selected
         if lease.number >= self._next:
             return "a checkpoint was loaded in which its prompt had not been leased", "lease again"
-        if lease.version + spec.max_lag < key:
+        if lease.version + spec.max_lag < selected:
             rule = (
-                f"its prompt left, at the latest as too old: {key} batches are selected, "
+                f"its prompt left, at the latest as too old: {selected} batches are selected, "
                 f"its "
                 f"version is "
             )
@@ -802,7 +803,9 @@ def _counter_of(reasons: np.ndarray, name: bytes) -> int:
 
 def trained_batches(views: Mapping[str, np.ndarray]) -> int:
     """Return the rollout batches that all ranks of this node have trained, by a store's regions."""
-    return int(min(views["stream/train/consumed"].min(), views["stream/train/position"][Head.KEY]))
+    return int(
+        min(views["stream/train/consumed"].min(), views["stream/train/position"][Head.NUMBER])
+    )
 
 
 def version_of(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
@@ -819,7 +822,7 @@ def num_in_training(spec: PromptSpec, views: Mapping[str, np.ndarray]) -> int:
     """
     if spec.num_stores == 1:
         return (
-            int(views["stream/train/position"][Head.KEY]) - trained_batches(views)
+            int(views["stream/train/position"][Head.NUMBER]) - trained_batches(views)
         ) * spec.groups
     is_drawn = views["slots"][:, Slot.STATE] == SlotState.EVICTED
     is_drawn &= views["stream/train/last_drawn"] >= trained_batches(views)

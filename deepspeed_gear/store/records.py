@@ -170,14 +170,14 @@ class Peer:
     NUM_WORDS: Final = 8
 
 
-NOTHING: Final = -1  # the key of an empty ring entry
+NOTHING: Final = -1  # the number of an empty ring entry
 NEVER_LATE: Final = 1 << 62  # the word of a process that reads no selections
 
 
 class Head:
     """Words of a selection: the position after it, and the inputs of its PER weights."""
 
-    KEY: Final = 0  # number of the global batch; in an evaluation pass, pass << 32 | batch
+    NUMBER: Final = 0  # number of the global batch; in an evaluation pass, pass << 32 | batch
     SAMPLES: Final = 1  # samples before the next one
     EPOCH: Final = 2
     EPOCH_FIRST: Final = 3  # sample number at which the epoch began
@@ -194,7 +194,7 @@ class Head:
 
 
 class Position(Head):
-    """Words of a batch stream's position: those of its latest head, with the next KEY,
+    """Words of a batch stream's position: those of its latest head, with the next NUMBER,
     and these.
     """
 

@@ -21,7 +21,7 @@ STRIDE = int(os.environ.get("GEAR_TEST_STRIDE", "67"))
 FOREVER = 1 << 60
 GROUP = GroupSpec("task", 2, where=(GroupCondition("task", "mean", None, 8.0),), max_trajectories=2)
 PROMPTS = PromptSpec(
-    "", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, key=0
+    "", "", 1000, groups=2, size=2, lease_s=600.0, attempts=3, max_lag=4, seed=0, random_key=0
 )
 
 

@@ -198,7 +198,7 @@ def stepping(mode: str, gear: dict[str, Any], by_error: bool) -> dict[str, Any]:
     last = dist.get_rank() == dist.get_world_size() - 1
     calls = 0
 
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+    def transform(batch: Batch, words: torch.Tensor) -> Batch:
         nonlocal calls
         calls += 1
         if last and calls == 3:

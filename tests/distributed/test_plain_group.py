@@ -30,7 +30,7 @@ def ran(
     staged = {**section, "transfer": {"way": "staged"}}
     found = call_on_ranks(4, in_a_group, staged, tmp_path_factory.mktemp("plain"))
     assert shared_files(section["shared_memory"]["prefix"]) == []
-    return found, alone(section, 6, transform=with_keys)
+    return found, alone(section, 6, transform=with_words)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,13 @@ def ran(
 def test_ranks_share_what_one_process_sees(
     ran: tuple[list[dict[str, Arrays]], Arrays], name: str, ranks: list[int]
 ) -> None:
-    """Ids, anchors, rows and the keys of a transform, for every number of ranks."""
+    """Ids, anchors, rows and the words of a transform, for every number of ranks."""
     found, wanted = ran
     assert_same(in_order([found[rank][name] for rank in ranks]), wanted, name)
 
 
-def with_keys(batch: Batch, keys: torch.Tensor) -> Batch:
-    batch["key"] = keys
+def with_words(batch: Batch, words: torch.Tensor) -> Batch:
+    batch["word"] = words
     return batch
 
 
@@ -121,7 +121,7 @@ def resuming(folder: Path) -> None:
 
 
 def recorded(replay: Replay, count: int) -> Arrays:
-    replay.transform = with_keys
+    replay.transform = with_words
     return stacked([record(replay.sample()) for _ in range(count)])
 
 

@@ -234,9 +234,9 @@ def test_host_memory_is_not_captured(expected: list[Batch]) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_priorities_and_transforms_of_a_gpu_give_the_batches_of_the_cpu(prefetch: int) -> None:
-    def transform(batch: Batch, keys: torch.Tensor) -> Batch:
+    def transform(batch: Batch, words: torch.Tensor) -> Batch:
         batch["action"] = (
-            batch["action"] + keys.remainder(7)[:, None, None]
+            batch["action"] + words.remainder(7)[:, None, None]
         )  # they are where the batch is
         return batch
 

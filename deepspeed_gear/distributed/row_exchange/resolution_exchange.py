@@ -23,7 +23,7 @@ Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 @dataclass
 class NodeSelection:
-    key: int
+    number: int
     entry: int  # of the ring
     count: int  # samples
     offset: int  # of its first sample among those of all tables
@@ -103,7 +103,7 @@ class ResolutionExchange:
         with self._rows.channel.abandoned_on_error():
             sample = torch.from_numpy(own)
             steps = self._rows.steps_of(records)
-            goals = self._goals(self._state.spec.key, records) if self._draws_goals else None
+            goals = self._goals(self._state.spec.random_key, records) if self._draws_goals else None
             samples, parts = self._encode(
                 (records, sample, steps, goals), self._needs, selection.offset
             )
@@ -137,7 +137,9 @@ class ResolutionExchange:
             found = self._found_words[0]
             samples = self._samples[:found]
             which = self._which[:found]
-            goals = self._goals(self._state.spec.key, ring[which]) if self._draws_goals else None
+            goals = (
+                self._goals(self._state.spec.random_key, ring[which]) if self._draws_goals else None
+            )
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals
             counts: list[int] = np.bincount(selection.owner, minlength=self._num_nodes).tolist()

@@ -503,7 +503,7 @@ def test_what_a_transform_returns_lives_as_long_as_its_memory(replay: Replay, na
         derived = (
             None if name == "made anew" else change(replay.sample())
         )  # then nothing can be known of it
-        replay.transform = lambda batch, keys: change(batch)
+        replay.transform = lambda batch, words: change(batch)
         returned = replay.sample()
         for _ in range(2):
             replay.sample()
@@ -517,7 +517,7 @@ def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> No
         batches = [replay.sample() for _ in range(2)]
         codes = [batch["code"].clone() for batch in batches]
 
-        def fail(batch: Batch, keys: torch.Tensor) -> Batch:
+        def fail(batch: Batch, words: torch.Tensor) -> Batch:
             raise ValueError("a transform")
 
         replay.transform = fail
@@ -527,7 +527,7 @@ def test_a_transform_that_fails_overwrites_no_batch_unseen(replay: Replay) -> No
         for batch, code in zip(batches, codes, strict=True):
             with pytest.raises(StaleBatchError):
                 assert batch["code"].equal(code)
-        replay.transform = lambda batch, keys: None  # type: ignore[assignment,return-value]
+        replay.transform = lambda batch, words: None  # type: ignore[assignment,return-value]
         with pytest.raises(ConfigError, match="transform must return a Batch, got 'NoneType'"):
             replay.sample()
 

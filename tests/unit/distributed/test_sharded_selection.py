@@ -157,20 +157,20 @@ class Rows:
     """Stands in for the row exchange of the first of two nodes, and for its channel.
 
     Args:
-        key: What the other node sends.
+        number: What the other node sends.
     """
 
     count = 2
     table = SimpleNamespace(media=None)
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, number: int) -> None:
         self.channel = self
-        self.key = key
+        self.number = number
         self.broken = False
 
     def send(self, head: np.ndarray, *_: Any) -> list[np.ndarray]:
         other = np.zeros(StatusMessage.NUM_WORDS, np.int64)
-        other[StatusMessage.KEY] = self.key
+        other[StatusMessage.NUMBER] = self.number
         return [head, other]
 
     def fill(self, *given: Any) -> None:
@@ -189,10 +189,10 @@ class Rows:
 
 
 @pytest.mark.parametrize(
-    ("key", "fits"), [(NO_BATCH - 1, True), (NO_BATCH - 2, False), (0, False), (-1, False)]
+    ("number", "fits"), [(NO_BATCH - 1, True), (NO_BATCH - 2, False), (0, False), (-1, False)]
 )
-def test_all_nodes_exchange_the_rows_of_one_step(key: int, fits: bool) -> None:
-    rows: Any = Rows(key)
+def test_all_nodes_exchange_the_rows_of_one_step(number: int, fits: bool) -> None:
+    rows: Any = Rows(number)
     moves = TrajectoryPlaces(np.array([0]), np.array([3]), 0, 2, 0, False).move(
         np.array([[False], [True]])
     )

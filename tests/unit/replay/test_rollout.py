@@ -446,7 +446,7 @@ def test_a_loop_that_ends_early_ends_the_rollout_batch(after: str, tmp_path: Pat
             if after == "inside a step":
                 next(iter(step))
             break
-        assert replay._loader.next_key == 1
+        assert replay._loader.next_number == 1
         assert replay.state_dict().get("rollout") is None
         with pytest.raises(
             StoreError, match="rollout batch 0 must not be used after its loop has ended"
@@ -657,7 +657,7 @@ def test_other_batches_are_refused() -> None:
             with pytest.raises(ConfigError, match=r"gear\.pack must not be given where splits are"):
                 read("eval")
         with pytest.raises(ConfigError, match=r"transform must not be set with gear\.pack"):
-            replay.transform = lambda batch, keys: batch
+            replay.transform = lambda batch, words: batch
         with pytest.raises(ConfigError, match=r"gear\.batch must be given for steps"):
             replay.step()
     config = {key: value for key, value in section().items() if key not in ("pack", "rollout")}

@@ -252,7 +252,7 @@ def test_peers_draw_ahead_in_turn(pair: Any, alone: Any) -> None:
         assert first.position[Position.AHEAD] == (key + 1 if mine else key if key else NOTHING)
         assert (rows(second, key) == wanted[key]).all()
         assert first.position[Position.AHEAD] == key + 1
-        assert first.position[Head.KEY] == key + 1, "what is drawn ahead is no cut yet"
+        assert first.position[Head.NUMBER] == key + 1, "what is drawn ahead is no cut yet"
 
 
 @pytest.mark.parametrize("what", ["add", "remove", "clear", "seek"])

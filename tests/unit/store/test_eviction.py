@@ -53,13 +53,13 @@ def ids(scene: StoreScene) -> list[int]:
     return sorted(slots[slots[:, Slot.STATE] == SlotState.COMMITTED, Slot.ID].tolist())
 
 
-def take(scene: StoreScene, key: int) -> np.ndarray:
+def take(scene: StoreScene, number: int) -> np.ndarray:
     """Return a copy of what a selection has drawn; the stream has no other reader. [B,
     8], int64.
     """
     stream = scene.streams[0]
-    stream.state.ask(key)
-    return np.array(stream.get(key).records.numpy())
+    stream.state.ask(number)
+    return np.array(stream.get(number).records.numpy())
 
 
 # ---- who goes ------------------------------------------------------------------------------------
