@@ -377,7 +377,7 @@ class Gatherer:
             )  # a relabelled goal is always real
             if field.is_input:  # they may be gathered elsewhere than others
                 own = "\0"
-            part = field.collected_length
+            part = field.gathered_length
             place = field.first, field.length, field.align, field.follows, field.part_first, part
             mask = windows.setdefault((rows.source, *place, own), len(windows))
             is_new = mask == len(self._mask_lengths)
@@ -511,7 +511,7 @@ class Gatherer:
                 own = known[field.name]
                 real = masks[self._mask_of[field.name]]
             else:  # windows are estimated whole, also where a rank has a part of them
-                part = slice(field.part_first, field.part_first + (field.collected_length or 1))
+                part = slice(field.part_first, field.part_first + (field.gathered_length or 1))
                 whole = (
                     estimates[ESTIMATED.index(str(field.derived))],
                     masks[self._mask_of[_REWARD]],
@@ -656,7 +656,7 @@ def affine(
         )
     elements = int(np.prod(shape, dtype=np.int64))
     repeats = (
-        max(1, min(field.collected_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
+        max(1, min(field.gathered_length or 1, PERIOD_ELEMENTS // elements)) if elements > 1 else 1
     )
 
     def tiled(values: np.ndarray) -> torch.Tensor:

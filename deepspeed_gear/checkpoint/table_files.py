@@ -554,7 +554,7 @@ class TableLoader:
         """
         placement = self._plan.placement
         nodes = self._plan.topology.nodes
-        of_ranks = self._plan.exchange.gather(mine if self._plan.leads_shard else None)
+        of_ranks = self._plan.control_plane.all_gather(mine if self._plan.leads_shard else None)
         by_node = {nodes[rank]: one for rank, one in enumerate(of_ranks) if one is not None}
         return [by_node[node] for node in placement.order]
 
@@ -709,7 +709,7 @@ class TableLoader:
             stream.state.keep_selections(part)
 
     def announce(self) -> None:
-        """Exchange which node holds each loaded trajectory, for all ranks. Collective."""
+        """Share which node holds each loaded trajectory, for all ranks. Collective."""
         placement = self._plan.placement
         mine = {}
         for name, table in self._tables.items():

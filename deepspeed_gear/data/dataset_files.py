@@ -71,9 +71,7 @@ class DatasetPart:
 
     @classmethod
     def from_json(cls, name: str, entry: Any, num_trajectories: int) -> DatasetPart:
-        """Read the entry of a part that itself holds `num_trajectories`; a DataError if they do not
-        agree.
-        """
+        """Read the entry of a part that holds `num_trajectories`; DataError: it has others."""
         kinds = {f.name: str if f.name == "whole" else int for f in fields(cls) if f.name != "end"}
         if not isinstance(entry, dict) or set(entry) != set(kinds):
             raise DataError(name, f"must record {', '.join(kinds)}", entry, _REMAKE_PARTS)

@@ -35,7 +35,7 @@ from deepspeed_gear.data.dataset_statistics import check_split, compute_statisti
 from deepspeed_gear.data.nested_columns import flatten
 from deepspeed_gear.data.trajectory_checks import check_finite, check_trajectory, split_episodes
 from deepspeed_gear.errors import DataError, GearError, SchemaError, undo_on_error
-from deepspeed_gear.file_system import exchange_names, sync
+from deepspeed_gear.file_system import swap_names, sync
 from deepspeed_gear.liveness import hold, release
 from deepspeed_gear.schema import SOURCE, Schema
 
@@ -49,11 +49,11 @@ _BLOCK_BYTES = 4 * 1024 * 1024
 class DatasetWriter:
     """Write a data set by streaming: no more than one trajectory is held in memory.
 
-    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in
-    exchange for a DEST that is replaced or appended to. A writer that is killed leaves a
-    DEST.partial that the next one to the same place replaces; one that fails removes it. As a
-    context manager it closes at the end of the block and discards on an exception. Not thread-safe;
-    a lock excludes a second writer.
+    Everything goes to DEST.partial, which becomes DEST in one rename when it is complete, in place
+    of a DEST that is replaced or appended to. A writer that is killed leaves a DEST.partial that
+    the next one to the same place replaces; one that fails removes it. As a context manager it
+    closes at the end of the block and discards on an exception. Not thread-safe; a lock excludes a
+    second writer.
     """
 
     def __init__(
@@ -388,13 +388,13 @@ class PartialFolder:
                     entry.unlink()
 
     def publish(self) -> None:
-        """Move what was made to DEST, in exchange for an old one, which `discard` then removes.
+        """Move what was made to DEST, in place of an old one, which `discard` then removes.
 
         A process that is killed leaves the old one or the new one at DEST, also where the machine
-        fails. Only where the file system cannot exchange names of folders is there a moment without
+        fails. Only where the file system cannot swap names of folders is there a moment without
         either: the next writer to DEST then moves the old one back.
         """
-        if not self._dest.is_dir() or not exchange_names(self.made, self._dest):
+        if not self._dest.is_dir() or not swap_names(self.made, self._dest):
             if self._dest.is_dir():
                 self._dest.rename(self._folder / _REPLACED)
             self.made.rename(self._dest)

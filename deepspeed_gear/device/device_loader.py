@@ -45,7 +45,7 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
     if len(mine) == 1:
         return None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-    known = plan.exchange.gather((topology.node, gpu))
+    known = plan.control_plane.all_gather((topology.node, gpu))
     is_staged = gpu is not None and len(set(known)) < len(known)
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
     source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)

@@ -2,7 +2,7 @@
 for them.
 
 Each rank updates a heartbeat word in shared memory; ranks of a node check each other's words and
-locks, and leaders exchange heartbeats through torch.distributed's rendezvous store. Every wait
+locks, and leaders publish heartbeats through torch.distributed's rendezvous store. Every wait
 calls `check`. A rank whose main thread stays in one foreign call (an all-reduce that cannot end) is
 ended with the error in its log: there is no other way to leave such a call.
 """
@@ -108,7 +108,7 @@ class FailureDetector:
     def start(self) -> None:
         """Start the threads that watch for failures, after all ranks have a detector."""
         self._hook, sys.excepthook = sys.excepthook, self._explain
-        targets = [self._watch] if self._store is None else [self._watch, self._exchange_heartbeats]
+        targets = [self._watch] if self._store is None else [self._watch, self._send_heartbeats]
         self._threads = [
             threading.Thread(target=one, name="gear-watch", daemon=True) for one in targets
         ]
@@ -199,7 +199,7 @@ class FailureDetector:
             self._report(f"{self._describe(self._topology.rank)}, which has failed with {text},")
 
     def note(self, failure: LostNodeError) -> bool:
-        """Record an exchange's failure unless a more exact one comes first; False: none, a node has
+        """Record a round's failure unless a more exact one comes first; False: none, a node has
         ended.
         """
         is_some = failure.name == SOME_NODE
@@ -245,9 +245,11 @@ class FailureDetector:
         frame = sys._current_frames().get(self._main.ident or 0)
         return None if frame is None else (id(frame), frame.f_lasti)
 
-    def _exchange_heartbeats(self) -> None:
-        """Exchange heartbeats until this node ends, and publish its end. After the end of rank 0's
-        node it ends too: no barriers follow, and the store may end at any time.
+    def _send_heartbeats(self) -> None:
+        """Publish and read heartbeats until this node ends, and publish its end.
+
+        After the end of rank 0's node it ends too: no barriers follow, and the store may end at any
+        time.
         """
         try:
             while _FIRST not in self._ended and not self._stop.wait(self._beat_s):

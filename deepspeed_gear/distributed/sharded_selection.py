@@ -3,7 +3,8 @@ others.
 
 Every node computes all coordinates, and resolves those in its own part of the total mass; then each
 gets the resolutions of the samples that its ranks train on, and the rows that their windows read
-(`ResolutionExchange`). Each selection begins with an agreement: all nodes make it, or none does.
+(`ResolutionExchange`). Each selection begins with a round of status messages: all nodes make it, or
+none does.
 
 Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections
 renew these; before the first one, after a load, and when `can_sample` asks, `may_select` does.
@@ -25,8 +26,8 @@ from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, messa
 from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
     NodeSelection,
-    RecordExchange,
     ResolutionExchange,
+    ResolutionSender,
 )
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
@@ -63,7 +64,7 @@ class StatusMessage:
     NUM_WORDS: Final = 9
 
 
-class SelectionAgreement(LocalSelector):
+class JointSelector(LocalSelector):
     """A selector whose selections begin with a status message of every node, failures included."""
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
@@ -84,11 +85,13 @@ class SelectionAgreement(LocalSelector):
             np.ndarray
         ] = []  # priority updates from each node, packed where it is a shard
 
-    def _exchange_status(
+    def _status_round(
         self, prepare: Callable[[], list[np.ndarray]], leaves: bool = False
     ) -> list[np.ndarray]:
-        """Exchange status messages; return each node's words of `prepare`, until the next exchange
-        ends. If it raises, this node cannot make the selection; if it `leaves`, none after it.
+        """Send and receive status messages; return each node's words of `prepare`.
+
+        They are valid until the next round ends. If `prepare` raises, this node cannot make the
+        selection; if it `leaves`, none after it.
         """
         after = [NO_WORDS] * self._num_nodes
         error: Exception | None = None
@@ -104,8 +107,8 @@ class SelectionAgreement(LocalSelector):
         waited_us = records[:, StatusMessage.WAITED_US]
         # The node that has waited least was the last to arrive.
         self.late_s += (waited_us.max() - waited_us) * 1e-6
-        agreed = words[StatusMessage.NUMBER], False, False
-        if (records[:, : StatusMessage.STOP + 1] != agreed).any():
+        expected = words[StatusMessage.NUMBER], False, False
+        if (records[:, : StatusMessage.STOP + 1] != expected).any():
             self._raise_refusal(records, error)
         self._waiting = bool(records[:, StatusMessage.WAITING].any())
         self._totals = records[:, StatusMessage.TOTAL].copy()
@@ -136,7 +139,7 @@ class SelectionAgreement(LocalSelector):
         if not self.channel.left:
             self._number = None
             with self.channel.parting(MOST_LEAVE_S):
-                self._exchange_status(lambda: [NO_WORDS] * self._num_nodes, leaves=True)
+                self._status_round(lambda: [NO_WORDS] * self._num_nodes, leaves=True)
         self.channel.note_left(False)
 
     def _record(self, error: Exception | None = None) -> np.ndarray:
@@ -165,9 +168,7 @@ class SelectionAgreement(LocalSelector):
             raise there if error is None else error
 
     def _apply_together(self, action: Callable[[], None]) -> None:
-        """Change this node's masses, take the priority updates that are due, and exchange the new
-        totals.
-        """
+        """Change this node's masses, take the priority updates that are due, share the totals."""
         error: Exception | None = None
         try:
             with self._table.lock:
@@ -176,7 +177,7 @@ class SelectionAgreement(LocalSelector):
                     self.state.with_priorities.reports.take(self._due)
         except Exception as caught:
             error = caught
-        records = self.channel.gather(self._record(error))
+        records = self.channel.all_gather(self._record(error))
         self._raise_failure(records, error)
         self._records = records
         self._totals = records[:, StatusMessage.TOTAL].copy()
@@ -188,14 +189,14 @@ class SelectionAgreement(LocalSelector):
             return np.concatenate([_NO_REPORTS, *(rows for _, rows in self._due)])
 
 
-class ReplicatedSelector(SelectionAgreement):
+class ReplicatedSelector(JointSelector):
     """Selects, by priorities, from a store that stays equal to those of all other nodes. In one
     thread.
     """
 
     def begin(self, number: int, entry: int, count: int) -> int | None:
         self._number = number
-        received = self._exchange_status(lambda: [self._reports_due(number)] * self._num_nodes)
+        received = self._status_round(lambda: [self._reports_due(number)] * self._num_nodes)
         self.num_selections += 1
         self._received = [words.reshape(-1, LogEntry.NUM_WORDS) for words in received if len(words)]
         return count
@@ -207,7 +208,7 @@ class ReplicatedSelector(SelectionAgreement):
         return self.total
 
 
-class ShardedSelector(SelectionAgreement):
+class ShardedSelector(JointSelector):
     """Selects from the items of all nodes, in the one process of each that makes its selections.
     One thread; it takes the table's lock itself, and never holds it while it waits for other nodes.
     """
@@ -217,7 +218,7 @@ class ShardedSelector(SelectionAgreement):
         state: StreamState,
         channel: NodeChannel,
         plan: ExchangePlan,
-        exchange: ResolutionExchange | RecordExchange,
+        exchange: ResolutionExchange | ResolutionSender,
         verify_every: int,
     ) -> None:
         super().__init__(state, channel)
@@ -234,7 +235,7 @@ class ShardedSelector(SelectionAgreement):
         return int(self._totals.sum())
 
     def begin(self, number: int, entry: int, count: int) -> int | None:
-        """Agree with the other nodes on a selection. Returns as `LocalSelector.begin`.
+        """Begin a selection together with the other nodes. Returns as `LocalSelector.begin`.
 
         Raises:
             NotReadyError: The rate limiter does not admit it, and a node waits no longer.
@@ -251,7 +252,7 @@ class ShardedSelector(SelectionAgreement):
             if self.state.priorities is not None:
                 parts = self._packed_reports(number)
             with self._table.lock:
-                # Else changes take effect after the exchange of status messages.
+                # Else changes take effect after the round of status messages.
                 if (
                     self.state.priorities is None
                     and not self._has_window
@@ -272,7 +273,7 @@ class ShardedSelector(SelectionAgreement):
                     else parts
                 )
 
-        self._received = self._exchange_status(prepare)
+        self._received = self._status_round(prepare)
         if joint is not None:
             num_words = NodeRate.NUM_WORDS if ledger is None else Progress.NUM_WORDS
             rates = np.stack([words[:num_words] for words in self._received])
@@ -282,9 +283,9 @@ class ShardedSelector(SelectionAgreement):
             ):  # what can be drawn depends on the first open number of all stores
                 self._received = [words.copy() for words in self._received]
                 with self._table.lock:
-                    ledger.agree(rates)
+                    ledger.take_progress(rates)
                     rate = joint.record(count)
-                rates = self.channel.gather(rate)
+                rates = self.channel.all_gather(rate)
             with self._table.lock:
                 is_open = joint.apply(rates, count)
                 waits = not is_open and not self.spec.is_optional
@@ -340,7 +341,7 @@ class ShardedSelector(SelectionAgreement):
         assert self.spec.rule.window is not None
         with self._table.lock:
             contents = masses.contents()[2:]
-        edge = self.spec.rule.window.edge(*contents, self.channel.gather)
+        edge = self.spec.rule.window.edge(*contents, self.channel.all_gather)
 
         def change() -> None:
             masses.queue_window(edge)
@@ -384,7 +385,7 @@ class ShardedSelector(SelectionAgreement):
         if self.state.walked is not None:
             with self._table.lock:
                 evicted = self.state.evicted(records[:, Resolution.SLOT].numpy())
-            skipped = self.channel.gather_ragged(own[evicted, None])[0].reshape(-1)
+            skipped = self.channel.all_gather_ragged(own[evicted, None])[0].reshape(-1)
             if len(skipped):
                 left = np.ones(len(coordinates), bool)
                 left[skipped] = False
@@ -437,24 +438,25 @@ class ShardedSelector(SelectionAgreement):
         if joint.fewest <= len(rows):
             before = joint.num_admitted(slots, counted)
             left = joint.draws_left(counted)
-            num_valid = self._agree_on_valid(own, slots, num_valid, before, left)
+            num_valid = self._valid_of_all(own, slots, num_valid, before, left)
         kept = int(np.searchsorted(own, num_valid))
         np.add.at(counted, slots[:kept], 1)
         self._keep(done, first, owner[:num_valid], own[:kept], records[:kept])
         return num_valid
 
-    def _agree_on_valid(
+    def _valid_of_all(
         self, own: np.ndarray, slots: np.ndarray, count: int, before: int, left: int
     ) -> int:
-        """Agree on how many draws are valid; if not all, remove the trajectory that the last one
-        uses up. `before` of this node's draws (`own`) come before its first that does; its items
-        admit `left`.
+        """Return how many draws are valid; if not all, remove the trajectory that the last uses up.
+
+        The same on all nodes. `before` of this node's draws (`own`) come before its first that
+        does; its items admit `left`.
         """
         uses_up = before < len(own)
         masses = self.masses
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
-        received = self.channel.gather(
+        received = self.channel.all_gather(
             np.array([at, mass, self._record()[StatusMessage.LEAST], left])
         )
         self._records[:, StatusMessage.LEAST] = received[:, 2]
@@ -477,7 +479,7 @@ class ShardedSelector(SelectionAgreement):
             ids = masses.ids_of(items.numpy())
             coordinates = masses.coordinates_of(items).numpy()
             own = np.stack([values, ids, coordinates], axis=1)
-        every, shards = self.channel.gather_ragged(own)
+        every, shards = self.channel.all_gather_ragged(own)
         # Equal priorities by the age of their trajectories; a data set's are older in the first
         # shards.
         ages = every[:, 1] if self._table.spec.dataset is None else shards
@@ -496,7 +498,7 @@ class ShardedSelector(SelectionAgreement):
             )
             if ledger is not None and is_joint:
                 own = np.concatenate([own, ledger.marks(own[:, 0])], axis=1)
-        every, shards = self.channel.gather_ragged(own)
+        every, shards = self.channel.all_gather_ragged(own)
         every[:, 2] += (np.cumsum(self._totals) - self._totals)[shards]
         order = np.argsort(every[:, 0], kind="stable")
         if ledger is not None and is_joint:
@@ -543,15 +545,15 @@ class ShardedSelector(SelectionAgreement):
         return total, int(self._records[:, StatusMessage.ITEMS].sum()), beta
 
 
-def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
-    """Agree on the quotas of each node's writers. Collective; arguments as in `may_select`."""
+def set_quotas(control_plane: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
+    """Set the quotas of each node's writers. Collective; arguments as in `may_select`."""
     for stream in streams:
         if stream.state.joint_limiter is not None:
-            may_select(exchange, leads, stream, int(stream.position[Head.NUMBER]))
+            may_select(control_plane, leads, stream, int(stream.position[Head.NUMBER]))
 
 
 def may_select(
-    exchange: ControlPlane, leads: bool, stream: BatchStream, number: int, fixed: bool = False
+    control_plane: ControlPlane, leads: bool, stream: BatchStream, number: int, fixed: bool = False
 ) -> bool:
     """Return whether a global batch was selected already, or could be by all nodes together now.
 
@@ -561,7 +563,7 @@ def may_select(
     limiter = stream.state.joint_limiter
     count = stream.spec.num_samples(number)
     assert limiter is not None
-    agree_on_prompts(exchange, leads, stream)
+    share_progress(control_plane, leads, stream)
 
     def record() -> tuple[int, bool, np.ndarray] | None:
         if not leads:
@@ -569,7 +571,7 @@ def may_select(
         with stream.table.lock:
             return limiter.index, stream.prepare(number), limiter.record(count, fixed, exact=True)
 
-    records = exchange.collect("the record of its rate limiter", record)
+    records = control_plane.all_results("the record of its rate limiter", record)
     found = sorted((one for one in records if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
     changes = (
@@ -577,12 +579,12 @@ def may_select(
     )  # a fixed record: no node may `apply`
     with stream.table.lock:
         is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
-    exchange.barrier()  # after it ranks may write, by the new quotas
+    control_plane.barrier()  # after it ranks may write, by the new quotas
     return is_open or any(was_selected for _, was_selected, _ in found)
 
 
-def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -> None:
-    """Agree on the progress of the stores of a ledger, if there is one. As `may_select`."""
+def share_progress(control_plane: ControlPlane, leads: bool, stream: BatchStream) -> None:
+    """Share the progress of the stores of a ledger, if there is one. As `may_select`."""
     ledger = stream.table.ledger
     lock = stream.table.lock
     if ledger is None:
@@ -592,9 +594,9 @@ def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -
         with lock:
             return progress_of(stream.table) if leads else None
 
-    of_ranks = exchange.collect("the progress of its prompts", progress)
+    of_ranks = control_plane.all_results("the progress of its prompts", progress)
     with lock:
-        ledger.agree(np.stack([one for one in of_ranks if one is not None]))
+        ledger.take_progress(np.stack([one for one in of_ranks if one is not None]))
 
 
 def progress_of(table: Table) -> np.ndarray:

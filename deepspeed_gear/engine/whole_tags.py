@@ -30,19 +30,19 @@ _OPTIMIZER = "optim_states.pt"  # end of the names of files without weights
 Sizes = dict[str, int]  # by path in the tag's folder
 
 
-def begin(exchange: ControlPlane, folder: Path) -> None:
+def begin(control_plane: ControlPlane, folder: Path) -> None:
     """Remove the record of a tag, which is about to be written. Collective."""
 
     def remove() -> None:
-        if exchange.rank == 0:
+        if control_plane.rank == 0:
             with save_folders.writing(folder):
                 _record_of(folder).unlink(missing_ok=True)
 
-    exchange.agree("beginning the checkpoint", remove)
+    control_plane.attempt("beginning the checkpoint", remove)
 
 
 def finish(
-    exchange: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
+    control_plane: ControlPlane, save_dir: Path, tag: str, leads_node: bool, save_latest: bool
 ) -> None:
     """Record a tag as whole, after every rank has written its files, and let `latest` name it.
     Collective.
@@ -55,11 +55,11 @@ def finish(
         with save_folders.writing(folder):
             return _synced(folder) if leads_node else {}
 
-    of_ranks = exchange.collect("writing the checkpoint", written)
+    of_ranks = control_plane.all_results("writing the checkpoint", written)
 
     def name() -> None:
         with save_folders.writing(save_dir):
-            if exchange.rank == 0:
+            if control_plane.rank == 0:
                 save_folders.make(folder / TABLES)
                 sizes = {
                     path: size for of_rank in of_ranks for path, size in sorted(of_rank.items())
@@ -68,11 +68,11 @@ def finish(
                 if save_latest:
                     save_folders.write_atomically(save_dir / LATEST, tag)
 
-    exchange.agree("writing `latest`", name)
+    control_plane.attempt("writing `latest`", name)
 
 
 def check(
-    exchange: ControlPlane,
+    control_plane: ControlPlane,
     load_dir: Path,
     tag: str | None,
     leads_node: bool,
@@ -88,7 +88,7 @@ def check(
     what = "loading the checkpoint"
 
     def read() -> tuple[str | None, Sizes]:
-        if exchange.rank:
+        if control_plane.rank:
             return None, {}
         named = tag
         if named is None:
@@ -104,13 +104,15 @@ def check(
         return named, _recorded(load_dir / named)
 
     def look() -> None:
-        named, recorded = exchange.collect(what, read)[0]
+        named, recorded = control_plane.all_results(what, read)[0]
         if named is None:
             return
         folder = load_dir / named
         if not recorded:
-            exchange.agree(what, partial(_check_own, engine, load_dir, named, only_weights))
-        of_ranks = exchange.collect(what, lambda: _sizes(folder) if leads_node and recorded else {})
+            control_plane.attempt(what, partial(_check_own, engine, load_dir, named, only_weights))
+        of_ranks = control_plane.all_results(
+            what, lambda: _sizes(folder) if leads_node and recorded else {}
+        )
         there = {path: size for of_rank in of_ranks for path, size in of_rank.items()}
         for path, size in recorded.items():
             is_read = not (only_weights and path.endswith(_OPTIMIZER))
@@ -119,7 +121,7 @@ def check(
                 remedy = f"{ANOTHER}; if it was changed on purpose, remove {_record_of(folder)}"
                 raise CheckpointError(str(folder / path), f"must have {size} bytes", found, remedy)
 
-    whole_saves.name_others(exchange, look, partial(others_in, load_dir))
+    whole_saves.name_others(control_plane, look, partial(others_in, load_dir))
 
 
 def _check_own(engine: Any, load_dir: Path, tag: str, only_weights: bool) -> None:

@@ -290,7 +290,7 @@ def require_device() -> None:
             f"is cuda, which needs a driver, a CUDA build of torch and a GPU: {', '.join(missing)}"
         )
         found = f"torch {torch.__version__}, CUDA {torch.version.cuda}, {kernels}"
-        host = 'set gear.backend to "cpu": the store, selection and collection run in host memory'
+        host = 'set gear.backend to "cpu": the store, selection and gather run in host memory'
         raise BuildError(
             "gear.backend", rule, found, f"{' and '.join(missing.values())}, or {host}"
         )

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from deepspeed_gear.context import WaitLog
-from deepspeed_gear.distributed.sharded_selection import agree_on_prompts, may_select
+from deepspeed_gear.distributed.sharded_selection import may_select, share_progress
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.sampling.batch_stream import BatchStream
@@ -40,7 +40,7 @@ class Readiness:
         """Return whether a global batch could be selected at the first rank's call. Collective."""
         plan = self._parts.plan
         turn = int(self._asked[self._peer])
-        exchange = plan.exchange
+        control_plane = plan.control_plane
         streams = [s for s in self._streams if not s.spec.is_optional]
         self._wait_for_slowest(turn)
         if plan.topology.num_nodes == 1:
@@ -48,15 +48,15 @@ class Readiness:
             self._asked[self._peer] = turn + 1
             return answer
         self._asked[self._peer] = turn + 1
-        if plan.leads_shard:  # no rank of this node writes while nodes agree on quotas
+        if plan.leads_shard:  # no rank of this node writes while nodes divide quotas
             self._wait_for_slowest(turn + len(self._answers))
         found = True
         for stream in streams:
             if stream.state.joint_limiter is not None:
                 prepares = self._parts.prefetcher.is_alive
-                may = may_select(exchange, plan.leads_shard, stream, number, prepares)
+                may = may_select(control_plane, plan.leads_shard, stream, number, prepares)
             else:
-                answers = exchange.collect(
+                answers = control_plane.all_results(
                     "looking at its node's items", partial(stream.can_select, number)
                 )
                 may = any(answers) if stream.spec.num_shards > 1 else all(answers)
@@ -73,10 +73,10 @@ class Readiness:
         self._asked[self._peer] = turn + 1
         self._wait_for_slowest(turn + len(self._answers))
         if stream.spec.num_shards > 1:
-            exchange = self._parts.plan.exchange
+            control_plane = self._parts.plan.control_plane
             leads = self._parts.plan.leads_shard
-            agree_on_prompts(exchange, leads, stream)
-            held = exchange.collect(
+            share_progress(control_plane, leads, stream)
+            held = control_plane.all_results(
                 "counting the items of its node",
                 lambda: [stream.held_items(number)] if leads else [],
             )

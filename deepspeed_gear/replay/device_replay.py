@@ -63,9 +63,9 @@ class DeviceReplay(ReplayBase):
 
     A data set is copied to the device of each rank. Trajectories that are added lie on the devices
     of this rank's replica; its tensor and sequence ranks add the same ones. Each replica draws from
-    its own table, with its own probabilities, priorities and weights, and exchanges nothing with
-    other replicas: for one exact distribution over all of them use a table in host memory
-    (`"placement": "host"`).
+    its own table, with its own probabilities, priorities and weights, and shares nothing with other
+    replicas: for one exact distribution over all of them use a table in host memory (`"placement":
+    "host"`).
 
     Construction, `save`, `load` and `close` are collective. Not thread-safe.
 
@@ -96,10 +96,12 @@ class DeviceReplay(ReplayBase):
         arguments.one_of("engine_dtype", engine_dtype, torch.dtype, "a torch.dtype")
         plan = resolve_plan(config, process_group, schemas, info, place, on_device=True)
         self.tables: dict[str, RingTable] = {}
-        with undo_on_error(plan.exchange.close), undo_on_error(self._close_tables):
-            to = plan.exchange.agree("the device", lambda: device_of(device))
+        with undo_on_error(plan.control_plane.close), undo_on_error(self._close_tables):
+            to = plan.control_plane.attempt("the device", lambda: device_of(device))
             super().__init__(plan, to, engine_dtype)
-            plan.exchange.agree("the table on the device", lambda: self._build(plan, engine_dtype))
+            plan.control_plane.attempt(
+                "the table on the device", lambda: self._build(plan, engine_dtype)
+            )
             self._loader = DeviceLoader(plan, self._mixture, self._burn_in, owner=self)
         self._clamp_warnings = self._new_clamp_warnings()
         self._num_before_load = (
@@ -586,7 +588,7 @@ class DeviceReplay(ReplayBase):
             self._closed = True
             self._folder_locks.release()
             self._close_tables()
-            self._plan.exchange.close()
+            self._plan.control_plane.close()
 
     def _close_tables(self) -> None:
         for table in self.tables.values():

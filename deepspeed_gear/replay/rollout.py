@@ -99,7 +99,7 @@ class Rollout(PublicNames):
             StoreError: The rollout batch has ended.
         """
         self.check_open()
-        self._context.agree_on(READ, (name,), partial(self._columns.check_values, name))
+        self._context.check_same(READ, (name,), partial(self._columns.check_values, name))
         return torch.from_numpy(self._columns.values(name))
 
     def forward(self, *names: str, tokens: int | None = None) -> Iterator[MicroBatch]:
@@ -133,7 +133,7 @@ class Rollout(PublicNames):
 
         # Rows move between nodes: after it no rank reads those of another batch.
         context.agree(check)
-        context.agree_on("rollout.forward: columns and tokens", (missing, tokens))
+        context.check_same("rollout.forward: columns and tokens", (missing, tokens))
         if not missing:
             return
         packs = PackSequence(columns, np.arange(self.num_trajectories), tokens)
@@ -245,7 +245,9 @@ class Rollout(PublicNames):
             return found
 
         # Reading is collective over nodes: no rank must do so alone.
-        self._context.agree_on(READ, (*named, count_masked), partial(columns.check_values, *named))
+        self._context.check_same(
+            READ, (*named, count_masked), partial(columns.check_values, *named)
+        )
         return torch.from_numpy(self._context.agree(compute))
 
     def _estimated(
@@ -266,7 +268,7 @@ class Rollout(PublicNames):
             columns.set_column("value_target", targets)
             return np.asarray(advantages)
 
-        self._context.agree_on(READ, (reward, chosen.model_dump()))
+        self._context.check_same(READ, (reward, chosen.model_dump()))
         return torch.from_numpy(self._context.agree(compute))
 
     def whiten(self, name: str, over: str = "token") -> None:

@@ -20,7 +20,7 @@ from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, Tra
 from deepspeed_gear.errors import ConfigError, DataError, FieldError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.replay.node_exchange import SpreadTrajectories
+from deepspeed_gear.replay.node_links import SpreadTrajectories
 from deepspeed_gear.replay.rollout_context import RolloutContext
 from deepspeed_gear.schema import Column
 from deepspeed_gear.store.records import SlotRetention
@@ -133,7 +133,7 @@ class TableRows:
     def send(self, moves: Moves) -> Callable[[], None] | None:
         """Exchange missing rows with the other nodes; return what adds their media to the store.
 
-        Collective over the node leaders; None: another rank of this node exchanges.
+        Collective over the node leaders; None: another rank of this node sends.
         """
         assert self._spread is not None
         return None if self._spread.exchange is None else self._spread.exchange.send(moves)

@@ -94,7 +94,7 @@ class RolloutLoader:
         self.topology = plan.topology
         self._leads_node = plan.topology.leads_node
         self._leads_first_node = plan.topology.leads_node and plan.topology.node == 0
-        self._spread = parts.exchange.trajectories
+        self._spread = parts.links.trajectories
         self._size = config.rollout_size
         self._is_rollout = config.batch is None
         self._tables = config.sampled_tables
@@ -112,15 +112,17 @@ class RolloutLoader:
             fields=tuple(plan.needs.fields),
             opaque=tuple(plan.needs.opaque),
             member=None if group is None else group.member,
-            ranks=sequence_sum(plan.topology, device, config.timeout_s, plan.group, plan.exchange),
+            ranks=sequence_sum(
+                plan.topology, device, config.timeout_s, plan.group, plan.control_plane
+            ),
         )
         warning = None
-        if plan.exchange.rank == 0:
+        if plan.control_plane.rank == 0:
             mask = settings.schema.role("loss_mask")
             warning = LossWarning(None if mask is None else mask.name, settings.predicts)
         self.context = RolloutContext(
             settings=settings,
-            control_plane=plan.exchange,
+            control_plane=plan.control_plane,
             barrier=parts.barrier,
             is_spread=bool(self._spread),
             divisor=divisor,

@@ -153,8 +153,10 @@ def forward(
         with table.lock:
             return absent(table, *names)
 
-    lists = context.control_plane.collect("a rollout batch", listed)  # of the leader of each node
-    context.agree_on("forward: table, columns and tokens", (table.spec.name, names, tokens))
+    lists = context.control_plane.all_results(
+        "a rollout batch", listed
+    )  # of the leader of each node
+    context.check_same("forward: table, columns and tokens", (table.spec.name, names, tokens))
     of_all_nodes = np.concatenate([one for one in lists if one is not None])[
         :, Resolution.NUM_STEPS
     ]
@@ -173,7 +175,7 @@ def forward(
         return PlannedPacks(records[:, Resolution.NUM_STEPS], pack, place.data_world, table.ops)
 
     # Every node makes as many forward passes as the one with the most packs.
-    longest = context.control_plane.collect(
+    longest = context.control_plane.all_results(
         "a rollout batch", lambda: planned().rows.max(axis=1).tolist()
     )
 

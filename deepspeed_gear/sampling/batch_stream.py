@@ -363,7 +363,7 @@ class BatchStream:
         """
         self._is_ahead(number)
         with self.table.lock:
-            self._control[Control.SELECTING] += 1  # its items must stay between the exchanges
+            self._control[Control.SELECTING] += 1  # its items must stay between the rounds
         try:
             is_made = self.selector.select(number, entry)
         except Exception as error:
@@ -376,7 +376,7 @@ class BatchStream:
                 if isinstance(error, NothingToSampleError):
                     raise error.final() from None
                 raise
-            # Without items on all nodes: the next attempt begins with their agreement.
+            # Without items on all nodes: the next attempt begins with a round of theirs.
             is_made = False
             self.state.joint_limiter.note_empty()
         finally:

@@ -111,7 +111,7 @@ class SelectionLimiter:
     """Decides whether a global batch may be drawn of a table with a capacity. Every method requires
     the lock.
 
-    Over several nodes, one process of each exchanges its `record`; `records` are those of all
+    Over several nodes, one process of each sends its `record`; `records` are those of all
     nodes, in the order of shards. [S, NodeRate.NUM_WORDS], int64; with prompts `PromptLedger.due`
     follows.
     """
@@ -287,7 +287,7 @@ class SelectionLimiter:
         return kind(f"table {self._table.spec.name}", rule, found, remedy)
 
     def record(self, count: int, fixed: bool = False, exact: bool = False) -> np.ndarray:
-        """Return this node's rate record, and keep a part of its quota for the exchange. If `fixed`
+        """Return this node's rate record, and keep a part of its quota for the round. If `fixed`
         nothing changes, as a thread may be in a selection, and no process may `apply`. `exact` as
         `left`.
         """

@@ -293,7 +293,7 @@ class StreamState:
         ends = not fresh and self.walked is not None and epoch != self.position[Head.EPOCH]
         if self.numbers is not None:
             self.numbers[-1] = self.newest_numbers
-        self.control[Control.QUOTA] = 0  # until the nodes have exchanged new quotas
+        self.control[Control.QUOTA] = 0  # until the nodes have had a round for new quotas
         self.heads[:, Head.NUMBER] = NOTHING
         if self.last_drawn is not None:
             self.last_drawn[:] = NOTHING

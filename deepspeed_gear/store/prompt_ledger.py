@@ -11,8 +11,8 @@ and likewise for each of the latest epochs, and for all earlier ones together.
 
 Of K stores, one on each node, store k issues the numbers n with n % K == k. Batches are in the
 order of all numbers; what a store needs of the others comes with their selections (`progress`,
-`agree`, `note_others`). Or they are in one order of completion, by stamps that follow from these
-exchanges (`due`, `merged`).
+`take_progress`, `note_others`). Or they are in one order of completion, by stamps that follow from
+these rounds (`due`, `merged`).
 
 Order of writes, so that a process may die at any instruction: an entry's words before its state,
 the state before the number of issued ones. An entry that leaves is marked with its counter; new
@@ -93,7 +93,7 @@ class PromptCount:
 
 
 class Progress:
-    """Words that stores exchange before each selection."""
+    """Words that stores send to each other before a selection."""
 
     FIRST_OPEN: Final = 0  # the first number of the store that is open
     BATCHES: Final = 1  # that the ranks of its node have trained
@@ -220,7 +220,7 @@ class PromptLedger:
         self._completed: np.ndarray = views["groups"][:, SlotGroup.NUMBER]  # of leaders, in order
         self._states: np.ndarray = self.entries[:, Entry.STATE]
         self._of_entries: np.ndarray = self.entries[:, Entry.NUMBER]
-        # Of several stores, as this process has agreed on it: the first open number, the largest
+        # Of several stores, as of the latest round: the first open number, the largest
         # stamp, the trained batches, and how many entries are due by each batch from the next one
         # on.
         self._first = 0
@@ -579,8 +579,9 @@ class PromptLedger:
             self._sweep()
 
     def progress(self) -> np.ndarray:
-        """Return what stores agree on, once complete groups have stamps. [Progress.NUM_WORDS],
-        int64.
+        """Return what the other stores need, once complete groups have stamps.
+
+        [Progress.NUM_WORDS].
         """
         if self.spec.is_joint:
             slots = leaders(self.views)
@@ -596,7 +597,7 @@ class PromptLedger:
         store = self.spec.store
         return np.array([self._first_open, batches, store, known, dropped, self._stamp])
 
-    def agree(self, stores: np.ndarray) -> None:
+    def take_progress(self, stores: np.ndarray) -> None:
         """Take `progress` of all stores. [S, Progress.NUM_WORDS], int64.
 
         Every number before the first open one is held and complete, or has left, in each store, and
@@ -628,7 +629,7 @@ class PromptLedger:
         """
         selected = self.num_selected * self.spec.groups
         spec = self.spec
-        if spec.is_joint:  # `agree` has taken what counts
+        if spec.is_joint:  # `take_progress` has taken what counts
             return
         before = self._first - spec.issued_below(self._first)
         drawn = int(self._left[0, Left.DRAWN])
@@ -736,7 +737,8 @@ class PromptLedger:
             int(saved["prompt_counts"][PromptCount.ISSUED])
         )
         self.counts[PromptCount.LEASES] = max(leases, int(self.counts[PromptCount.LEASES]))
-        # Nothing is leased until the stores agree again, nor between `agree` and `note_others`.
+        # Nothing is leased until the next round of the stores, nor between `take_progress` and
+        # `note_others`.
         self.counts[[PromptCount.TRAINED, PromptCount.OTHERS]] = -1, 1 << 40
         self._epochs[0] = saved["prompt_epochs"] * (spec.store == 0)
         self._left[0] = saved["prompt_left"] * (spec.store == 0)

@@ -24,7 +24,7 @@ class Control:
     LOADS: Final = 13  # checkpoints loaded
     PENDING: Final = 16  # reserved and not committed; with the next one, read by rate limiters
     STEPS_PENDING: Final = 17
-    QUOTA: Final = 18  # items that this node's writers may ever add, by the last exchange
+    QUOTA: Final = 18  # items that this node's writers may ever add, by the last round
     WANTED: Final = 19  # most items of an addition that the quota refused
     LISTENING: Final = 20  # whether a sampler waits for a change
     EVENT: Final = 21  # futex word that is incremented then
@@ -131,7 +131,7 @@ class StepCount:
     STEPS_TAKEN: Final = 0
     WHOLE_ADDED: Final = 1  # trajectories that the native call has stored whole
     BEGUN: Final = 2  # trajectories whose first steps it has published
-    NUM_COMPLETED: Final = 3  # of these, not collected yet
+    NUM_COMPLETED: Final = 3  # of these, not taken yet
     NUM_WORDS: Final = 4
 
 

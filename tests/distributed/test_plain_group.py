@@ -62,12 +62,12 @@ def agreeing() -> None:
     rank = dist.get_rank()
     world = dist.get_world_size()
     for round_ in range(8):
-        exchange = ControlPlane()
+        control_plane = ControlPlane()
         time.sleep(0.02 * ((rank + round_) % 3))
-        assert exchange.gather((round_, rank)) == [(round_, r) for r in range(world)]
-        assert exchange.broadcast(f"from {rank}", source=world - 1) == f"from {world - 1}"
-        exchange.barrier()
-        exchange.close()
+        assert control_plane.all_gather((round_, rank)) == [(round_, r) for r in range(world)]
+        assert control_plane.broadcast(f"from {rank}", source=world - 1) == f"from {world - 1}"
+        control_plane.barrier()
+        control_plane.close()
 
 
 def failing() -> None:
@@ -75,7 +75,7 @@ def failing() -> None:
     on.
     """
     rank = dist.get_rank()
-    exchange = ControlPlane()
+    control_plane = ControlPlane()
 
     def action() -> int:
         if rank == 1:
@@ -87,12 +87,12 @@ def failing() -> None:
     kind = {1: DataError, 2: ZeroDivisionError}.get(rank, PeerError)
     for _ in range(2):
         with pytest.raises(kind) as error:
-            exchange.agree("looking at F", action)
+            control_plane.attempt("looking at F", action)
         if kind is PeerError:
             text = "the file F must be there; copy it [raised on rank 1: looking at F]"
             assert str(error.value) == text
-    assert exchange.agree("nothing", lambda: rank) == rank
-    exchange.close()
+    assert control_plane.attempt("nothing", lambda: rank) == rank
+    control_plane.close()
 
 
 def meeting() -> None:
@@ -113,11 +113,11 @@ def resuming(folder: Path) -> None:
     """A checkpoint of which one rank has no part is refused on all; none may wait for another in
     its load.
     """
-    exchange = ControlPlane()
-    replay: Any = SimpleNamespace(exchange=exchange)  # the rest of it is not touched
+    control_plane = ControlPlane()
+    replay: Any = SimpleNamespace(control_plane=control_plane)  # the rest of it is not touched
     with pytest.raises(CheckpointError, match=r"got 'none on ranks \[1\]'"):
         engine_checkpoint.load(replay, folder, None if dist.get_rank() == 1 else {})
-    exchange.close()
+    control_plane.close()
 
 
 def recorded(replay: Replay, count: int) -> Arrays:

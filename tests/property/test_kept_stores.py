@@ -464,7 +464,7 @@ def test_stores_divide_what_may_be_older_than_a_lease(case: str) -> None:
             store.ledger.begin()
     known = np.stack([store.ledger.progress() for store in stores])
     for store in stores:
-        store.ledger.agree(known)
+        store.ledger.take_progress(known)
         assert case != "begun" or not store.ledger.lease(1)  # before the second exchange
     exchange(
         stores,

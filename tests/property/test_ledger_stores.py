@@ -488,7 +488,7 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
 
     known = np.stack([store.ledger.progress() for store in stores])
     for store in stores:
-        store.ledger.agree(known)
+        store.ledger.take_progress(known)
     slow = one.ledger.lease(2)
     assert (commit(one, slow[:1]), commit(other, other.ledger.lease(1))) == ([0], [1])
     for number, store in enumerate(stores):
@@ -501,7 +501,7 @@ def test_a_store_that_is_told_late_leases_nothing_for_a_batch_that_is_full() -> 
     assert commit(one, slow[1:] + one.ledger.lease(1)) == [2, 4]
     known = np.stack([one.ledger.progress(), of_other])
     for store in stores:
-        store.ledger.agree(known)
+        store.ledger.take_progress(known)
     slots = [store.ledger.in_order(store.complete) for store in stores]
     due = np.stack([store.ledger.due(at) for store, at in zip(stores, slots, strict=True)])
     assert one.ledger.admits(due)

@@ -95,7 +95,7 @@ def exchange(
     """
     spec = stores[0].spec
     known = np.stack(each(progress))
-    each(lambda store: store.ledger.agree(known))
+    each(lambda store: store.ledger.take_progress(known))
 
     def record(store: NodeStore) -> tuple[int, int, np.ndarray]:
         slots = store.ledger.in_order(store.complete)

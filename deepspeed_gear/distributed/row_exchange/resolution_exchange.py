@@ -169,7 +169,7 @@ class ResolutionExchange:
         return samples[: self._end_words[-1]], parts
 
 
-class RecordExchange:
+class ResolutionSender:
     """Sends records of this node's trajectories to all nodes; fills its ring (rows:
     `TrajectoryExchange`).
     """
@@ -193,7 +193,7 @@ class RecordExchange:
                 with state.table.lock:
                     words, item = state.members(words)
                 own = own[item]  # places in the selection; the members of a group share one
-            every, shard = self._channel.gather_ragged(
+            every, shard = self._channel.all_gather_ragged(
                 np.concatenate([own[:, None], words], axis=1)
             )
         order = np.argsort(every[:, 0], kind="stable")

@@ -102,7 +102,7 @@ class TrajectoryExchange:
         wanted = [
             (asked[number], number) for number, lacks in zip(named, lacking, strict=True) if lacks
         ]
-        every, node = channel.gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
+        every, node = channel.all_gather_ragged(np.array(wanted, np.int64).reshape(-1, 2))
         messages = []
         for to in range(channel.count):
             numbers = every[(node == to) & (every[:, 0] == channel.index), 1]

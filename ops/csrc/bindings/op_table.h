@@ -24,7 +24,7 @@
      "float[] pad_values, int threads, Tensor? order=None")
 
 // Only on the host: draws, and changes of masses and priorities, of tables in host memory (a table on
-// a device has the ring's ops), what nodes exchange (draws, reports, rows), the goals of hindsight,
+// a device has the ring's ops), what nodes send each other (draws, reports, rows), the goals of hindsight,
 // packs and their plan. Their bytes come from the host's store and go to the host's network or back
 // into the store; a device would only add two copies. A pack is copied to a device as a whole.
 #define GEAR_HOST_OPS(OP) \

@@ -7,13 +7,13 @@
 //    wastes the fewest tokens; a binary search finds how many are "the longest ones". Where that
 //    fails too, each goes into the pack with the most room, or every pack gets one a round, and the
 //    longest go to packs with one less: these suit lengths near a third of the budget.
-// 2. Balancing sorts the packs by cost, so that `width` neighbours are a micro step, and exchanges
+// 2. Balancing sorts the packs by cost, so that `width` neighbours are a micro step, and swaps
 //    trajectories between packs above and below the mean of their micro steps.
 // 3. In each micro step the costliest pack goes to the rank with the least cost so far.
 //
 // Every choice is among integers, and ties go to the lower pack or the longer trajectory, so every
-// rank computes the same plan. tests/property/test_packing_plan.py holds the invariants, and digests
-// of plans that must never change.
+// rank computes the same plan. tests/property/test_packing_plan.py holds the invariants, and
+// digests of plans that must never change.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -316,7 +316,7 @@ Values OrderOf(const Values& values, const Precedes& precedes) {
 // The packs by falling cost: `width` neighbours are a micro step.
 Values ByCost(const Packs& packs) { return OrderOf(packs.cost, std::greater<>()); }
 
-// Exchanges trajectories, so that the packs of a micro step cost the same.
+// Swaps trajectories, so that the packs of a micro step cost the same.
 class Balancing {
  public:
   Balancing(const Sorted& items, int64_t width, Packs* packs)
@@ -368,7 +368,7 @@ class Balancing {
     return Min(kMembers, static_cast<int64_t>(members_[pack].size()));
   }
 
-  // Moves a trajectory to the pack furthest below its target, or exchanges two.
+  // Moves a trajectory to the pack furthest below its target, or swaps two.
   bool GiveToLowest(int64_t pack) {
     const int64_t count = packs_.Count();
     while (next_lowest_ < count && excess_[lowest_[next_lowest_]] >= 0) ++next_lowest_;
@@ -396,7 +396,7 @@ class Balancing {
     return true;
   }
 
-  // Exchanges a trajectory for a slightly shorter one of any other pack.
+  // Swaps a trajectory for a slightly shorter one of any other pack.
   bool GiveToSimilar(int64_t pack) {
     const int64_t excess = excess_[pack];
     Change best{excess};

@@ -70,7 +70,7 @@ bool ApplySlots(Stream& stream) {
   return true;
 }
 
-// Collects the updates that a selection applies, process by process; notes where their logs end.
+// Takes the updates that a selection applies, process by process; notes where their logs end.
 void TakeReports(Stream& stream, int64_t number) {
   const StreamPriorities& given = stream.priorities;
   const int64_t until = number - given.lag;

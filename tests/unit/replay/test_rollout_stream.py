@@ -253,8 +253,8 @@ class Nodes:
         [part] = self._whole.tables
         table = copy.copy(part.table)
         table.spec = replace(table.spec, shard=Shard(shard, 2, 0, 0))
-        exchange = SimpleNamespace(sum=self._send if shard == 0 else self._add)
-        context: Any = SimpleNamespace(control_plane=exchange)
+        plane = SimpleNamespace(sum=self._send if shard == 0 else self._add)
+        context: Any = SimpleNamespace(control_plane=plane)
         records = part.records._replace(origins=torch.from_numpy(self._origins))
         own = TableRows(part.gatherer, table, records, context, spread_over(2, shard))
         return RolloutColumns([own], whole.context)
