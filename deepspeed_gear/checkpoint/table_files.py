@@ -697,14 +697,14 @@ class TableLoader:
                 at, [Head.NUMBER, Head.COUNT, Head.SAMPLES]
             ].tolist()
             own = np.nonzero(part["ring"][at, :count, Resolution.ID] != UNKNOWN)[0]
-            records = part["ring"][at, own]
-            records[:, Resolution.SLOT] = self._placed[name][records[:, Resolution.SLOT]]
-            records[:, Resolution.FIRST_ROW] = stream.table.slots[
-                records[:, Resolution.SLOT], Slot.FIRST_ROW
+            resolutions = part["ring"][at, own]
+            resolutions[:, Resolution.SLOT] = self._placed[name][resolutions[:, Resolution.SLOT]]
+            resolutions[:, Resolution.FIRST_ROW] = stream.table.slots[
+                resolutions[:, Resolution.SLOT], Slot.FIRST_ROW
             ]
             entry = number % stream.spec.depth
-            records_of = torch.from_numpy(records)
-            selector.deliver(number, entry, after - count, owners[at, :count], own, records_of)
+            tensor = torch.from_numpy(resolutions)
+            selector.deliver(number, entry, after - count, owners[at, :count], own, tensor)
         with stream.table.lock:
             stream.state.keep_selections(part)
 

@@ -29,7 +29,7 @@ from deepspeed_gear.data.dataset_files import (
     STATS_FILE,
     ArrayFile,
     DatasetPart,
-    FileRecord,
+    FileEntry,
 )
 from deepspeed_gear.data.dataset_statistics import check_split, compute_statistics
 from deepspeed_gear.data.nested_columns import flatten
@@ -280,9 +280,9 @@ class DatasetWriter:
         extents = np.stack([ends - lengths - int(self.schema.has_final_row), lengths], axis=1)
         file = ArrayFile(self._made / dataset_files.EXTENTS_FILE, extents.dtype, (2,))
         file.append(extents)
-        records: dict[str, FileRecord] = {dataset_files.EXTENTS_FILE: file.finish()}
+        files: dict[str, FileEntry] = {dataset_files.EXTENTS_FILE: file.finish()}
         for column in self.schema:
-            records[file_of(column)] = self._files[column.name].finish()
+            files[file_of(column)] = self._files[column.name].finish()
         statistics = self._statistics
         if statistics is None:
             columns = {c.name: np.load(self._made / file_of(c), mmap_mode="r") for c in self.schema}
@@ -290,10 +290,10 @@ class DatasetWriter:
             computed = compute_statistics(self.schema, columns, first_rows, lengths, self._split)
             entries = {name: entry.to_json() for name, entry in computed.items()}
             statistics = {"split": self._split, "columns": entries}
-        digests = {column.name: records.pop(file_of(column)).sha256 for column in self._compress}
+        digests = {column.name: files.pop(file_of(column)).sha256 for column in self._compress}
         for column in self._compress:
-            records |= compressed_rows.compress(self._made, column)
-        records[STATS_FILE] = dataset_files.write_json(self._made / STATS_FILE, statistics)
+            files |= compressed_rows.compress(self._made, column)
+        files[STATS_FILE] = dataset_files.write_json(self._made / STATS_FILE, statistics)
         manifest: dict[str, Any] = {
             "format": dataset_files.FORMAT,
             "num_trajectories": len(lengths),
@@ -302,7 +302,7 @@ class DatasetWriter:
             "split": self._split,
             "source": self._source,
             "schema": self.schema.to_json(),
-            "files": {name: asdict(record) for name, record in records.items()},
+            "files": {name: asdict(entry) for name, entry in files.items()},
             **({} if self._part is None else {"part": self._part.to_json()}),
             **({} if not self._grown_from else {"grown_from": self._grown_from}),
             **({} if not digests else {"compressed": digests}),

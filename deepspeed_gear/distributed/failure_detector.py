@@ -277,24 +277,24 @@ class FailureDetector:
         ]
         first = min(ended_ranks)[::-1] if ended_ranks else None
         problem = self._known_problem()  # read last: a rank that fails reports it before it ends
-        record = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}
-        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(record))
+        message = {"beat": self._num_beats, "ended": ended, "problem": problem, "left_first": first}
+        self._store.set(f"{self._keys}/{self._topology.node}", json.dumps(message))
         self._num_beats += 1
 
     def _receive(self) -> None:
         texts = self._store.multi_get([f"{self._keys}/{node}" for node in self._others])
         for node, text in zip(self._others, texts, strict=True):
-            record = json.loads(text)
+            message = json.loads(text)
             now = time.monotonic()
             beat, _ = self._beats.get(node, (-1, now))
-            if record["left_first"] is not None:
-                rank, passed = record["left_first"]
+            if message["left_first"] is not None:
+                rank, passed = message["left_first"]
                 self._ended_first[node] = int(rank), int(passed)
-            self._problem = self._problem or str(record["problem"])
-            if record["ended"]:  # last: a thread that reads it also reads the problem
+            self._problem = self._problem or str(message["problem"])
+            if message["ended"]:  # last: a thread that reads it also reads the problem
                 self._ended.add(node)
-            elif record["beat"] != beat:
-                self._beats[node] = int(record["beat"]), now
+            elif message["beat"] != beat:
+                self._beats[node] = int(message["beat"]), now
 
     def _lost_rank(self) -> str:
         """Describe a rank of this node that is lost; "" if there is none."""

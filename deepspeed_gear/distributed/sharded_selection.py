@@ -73,7 +73,7 @@ class JointSelector(LocalSelector):
         self._table = state.table
         self._num_nodes = channel.count
         self._index = channel.index
-        self._records = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
+        self._statuses = np.zeros((self._num_nodes, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self._num_nodes, np.int64)
         self._waiting = False
         self._number: int | None = None  # of the selection that is being made
@@ -99,34 +99,34 @@ class JointSelector(LocalSelector):
             after = prepare()
         except Exception as caught:
             error = caught
-        words = self._record(error)
+        words = self._status(error)
         words[StatusMessage.NUMBER] = -1 if self._number is None else self._number
         words[StatusMessage.STOP] = leaves or self.state.stop.is_set()
         messages = self.channel.begin([message_of(words, part.reshape(-1)) for part in after])()
-        records = self._records = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
-        waited_us = records[:, StatusMessage.WAITED_US]
+        statuses = self._statuses = np.stack([part[: StatusMessage.NUM_WORDS] for part in messages])
+        waited_us = statuses[:, StatusMessage.WAITED_US]
         # The node that has waited least was the last to arrive.
         self.late_s += (waited_us.max() - waited_us) * 1e-6
         expected = words[StatusMessage.NUMBER], False, False
-        if (records[:, : StatusMessage.STOP + 1] != expected).any():
-            self._raise_refusal(records, error)
-        self._waiting = bool(records[:, StatusMessage.WAITING].any())
-        self._totals = records[:, StatusMessage.TOTAL].copy()
+        if (statuses[:, : StatusMessage.STOP + 1] != expected).any():
+            self._raise_refusal(statuses, error)
+        self._waiting = bool(statuses[:, StatusMessage.WAITING].any())
+        self._totals = statuses[:, StatusMessage.TOTAL].copy()
         return [part[StatusMessage.NUM_WORDS :] for part in messages]
 
-    def _raise_refusal(self, records: np.ndarray, error: Exception | None) -> NoReturn:
+    def _raise_refusal(self, statuses: np.ndarray, error: Exception | None) -> NoReturn:
         """Raise the reason why a node does not make the selection that this one makes."""
-        if records[:, StatusMessage.STOP].any():
+        if statuses[:, StatusMessage.STOP].any():
             self.channel.note_left()
             if self.state.stop.is_set() or self._number is None:
                 name = f"stream {self.spec.name}"
                 raise StoreError(name, "must be open", None, "it was closed while it waited")
-            node = int(np.nonzero(records[:, StatusMessage.STOP])[0][0])
+            node = int(np.nonzero(statuses[:, StatusMessage.STOP])[0][0])
             self.channel.raise_ended(node, f"it ended before global batch {self._number}")
-        self._raise_failure(records, error)
+        self._raise_failure(statuses, error)
         asked = {
             self.channel.name(i): number
-            for i, number in enumerate(records[:, StatusMessage.NUMBER].tolist())
+            for i, number in enumerate(statuses[:, StatusMessage.NUMBER].tolist())
         }
         rule = "must ask for the same global batch"
         remedy = "all ranks must take the same batches in the same order"
@@ -142,7 +142,7 @@ class JointSelector(LocalSelector):
                 self._status_round(lambda: [NO_WORDS] * self._num_nodes, leaves=True)
         self.channel.note_left(False)
 
-    def _record(self, error: Exception | None = None) -> np.ndarray:
+    def _status(self, error: Exception | None = None) -> np.ndarray:
         """Return the status of this node's shard; failed with an error."""
         words = np.zeros(StatusMessage.NUM_WORDS, np.int64)
         words[StatusMessage.STATUS] = error is not None
@@ -160,10 +160,10 @@ class JointSelector(LocalSelector):
         words[StatusMessage.WAITED_US] = int(self.channel.last_wait_s * 1e6)
         return words
 
-    def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
+    def _raise_failure(self, statuses: np.ndarray, error: Exception | None) -> None:
         """Raise if a node has failed: its own error there, an error with its text elsewhere."""
         own = None if error is None else Outcome.of(error)
-        there = self.channel.first_failure(records[:, StatusMessage.STATUS], own)
+        there = self.channel.first_failure(statuses[:, StatusMessage.STATUS], own)
         if there is not None:
             raise there if error is None else error
 
@@ -177,10 +177,10 @@ class JointSelector(LocalSelector):
                     self.state.with_priorities.reports.take(self._due)
         except Exception as caught:
             error = caught
-        records = self.channel.all_gather(self._record(error))
-        self._raise_failure(records, error)
-        self._records = records
-        self._totals = records[:, StatusMessage.TOTAL].copy()
+        statuses = self.channel.all_gather(self._status(error))
+        self._raise_failure(statuses, error)
+        self._statuses = statuses
+        self._totals = statuses[:, StatusMessage.TOTAL].copy()
 
     def _reports_due(self, number: int) -> np.ndarray:
         """Copy the priority updates of this node that precede a selection. [n, words], int64."""
@@ -262,9 +262,7 @@ class ShardedSelector(JointSelector):
                 if (
                     joint is not None
                 ):  # after the changes were applied, so that it counts what can be drawn
-                    heads.append(
-                        joint.record(count) if ledger is None else progress_of(self._table)
-                    )
+                    heads.append(joint.rate(count) if ledger is None else progress_of(self._table))
                 if self.state.numbers is not None:
                     heads.append(self._table.extents.moments.reshape(-1).view(np.int64))
                 return (
@@ -284,7 +282,7 @@ class ShardedSelector(JointSelector):
                 self._received = [words.copy() for words in self._received]
                 with self._table.lock:
                     ledger.take_progress(rates)
-                    rate = joint.record(count)
+                    rate = joint.rate(count)
                 rates = self.channel.all_gather(rate)
             with self._table.lock:
                 is_open = joint.apply(rates, count)
@@ -363,7 +361,7 @@ class ShardedSelector(JointSelector):
     def _apply_reports(self, number: int) -> None:
         masses = self.state.with_priorities
         latest = number - masses.rule.lag
-        highest = int(self._records[:, StatusMessage.HIGHEST].max())
+        highest = int(self._statuses[:, StatusMessage.HIGHEST].max())
 
         def change() -> None:
             counts = masses.counts
@@ -381,21 +379,21 @@ class ShardedSelector(JointSelector):
         self._keep(done, first, *self._found(coordinates, first))
 
     def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
-        owner, own, records = self._found(coordinates, first)
+        owner, own, resolutions = self._found(coordinates, first)
         if self.state.walked is not None:
             with self._table.lock:
-                evicted = self.state.evicted(records[:, Resolution.SLOT].numpy())
+                evicted = self.state.evicted(resolutions[:, Resolution.SLOT].numpy())
             skipped = self.channel.all_gather_ragged(own[evicted, None])[0].reshape(-1)
             if len(skipped):
                 left = np.ones(len(coordinates), bool)
                 left[skipped] = False
-                owner, own, records = self._found(coordinates[torch.from_numpy(left)], first)
-        self._keep(done, first, owner, own, records)
+                owner, own, resolutions = self._found(coordinates[torch.from_numpy(left)], first)
+        self._keep(done, first, owner, own, resolutions)
         return len(owner)
 
     def drop(self) -> None:
         self._selection.own.clear()
-        self._selection.records.clear()
+        self._selection.resolutions.clear()
 
     def _found(
         self, coordinates: torch.Tensor, first: int
@@ -407,20 +405,20 @@ class ShardedSelector(JointSelector):
         assign = self.masses.ops.assign_draws_
         assign(owner, mine, points, torch.from_numpy(found), coordinates, totals, self._index)
         own, points = mine.numpy()[: found[0]], points[: found[0]]
-        records = torch.empty(len(own), Resolution.NUM_WORDS, dtype=torch.int64)
+        resolutions = torch.empty(len(own), Resolution.NUM_WORDS, dtype=torch.int64)
         if len(own):
             with self._table.lock:
-                self.masses.resolve_numbered(records, points, own + first)
-        return owner.numpy(), own, records
+                self.masses.resolve_numbered(resolutions, points, own + first)
+        return owner.numpy(), own, resolutions
 
     def _keep(
-        self, done: int, first: int, owner: np.ndarray, own: np.ndarray, records: torch.Tensor
+        self, done: int, first: int, owner: np.ndarray, own: np.ndarray, resolutions: torch.Tensor
     ) -> None:
         """Pin draws, and add them to the selection, after the `done` ones in it."""
         if len(own):
             with self._table.lock:
-                self.state.pin(self._selection.number, records)
-        self._selection.draw(first, own, records, owner, done)
+                self.state.pin(self._selection.number, resolutions)
+        self._selection.draw(first, own, resolutions, owner, done)
 
     def resolve_until(
         self,
@@ -433,15 +431,15 @@ class ShardedSelector(JointSelector):
         joint = self.state.joint_limiter
         num_valid = len(coordinates)
         assert joint is not None
-        owner, own, records = self._found(coordinates, first)
-        slots = records[:, Resolution.SLOT].numpy()
+        owner, own, resolutions = self._found(coordinates, first)
+        slots = resolutions[:, Resolution.SLOT].numpy()
         if joint.fewest <= len(rows):
             before = joint.num_admitted(slots, counted)
             left = joint.draws_left(counted)
             num_valid = self._valid_of_all(own, slots, num_valid, before, left)
         kept = int(np.searchsorted(own, num_valid))
         np.add.at(counted, slots[:kept], 1)
-        self._keep(done, first, owner[:num_valid], own[:kept], records[:kept])
+        self._keep(done, first, owner[:num_valid], own[:kept], resolutions[:kept])
         return num_valid
 
     def _valid_of_all(
@@ -457,15 +455,15 @@ class ShardedSelector(JointSelector):
         at = int(own[before]) if uses_up else count
         mass = int(masses.leaves[slots[before]]) if uses_up else 0
         received = self.channel.all_gather(
-            np.array([at, mass, self._record()[StatusMessage.LEAST], left])
+            np.array([at, mass, self._status()[StatusMessage.LEAST], left])
         )
-        self._records[:, StatusMessage.LEAST] = received[:, 2]
+        self._statuses[:, StatusMessage.LEAST] = received[:, 2]
         node = int(received[:, 0].argmin())
         num_valid = min(int(received[node, 0]) + 1, count)
         if num_valid < count:
             self._checked(bool(received[:, 3].sum() >= count))  # before a mass is set to 0
             self._totals[node] -= received[node, 1]
-            self._records[node, StatusMessage.ITEMS] -= 1
+            self._statuses[node, StatusMessage.ITEMS] -= 1
             if node == self._index:
                 with self._table.lock:
                     masses.take_out(int(slots[before]))
@@ -517,14 +515,16 @@ class ShardedSelector(JointSelector):
         first: int,
         owner: np.ndarray,
         own: np.ndarray,
-        records: torch.Tensor,
+        resolutions: torch.Tensor,
     ) -> None:
-        """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one. Node
-        `owner` holds each record, [count], int64; this one those of the indices `own`, ascending.
+        """Fill a ring entry with a checkpoint's selection, as `finish` does with a new one.
+
+        Node `owner` holds each resolution, [count], int64; this one those of the indices `own`,
+        ascending.
         """
         self._begin_selection(number, entry, len(owner), is_saved=True)
-        self._selection.draw(first, own, records, owner, 0)
-        self.state.pin(number, records)
+        self._selection.draw(first, own, resolutions, owner, 0)
+        self.state.pin(number, resolutions)
         self._exchange.fill(self._selection)
 
     def restart(self) -> None:
@@ -540,9 +540,9 @@ class ShardedSelector(JointSelector):
         if masses.rule.normalize == "batch":
             return self._exchange.least_drawn, 1, beta
         if masses.rule.normalize == "table":
-            least = self._records[:, StatusMessage.LEAST]
+            least = self._statuses[:, StatusMessage.LEAST]
             return int(least[least > 0].min()), 1, beta
-        return total, int(self._records[:, StatusMessage.ITEMS].sum()), beta
+        return total, int(self._statuses[:, StatusMessage.ITEMS].sum()), beta
 
 
 def set_quotas(control_plane: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
@@ -565,18 +565,18 @@ def may_select(
     assert limiter is not None
     share_progress(control_plane, leads, stream)
 
-    def record() -> tuple[int, bool, np.ndarray] | None:
+    def rate() -> tuple[int, bool, np.ndarray] | None:
         if not leads:
             return None
         with stream.table.lock:
-            return limiter.index, stream.prepare(number), limiter.record(count, fixed, exact=True)
+            return limiter.index, stream.prepare(number), limiter.rate(count, fixed, exact=True)
 
-    records = control_plane.all_results("the record of its rate limiter", record)
-    found = sorted((one for one in records if one is not None), key=lambda one: one[0])
+    rates = control_plane.all_results("the rate of its limiter", rate)
+    found = sorted((one for one in rates if one is not None), key=lambda one: one[0])
     messages = np.stack([words for _, _, words in found])
     changes = (
         leads and not messages[:, NodeRate.IS_FIXED].any()
-    )  # a fixed record: no node may `apply`
+    )  # a fixed rate: no node may `apply`
     with stream.table.lock:
         is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
     control_plane.barrier()  # after it ranks may write, by the new quotas

@@ -644,7 +644,7 @@ def with_arrivals(
     if config.pack is not None:
         # All streams share the room: it is for one rollout batch, of whole trajectories.
         most_steps = config.pack.room
-        slots = max(spec.most_records for spec in streams)
+        slots = max(spec.most_resolutions for spec in streams)
         most = min(longest or most_steps, most_steps) + exchange_plan.final_row
         if dataset is not None:  # a mapped one copies its own rows, too
             slots = min(slots, dataset.num_trajectories_of_whole)

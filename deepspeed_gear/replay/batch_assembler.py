@@ -117,12 +117,16 @@ class BatchAssembler:
                 columns = stream.table.spec.normalized_columns
                 gatherer.normalize_with(numbers[own.head[Head.NUMBER] % stream.spec.depth], columns)
             parts.append(
-                (gatherer, own.records, self._relabelling.draw(stream.spec.random_key, own.records))
+                (
+                    gatherer,
+                    own.resolutions,
+                    self._relabelling.draw(stream.spec.random_key, own.resolutions),
+                )
             )
-        gatherer, records, goals = parts[0]
+        gatherer, resolutions, goals = parts[0]
         source = probability = None
         if shares is None:
-            tensors, mask = gatherer.gather(records, goals)
+            tensors, mask = gatherer.gather(resolutions, goals)
         else:
             tensors, mask = gatherer.gather_from(parts)
             own = _joined([own for _, own in taken])
@@ -131,14 +135,16 @@ class BatchAssembler:
                 if goals is None
                 else torch.cat([each for _, _, each in parts if each is not None])
             )
-            source = torch.repeat_interleave(torch.tensor([len(own.records) for _, own in taken]))
+            source = torch.repeat_interleave(
+                torch.tensor([len(own.resolutions) for _, own in taken])
+            )
             of_tables = zip(taken, shares, strict=True)
             probability = torch.cat([_probability(*one) * share for one, share in of_tables])
         samples = BatchSamples(
-            records=own.records,
+            resolutions=own.resolutions,
             valid=self._valid
             if pass_size is None
-            else own.records[:, Resolution.SAMPLE_NUMBER] < pass_size,
+            else own.resolutions[:, Resolution.SAMPLE_NUMBER] < pass_size,
             step_items=shares is None and stream.state.has_unit_masses,
             total=own.head[Head.TOTAL] if shares is None else 0,
             epoch=self._no_epoch if own.epochs is None else own.epochs,
@@ -190,7 +196,7 @@ class BatchAssembler:
         seed = self._config.seed
         number = Resolution.SAMPLE_NUMBER
         made = [
-            transform_words(seed, s.spec.random_key, own.records[:, number]) for s, own in taken
+            transform_words(seed, s.spec.random_key, own.resolutions[:, number]) for s, own in taken
         ]
         words = torch.cat(made)
         words = (
@@ -211,7 +217,9 @@ class BatchAssembler:
         found: dict[str, list[Any]] = {}
         for field in self._needs.opaque:
             assert field.column is not None
-            values = [read_opaque(stream.table, field.column, own.records) for stream, own in taken]
+            values = [
+                read_opaque(stream.table, field.column, own.resolutions) for stream, own in taken
+            ]
             found[field.name] = list(chain.from_iterable(values))
         return found
 
@@ -229,16 +237,16 @@ def _joined(every: Sequence[Selection]) -> Selection:
     """Return the samples of tables one after the other; each has epochs and weights."""
     _, *of_each, _ = zip(*every, strict=True)
     slots = [
-        own.records[:, Resolution.SLOT] if own.origins is None else own.origins for own in every
+        own.resolutions[:, Resolution.SLOT] if own.origins is None else own.origins for own in every
     ]
     origins = torch.cat(slots) if any(own.origins is not None for own in every) else None
-    records, weights, epochs = map(torch.cat, of_each)
-    return Selection(every[0].head, records, weights, epochs, origins)
+    resolutions, weights, epochs = map(torch.cat, of_each)
+    return Selection(every[0].head, resolutions, weights, epochs, origins)
 
 
 def _probability(stream: BatchStream, own: Selection) -> torch.Tensor:
     """Return the probabilities of samples within their table. [B], float64."""
     total = max(own.head[Head.TOTAL], 1)
     if stream.state.has_unit_masses:
-        return torch.full((len(own.records),), 1 / total, dtype=torch.float64)
-    return own.records[:, Resolution.MASS].double() / total
+        return torch.full((len(own.resolutions),), 1 / total, dtype=torch.float64)
+    return own.resolutions[:, Resolution.MASS].double() / total

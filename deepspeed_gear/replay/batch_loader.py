@@ -163,7 +163,7 @@ class BatchLoader:
         self._held = made
         if not self._verify_every:
             return
-        self._seen.update(_ids_and_anchors(made.batch.host_records))
+        self._seen.update(_ids_and_anchors(made.batch.host_resolutions))
         if (self._used + 1) % self._info.accumulation:
             return
         if made.digest is not None:
@@ -214,7 +214,9 @@ class BatchLoader:
         if micro == info.accumulation - 1:
             if self._verify_every and number % self._verify_every == 0:
                 selections = [stream.get(number) for stream in self._streams]
-                seen = [_ids_and_anchors(one.records[: one.head[Head.COUNT]]) for one in selections]
+                seen = [
+                    _ids_and_anchors(one.resolutions[: one.head[Head.COUNT]]) for one in selections
+                ]
                 digest = _as_int64(hashlib.blake2b(b"".join(seen), digest_size=8).digest())
             for stream in self._streams:
                 self._assembler.release(stream, number)
@@ -289,8 +291,8 @@ def give_up(streams: Sequence[BatchStream], error: Exception) -> None:
                 stream.give_up()
 
 
-def _ids_and_anchors(records: torch.Tensor) -> bytes:
-    return records[:, [Resolution.ID, Resolution.ANCHOR]].numpy().tobytes()
+def _ids_and_anchors(resolutions: torch.Tensor) -> bytes:
+    return resolutions[:, [Resolution.ID, Resolution.ANCHOR]].numpy().tobytes()
 
 
 def _as_int64(digest: bytes) -> int:

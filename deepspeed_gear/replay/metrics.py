@@ -307,7 +307,7 @@ def _batches(streams: Sequence[BatchStream], most: int) -> list[Selections]:
 
 def _effective(batch: Selections) -> float:
     """Return the effective sample size. Source: Kish, "Survey Sampling", 1965, section 8.2."""
-    weights = [stream.weights(selection.head, selection.records) for stream, selection in batch]
+    weights = [stream.weights(selection.head, selection.resolutions) for stream, selection in batch]
     weight = torch.cat(weights).double()
     return float(weight.sum() ** 2 / (weight**2).sum() / max(len(weight), 1))
 
@@ -315,10 +315,10 @@ def _effective(batch: Selections) -> float:
 def _duplicates(batch: Selections) -> float:
     total = different = 0
     for stream, selection in batch:
-        records = selection.records.numpy()
-        items = records[:, Resolution.ID]
+        resolutions = selection.resolutions.numpy()
+        items = resolutions[:, Resolution.ID]
         if stream.spec.rule.unit == "step":
-            items = records[:, Resolution.FIRST_ROW] + records[:, Resolution.ANCHOR]
+            items = resolutions[:, Resolution.FIRST_ROW] + resolutions[:, Resolution.ANCHOR]
         total, different = total + len(items), different + len(distinct(items))
     return 1 - different / max(total, 1)
 
@@ -328,7 +328,7 @@ def _ages(stream: BatchStream, selection: Selection) -> np.ndarray:
     counter = int(stream.table.control[Control.NEXT_ID])
     count = spec.own_shard.count if spec.dataset is None else 1
     newest = counter * count - 1  # of this node: ids alternate between nodes
-    return np.asarray(newest - selection.records.numpy()[:, Resolution.ID])
+    return np.asarray(newest - selection.resolutions.numpy()[:, Resolution.ID])
 
 
 def _age(stream: BatchStream, selections: Sequence[Selection]) -> dict[str, Any] | None:
@@ -363,10 +363,10 @@ def _slots(stream: BatchStream, selection: Selection) -> np.ndarray:
     """Return the slots of the samples whose trajectories are still in this node's store. [n],
     int64.
     """
-    records = selection.records.numpy()
-    records = records[records[:, Resolution.SLOT] < len(stream.table.slots)]
-    slots = records[:, Resolution.SLOT]
-    there = stream.table.slots[slots, Slot.GENERATION] == records[:, Resolution.GENERATION]
+    resolutions = selection.resolutions.numpy()
+    resolutions = resolutions[resolutions[:, Resolution.SLOT] < len(stream.table.slots)]
+    slots = resolutions[:, Resolution.SLOT]
+    there = stream.table.slots[slots, Slot.GENERATION] == resolutions[:, Resolution.GENERATION]
     return np.asarray(slots[there])
 
 

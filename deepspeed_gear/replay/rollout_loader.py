@@ -17,7 +17,7 @@ import torch
 
 from deepspeed_gear.batching.gather import PackGatherer
 from deepspeed_gear.batching.loss_weights import GradientDivisor
-from deepspeed_gear.batching.rollout_records import TableRecords, item_numbers
+from deepspeed_gear.batching.rollout_trajectories import TableTrajectories, item_numbers
 from deepspeed_gear.checkpoint import position
 from deepspeed_gear.checkpoint.position import LoaderPosition
 from deepspeed_gear.config import ResolvedField
@@ -42,7 +42,7 @@ class SelectedItems:
     its head; and its trajectories in each table, `parts`, those of one item side by side.
     """
 
-    def __init__(self, number: int, heads: list[list[int]], parts: list[TableRecords]) -> None:
+    def __init__(self, number: int, heads: list[list[int]], parts: list[TableTrajectories]) -> None:
         self.number = number
         self.heads = heads
         self.parts = parts
@@ -65,13 +65,13 @@ class SelectedItems:
     def __len__(self) -> int:
         return len(self.steps)
 
-    def trajectories(self, first: int, end: int) -> list[TableRecords]:
+    def trajectories(self, first: int, end: int) -> list[TableTrajectories]:
         """Return the trajectories of a range of items, by table."""
         if end - first == len(self):
             return self.parts
         chosen = [torch.from_numpy((at >= first) & (at < end)) for at in self._places]
         return [
-            TableRecords(*(column[own] for column in part))
+            TableTrajectories(*(column[own] for column in part))
             for own, part in zip(chosen, self.parts, strict=True)
         ]
 
@@ -181,14 +181,14 @@ class RolloutLoader:
         saved_tokens = known.get("num_tokens")
 
         def check_tokens() -> None:
-            if columns.records.num_tokens != saved_tokens:
+            if columns.trajectories.num_tokens != saved_tokens:
                 rule = f"must have the {saved_tokens} steps with which it was saved"
                 remedy = (
                     "load it with its run's gear.pack: where it truncates, tokens decides "
                     "the lengths"
                 )
                 name = f"rollout batch {self._number}"
-                raise CheckpointError(name, rule, columns.records.num_tokens, remedy)
+                raise CheckpointError(name, rule, columns.trajectories.num_tokens, remedy)
 
         if saved_tokens is not None:
             self.context.agree(check_tokens)
@@ -199,10 +199,12 @@ class RolloutLoader:
         self.context.metrics.used(self._epoch, time.perf_counter() - begin)
         return made
 
-    def _rows(self, records: Sequence[TableRecords]) -> list[TableRows]:
+    def _rows(self, trajectories: Sequence[TableTrajectories]) -> list[TableRows]:
         """Return the rows of a rollout batch in each table."""
         rows = []
-        for gatherer, stream, of_table in zip(self._gatherers, self._streams, records, strict=True):
+        for gatherer, stream, of_table in zip(
+            self._gatherers, self._streams, trajectories, strict=True
+        ):
             table = stream.table
             spread = self._spread.get(stream.table.spec.name)
             # Without a spread each node holds the whole table, and the first one makes all copies.
@@ -219,7 +221,7 @@ class RolloutLoader:
             )
         return self.next().step(0)
 
-    def _take(self) -> list[TableRecords]:
+    def _take(self) -> list[TableTrajectories]:
         """Return the next batch's trajectories by table; a too long item is a batch. Errors take
         none.
         """
@@ -236,7 +238,7 @@ class RolloutLoader:
             if not left:
                 break
         by_table = zip(*taken, strict=True)
-        return [TableRecords(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
+        return [TableTrajectories(*map(torch.cat, zip(*parts, strict=True))) for parts in by_table]
 
     def _consume(self) -> None:
         """Consume the rollout batch that was taken: rows of which no batch has an item may be
@@ -298,14 +300,16 @@ class RolloutLoader:
         self._epoch = heads[0][Head.EPOCH]
         parts = []
         for stream, selection, head in zip(self._streams, selections, heads, strict=True):
-            records = selection.records[: head[Head.COUNT]].clone()
+            resolutions = selection.resolutions[: head[Head.COUNT]].clone()
             origins = (
-                records[:, Resolution.SLOT] if selection.origins is None else selection.origins
+                resolutions[:, Resolution.SLOT] if selection.origins is None else selection.origins
             )
-            is_cut = records[:, Resolution.NUM_STEPS] > longest
-            records[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
-            weights = stream.weights(head, records)
-            parts.append(TableRecords(records, weights, origins[: len(records)].clone(), is_cut))
+            is_cut = resolutions[:, Resolution.NUM_STEPS] > longest
+            resolutions[:, Resolution.NUM_STEPS].clamp_(max=longest)  # the first ones are trained
+            weights = stream.weights(head, resolutions)
+            parts.append(
+                TableTrajectories(resolutions, weights, origins[: len(resolutions)].clone(), is_cut)
+            )
         return SelectedItems(number, heads, parts)
 
     @property

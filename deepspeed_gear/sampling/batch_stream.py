@@ -122,22 +122,22 @@ class BatchStream:
         """Return copies of samples of a selection; of a mixture with the weights and epochs that
         another table of it may have.
         """
-        records = selection.records[which].clone(memory_format=torch.contiguous_format)
+        resolutions = selection.resolutions[which].clone(memory_format=torch.contiguous_format)
         weighs = self.spec.priorities is not None or of_mixture
         walks = self.spec.sampler.walks or of_mixture
-        weights = self.weights(selection.head, records) if weighs else None
+        weights = self.weights(selection.head, resolutions) if weighs else None
         epochs = selection.epochs[which].clone() if walks and selection.epochs is not None else None
         origins = None if selection.origins is None else selection.origins[which].clone()
-        return Selection(selection.head, records, weights, epochs, origins)
+        return Selection(selection.head, resolutions, weights, epochs, origins)
 
-    def weights(self, head: list[int], records: torch.Tensor) -> torch.Tensor:
+    def weights(self, head: list[int], resolutions: torch.Tensor) -> torch.Tensor:
         """Return the PER weights of resolutions, 1 where the stream has no priorities. [B, 8],
         contiguous.
         """
-        weights = torch.ones(records.size(0))
+        weights = torch.ones(resolutions.size(0))
         if self.spec.priorities is not None and len(weights):
             words = head[Head.NUMERATOR], head[Head.DIVISOR], head[Head.EXPONENT]
-            self.table.ops.importance_(weights, records, *words)
+            self.table.ops.importance_(weights, resolutions, *words)
         return weights
 
     def get(self, number: int) -> Selection:
@@ -354,8 +354,8 @@ class BatchStream:
                 self.selector.draw_ahead(number + 1)
         origins = None if state.origins is None else state.origins[entry]
         head: list[int] = self._heads[entry][: Head.NUM_SET].tolist()
-        records, epochs = state.entries[entry]
-        return Selection(head, records, None, epochs, origins)
+        resolutions, epochs = state.entries[entry]
+        return Selection(head, resolutions, None, epochs, origins)
 
     def _select_together(self, number: int, entry: int) -> None:
         """Make a selection with the other nodes, without holding the lock while waiting

@@ -28,15 +28,15 @@ class Selection(NamedTuple):
     """
 
     head: list[int]  # position after the selection, and totals: the words of `Head`
-    records: torch.Tensor  # the resolution of each sample. [B, 8], int64.
+    resolutions: torch.Tensor  # the resolution of each sample. [B, 8], int64.
     weights: torch.Tensor | None = (
         None  # PER weights, of a micro batch with priorities. [B], float32.
     )
     epochs: torch.Tensor | None = (
         None  # epoch (or pass) of each sample; None: there are none. [B], int64.
     )
-    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record
-    # holds the place of its rows on this node. [B], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
+    # resolution holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
 
 

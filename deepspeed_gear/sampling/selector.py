@@ -143,13 +143,15 @@ class LocalSelector:
         return items_of(masses, first, count, newest)
 
     def finish(self, number: int, entry: int, count: int) -> tuple[int, np.ndarray]:
-        """Pin the samples of `count` items for the gather. Returns the number of records, of groups
-        those of all members, and the records that lie in this store, [n, 8], int64.
+        """Pin the samples of `count` items for the gather.
+
+        Returns the number of resolutions, of groups those of all members, and the resolutions that
+        lie in this store, [n, 8], int64.
         """
         with self.lock:
             self.state.pin(number, self.state.drawn[entry][0][:count])
-            num_records = self.state.expand(entry, count) if self.spec.by_group else count
-            return num_records, self.state.ring_words[entry, :num_records]
+            num_resolutions = self.state.expand(entry, count) if self.spec.by_group else count
+            return num_resolutions, self.state.ring_words[entry, :num_resolutions]
 
     def weigh(self, number: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor *
@@ -192,14 +194,14 @@ class LocalSelector:
             elif not is_ahead:
                 first = after[Head.SAMPLES]
                 self.resolve(rows, 0, self._coordinates_of(count, first, after[Head.TOTAL]), first)
-        num_records, samples = self.finish(number, entry, count)
+        num_resolutions, samples = self.finish(number, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
             after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(
                 number, masses, after[Head.TOTAL]
             )
         after[Head.NUMBER] = number + 1
-        after[Head.COUNT] = num_records
+        after[Head.COUNT] = num_resolutions
         after[Head.SAMPLES] += count
         with self.lock:
             _WORDS_AFTER_NUMBER.pack_into(head, head.itemsize, *after[1:])

@@ -55,7 +55,7 @@ class StreamSpec:
         return self.rule.unit == "group"
 
     @property
-    def most_records(self) -> int:
+    def most_resolutions(self) -> int:
         """Trajectories that a selection holds at most."""
         return self.batch * self.most_trajectories
 

@@ -44,7 +44,7 @@ def stream_regions(spec: StreamSpec, table: TableSpec) -> list[Region]:
     at = spec.at
     depth = spec.depth
     batch = spec.batch
-    most = spec.most_records
+    most = spec.most_resolutions
     numbers = Moment.NUM_WORDS, moments_size(table.normalized_columns)
     trains = spec.name == TRAIN
     # An epoch whose items may be evicted.
@@ -212,12 +212,12 @@ class StreamState:
             self.numbers[entry if self.head_words[entry][Head.NUMBER] == number >= 0 else -1]
         )
 
-    def pin(self, number: int, records: torch.Tensor) -> None:
+    def pin(self, number: int, resolutions: torch.Tensor) -> None:
         """Keep the rows of sampled items (of leaders: their groups, [n, 8]) until all have released
         them.
         """
         if self.last_drawn is not None:
-            slots = records[:, Resolution.SLOT].numpy()
+            slots = resolutions[:, Resolution.SLOT].numpy()
             if self.spec.by_group:
                 self.groups.words[slots, SlotGroup.DRAWN] = 1
                 slots, _ = self.groups.trajectories(slots)
@@ -232,8 +232,8 @@ class StreamState:
         return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
 
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the records of the groups of drawn leaders, [n, 8] -> [m, 8], and the group of
-        each, [m].
+        """Return resolutions of the groups of leaders, [n, 8] -> [m, 8], and the group of each,
+        [m].
         """
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
@@ -329,7 +329,7 @@ class StreamState:
         if self.origins is not None and self.spec.sampler.is_pass:
             unused = unused[:0]  # a pass begins again
         ring = self.ring_words[unused].copy()
-        own = drawn = np.arange(self.spec.most_records) < self.heads[unused, Head.COUNT, None]
+        own = drawn = np.arange(self.spec.most_resolutions) < self.heads[unused, Head.COUNT, None]
         ring[~drawn] = 0
         if (
             self.origins is not None
@@ -394,7 +394,7 @@ class StreamState:
         """Return whether the stream keeps the unused selections of a checkpoint."""
         heads = content["heads"]
         ring = content["ring"]
-        return ring.shape[1] == self.spec.most_records and 0 < len(heads) <= self.spec.depth
+        return ring.shape[1] == self.spec.most_resolutions and 0 < len(heads) <= self.spec.depth
 
     def keep_selections(self, content: dict[str, np.ndarray]) -> None:
         """Set the position after restored selections, whose samples are in the ring."""

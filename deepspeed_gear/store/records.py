@@ -183,7 +183,7 @@ class Head:
     EPOCH_FIRST: Final = 3  # sample number at which the epoch began
     EPOCH_SIZE: Final = 4
     TOTAL: Final = 5  # sum of all masses
-    COUNT: Final = 6  # records: samples, or the trajectories of sampled groups
+    COUNT: Final = 6  # resolutions: samples, or the trajectories of sampled groups
     FILLERS: Final = 7  # samples beyond the end of a pass
     SKIPPED: Final = 8  # in epochs: items ever that were evicted before their turn
     NUMERATOR: Final = 8  # of the weights of a selection with priorities

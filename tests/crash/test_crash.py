@@ -53,7 +53,7 @@ Item = tuple[int, int]
 def sampled(stream: Any, number: int) -> list[list[int]]:
     """Return trajectory, step, mass and number of each sample of a selection, and release it."""
     stream.state.ask(number)
-    found: list[list[int]] = stream.get(number).records[:, [0, 5, 6, 7]].tolist()
+    found: list[list[int]] = stream.get(number).resolutions[:, [0, 5, 6, 7]].tolist()
     stream.release(number)
     return found
 
@@ -447,7 +447,7 @@ def test_random_deaths(kind: str, unit: str) -> None:
             # Another process may have made newer ones meanwhile, or the table is empty for a
             # moment.
             with contextlib.suppress(StoreError):
-                records = mine.get(latest).records.numpy().copy()
+                records = mine.get(latest).resolutions.numpy().copy()
                 mine.release(latest)
                 if has_priorities:
                     values = np.exp(np.random.default_rng(latest).normal(size=len(records))).astype(

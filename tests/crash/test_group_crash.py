@@ -63,7 +63,7 @@ def sampled(stream: Any, number: int) -> list[list[int]]:
     selection = stream.get(number)
     stream.release(number)
     words = [Resolution.ID, Resolution.MASS, Resolution.SAMPLE_NUMBER]
-    return selection.records[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
+    return selection.resolutions[: selection.head[Head.COUNT]].numpy()[:, words].tolist()
 
 
 @pytest.mark.parametrize("kind", ["random", "epoch", "fifo", "priorities"])

@@ -111,7 +111,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         )
         dist.barrier()
         if leads:  # as one that is saved without gear
-            (at / "global_step0" / "gear" / whole_tags.RECORD).unlink()
+            (at / "global_step0" / "gear" / whole_tags.FILE_LIST).unlink()
         dist.barrier()
         assert "must be the folder" in refused(at, engine)
         assert "no tag" in refused(at, engine)

@@ -204,7 +204,7 @@ def stepping(mode: str, gear: dict[str, Any], by_error: bool) -> dict[str, Any]:
         if last and calls == 3:
             raise ArithmeticError("a fault in the user's transform")
         if last and calls == 6:
-            batch.host_records = batch.host_records + 1
+            batch.host_resolutions = batch.host_resolutions + 1
         return batch
 
     engine.gear.transform = transform

@@ -107,8 +107,8 @@ def assert_same(got: Batch, expected: Batch) -> None:
         "probability",
     ):
         assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
-    assert not got.host_records.is_cuda
-    assert torch.equal(got.host_records, expected.host_records)
+    assert not got.host_resolutions.is_cuda
+    assert torch.equal(got.host_resolutions, expected.host_resolutions)
 
 
 def page_bytes_of(column: str) -> int:

@@ -151,7 +151,7 @@ def test_parts_of_windows_and_of_batches(sets: tuple[Dataset, Dataset]) -> None:
     """
     sections = [config_of(data.path, batch_size=24, fields=WINDOWS, n_step=N_STEP) for data in sets]
     with Replay(sections[0]) as plain, Replay(sections[1]) as packed:
-        records = plain.sample()._samples.records.clone()
+        records = plain.sample()._samples.resolutions.clone()
         records[5] = torch.tensor([-1, -1, 0, 0, 0, 0, 0, 9])  # no sample
         halves = [
             replace(f, part_first=f.length // 2, part_length=1) for f in plain.fields if f.length

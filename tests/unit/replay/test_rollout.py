@@ -321,7 +321,7 @@ def test_whitened_columns_have_mean_0_and_deviation_1(rollout: Any) -> None:
     rollout.set("b", np.arange(rollout.num_trajectories, dtype=np.float32))
     rollout.whiten("b", over="sequence")
     has = rollout.reader.columns.counts > 0
-    values = rollout.column("b").numpy()[rollout.reader.columns.records.starts][has]
+    values = rollout.column("b").numpy()[rollout.reader.columns.trajectories.starts][has]
     assert (values.mean(), values.std(ddof=1)) == pytest.approx((0, 1), abs=1e-6)
 
 
