@@ -91,7 +91,7 @@ class DeviceLoader:
         )
         self._later = [mixture.buffers(info.micro) for _ in range(info.accumulation - 1)]
         self._ring: Iterator[DeviceBatch] | None = None
-        self.next_micro = 0
+        self.next_index = 0
         # Priority updates of some micro batches of a global batch: resolutions and values.
         self._waiting: dict[int, tuple[Tensor, Tensor]] = {}
         later = [tensor for buffers in self._later for tensor in buffers.all]
@@ -100,15 +100,15 @@ class DeviceLoader:
             torch._dynamo.mark_static_address(tensor)  # as in RingTable
 
     def new_batch(self) -> DeviceBatch:
-        micro = self._info.micro
+        size = self._info.micro
         mixture = self._mixture
-        resolutions = torch.zeros_like(self._all[:micro])
+        resolutions = torch.zeros_like(self._all[:size])
         weight = None
         if mixture.is_prioritized:
-            weight = torch.ones(micro, device=mixture.device)
+            weight = torch.ones(size, device=mixture.device)
         facts = mixture.has_step_items, mixture.totals()[0], self._burn_in
         of = mixture if len(mixture.tables) > 1 else None
-        batch = DeviceBatch(mixture.buffers(micro), resolutions, weight, *facts, self._owner, of)
+        batch = DeviceBatch(mixture.buffers(size), resolutions, weight, *facts, self._owner, of)
         for tensor in batch.written:
             torch._dynamo.mark_static_address(tensor)
         return batch
@@ -119,31 +119,31 @@ class DeviceLoader:
             note_overwritten(out.written)
         mixture = self._mixture
         info = self._info
-        micro = self.next_micro
-        if micro == 0:
+        index = self.next_index
+        if index == 0:
             self.apply_updates()
-        first = self._data_rank + micro * info.data_world
-        source = mixture.sources[micro]
+        first = self._data_rank + index * info.data_world
+        source = mixture.sources[index]
         if info.accumulation == 1:
             mixture.select_(
                 out.resolutions, self._all_weights if out.importance is None else out.importance
             )
             mixture.fill(out.buffers, out.resolutions, 0)
-            out.place(0, first, info.num_micro, source)
+            out.place(0, first, info.num_micro_batches, source)
             return
-        if micro == 0:
+        if index == 0:
             mixture.select_(self._all, self._all_weights)
             for later, buffers in enumerate(self._later, 1):
                 mixture.fill(buffers, self._all[later :: info.accumulation].contiguous(), later)
-        out.place(micro, first, info.num_micro, source)
-        out.resolutions.copy_(self._all[micro :: info.accumulation])
+        out.place(index, first, info.num_micro_batches, source)
+        out.resolutions.copy_(self._all[index :: info.accumulation])
         if out.importance is not None:
-            out.importance.copy_(self._all_weights[micro :: info.accumulation])
-        if micro == 0:
+            out.importance.copy_(self._all_weights[index :: info.accumulation])
+        if index == 0:
             mixture.fill(out.buffers, out.resolutions, 0)
         else:
-            torch._foreach_copy_(out.buffers.all, self._later[micro - 1].all)
-        self.next_micro = (micro + 1) % info.accumulation
+            torch._foreach_copy_(out.buffers.all, self._later[index - 1].all)
+        self.next_index = (index + 1) % info.accumulation
 
     def next(self) -> DeviceBatch:
         """Fill the next batch of a ring of max(2, accumulation) batches."""
@@ -157,7 +157,7 @@ class DeviceLoader:
         """Continue from another state of the table: drop pending micro batches and priority
         updates.
         """
-        self.next_micro = 0
+        self.next_index = 0
         self._waiting.clear()
 
     def update_(self, batch: DeviceBatch, values: Tensor) -> None:
@@ -172,8 +172,8 @@ class DeviceLoader:
         if self._info.accumulation == 1:
             self._mixture.update_(batch.resolutions, values, [0])
             return
-        self._waiting[batch.micro] = (batch.resolutions.clone(), values.clone())
-        if batch.micro == self._info.accumulation - 1:
+        self._waiting[batch.micro_index] = (batch.resolutions.clone(), values.clone())
+        if batch.micro_index == self._info.accumulation - 1:
             self._apply()
 
     def apply_updates(self) -> None:
@@ -185,7 +185,7 @@ class DeviceLoader:
 
     def _apply(self) -> None:
         parts = sorted(self._waiting)
-        waiting = [self._waiting[micro] for micro in parts]
+        waiting = [self._waiting[index] for index in parts]
         self._waiting.clear()
         resolutions = torch.stack([resolutions for resolutions, _ in waiting], 1).reshape(
             -1, Resolution.NUM_WORDS
@@ -202,7 +202,7 @@ class DeviceBatch(Batch):
     """
 
     _internal = frozenset(
-        "again buffers importance micro of_pass owner place resolutions written".split()
+        "again buffers importance micro_index of_pass owner place resolutions written".split()
     )
 
     def __init__(
@@ -217,7 +217,7 @@ class DeviceBatch(Batch):
         mixture: TableMixture | None = None,
     ) -> None:
         self.buffers = buffers
-        self.micro = 0
+        self.micro_index = 0
         self.owner = owner
         self._mixture = mixture
         #: What the samples resolved to, [B, 8], int64, and their PER weights; None: they are all 1.
@@ -233,12 +233,12 @@ class DeviceBatch(Batch):
         self._valid: Tensor | None = None
 
     def place(
-        self, micro: int, first_index: int, index_step: int, source: Tensor | None = None
+        self, micro_index: int, first_index: int, index_step: int, source: Tensor | None = None
     ) -> None:
         """Set the micro batch that it holds, the sample indices in its global batch, and their
         tables.
         """
-        self.micro = micro
+        self.micro_index = micro_index
         self._samples.place(first_index, index_step, source)
 
     def of_pass(self, number: int, size: int) -> None:
@@ -318,14 +318,14 @@ class DeviceEvaluation:
     def _pass(
         self, spec: StreamSpec, resolutions: Tensor, size: int, number: int
     ) -> Iterator[DeviceBatch]:
-        micro = self._plan.info.micro
+        per_rank = self._plan.info.micro
         place = self._plan.topology.place
         gatherer = self._table.gatherer
         total = torch.tensor(size, device=resolutions.device)
         facts = spec.rule.unit == "step", total, self._burn_in
         ring = [
             DeviceBatch(
-                gatherer.buffers(micro), torch.zeros_like(resolutions[:micro]), None, *facts
+                gatherer.buffers(per_rank), torch.zeros_like(resolutions[:per_rank]), None, *facts
             )
             for _ in range(_RING)
         ]

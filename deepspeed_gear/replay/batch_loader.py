@@ -62,7 +62,7 @@ class BatchLoader:
         self._data_rank = plan.topology.place.data_rank
         self._leads = plan.topology.rank == 0
         self._barrier = None if turns == "schedule" else parts.barrier
-        self._every_micro = turns != "global"
+        self._after_each = turns != "global"
         self._check = parts.context.check
         self._transfer = parts.assembler.transfer
         self._prefetcher: Prefetcher[PreparedBatch] = parts.prefetcher
@@ -100,7 +100,7 @@ class BatchLoader:
         elif self._is_early:
             self._request(self.next_number)
         self._is_early = False
-        if self._barrier is not None and (ends or self._every_micro):
+        if self._barrier is not None and (ends or self._after_each):
             self._barrier.reach(self.take_digest())
             self._barrier.wait()
         made, self._held = self._held, None
@@ -115,7 +115,7 @@ class BatchLoader:
             ):  # reach the next barrier early: its messages overlap with training
                 self._hold(following)
                 self._is_early = True
-                if self._every_micro or (self._used + 1) % self._info.accumulation == 0:
+                if self._after_each or (self._used + 1) % self._info.accumulation == 0:
                     self._barrier.reach(self.take_digest())
                     self._barrier.begin()
         self._metrics.used(made.heads[0][Head.EPOCH], time.perf_counter() - begin)
@@ -194,24 +194,24 @@ class BatchLoader:
         """Gather this rank's micro batch number `index` since the start or the last resume."""
         begin = time.perf_counter()
         info = self._info
-        step, micro = divmod(index, info.accumulation)
+        step, micro_index = divmod(index, info.accumulation)
         number = self._start + step
-        part = micro * info.data_world + self._data_rank
+        part = micro_index * info.data_world + self._data_rank
         if self._mixture is None:
             stream = self._streams[0]
             shares = None
-            own = stream.take(number, part, info.num_micro)
+            own = stream.take(number, part, info.num_micro_batches)
             taken = [(stream, own)]
             heads = [own.head]
         else:
             shares = self._mixture.shares(number)
-            chosen = self._mixture.part(number, part, info.num_micro)
+            chosen = self._mixture.part(number, part, info.num_micro_batches)
             parts = zip(self._streams, map(torch.from_numpy, chosen), strict=True)
             taken = [(s, s.part_of(s.get(number), which, of_mixture=True)) for s, which in parts]
             heads = [own.head for _, own in taken]
-        batch = self._assembler.assemble(taken, part, info.num_micro, shares=shares)
+        batch = self._assembler.assemble(taken, part, info.num_micro_batches, shares=shares)
         digest = None
-        if micro == info.accumulation - 1:
+        if micro_index == info.accumulation - 1:
             if self._verify_every and number % self._verify_every == 0:
                 selections = [stream.get(number) for stream in self._streams]
                 seen = [

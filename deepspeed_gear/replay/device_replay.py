@@ -177,7 +177,7 @@ class DeviceReplay(ReplayBase):
         batch = self._loader.next()
         if self._transform is None:
             return batch
-        numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro])
+        numbers = torch.split(batch.sample_number, self._mixture.sizes[batch.micro_index])
         parts = zip(self._mixture.tables, numbers, strict=True)
         words = [transform_words(each.seed, each.random_key, part) for each, part in parts]
         return self._transform(batch.again(), torch.cat(words))
@@ -558,9 +558,9 @@ class DeviceReplay(ReplayBase):
     def _settle(self) -> None:
         """Apply all waiting updates; only between two global batches."""
         self._check_open()
-        if self._loader.next_micro != 0:
+        if self._loader.next_index != 0:
             rule = "must be taken between two global batches"
-            at = f"micro batch {self._loader.next_micro} of {self.batch_info.accumulation}"
+            at = f"micro batch {self._loader.next_index} of {self.batch_info.accumulation}"
             raise StoreError("the state", rule, at, "use the other micro batches first")
         self._loader.apply_updates()
 

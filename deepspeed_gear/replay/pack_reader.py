@@ -71,7 +71,7 @@ class PackSequence:
         first = place.data_rank * planned.per_rank
         end = (place.data_rank + 1) * planned.per_rank
         of_ranks = [planned.plan.packs(rank) for rank in range(first, end)]
-        chosen = [packs[micro] for micro in range(planned.plan.num_micro) for packs in of_ranks]
+        chosen = [packs[step] for step in range(planned.plan.num_micro_steps) for packs in of_ranks]
         #: The replica that trains each of the trajectories. [n], int64.
         self.replica = planned.plan.rank // planned.per_rank
         #: The trajectories of each of this rank's packs.
@@ -129,7 +129,9 @@ def _plan(columns: RolloutColumns, index: np.ndarray, tokens: int | None) -> Pla
     sizes = [-(-size // 2**k) for k in range((size - 1).bit_length() + 1)]  # of 5: [5, 3, 2, 1]
     plans = [planned(prompts.bundled(lengths, size, pack.room)) for size in sizes]
     is_full = pack.pad.to == "budget"  # then all packs cost as much
-    costs = [(is_full * plan.plan.num_micro, plan.costs.max(axis=(1, 2)).sum()) for plan in plans]
+    costs = [
+        (is_full * plan.plan.num_micro_steps, plan.costs.max(axis=(1, 2)).sum()) for plan in plans
+    ]
     return plans[costs.index(min(costs))]
 
 

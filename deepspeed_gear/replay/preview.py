@@ -104,7 +104,7 @@ def preview(
 def _rank(
     rank: int, node: int, place: RankCoordinates, needs: ReadNeeds, batch: Batch, info: BatchInfo
 ) -> RankPreview:
-    part = slice(place.data_rank, None, info.num_micro)
+    part = slice(place.data_rank, None, info.num_micro_batches)
     shapes = {}
     num_bytes = 0
     real = 0
@@ -159,7 +159,7 @@ def _traffic(
         held[mine] = np.searchsorted(bounds, ids[mine], side="right") - 1
     held = np.array(consuming)[np.minimum(held, len(consuming) - 1)]
     sent = np.zeros((num_nodes, num_nodes), np.int64)
-    replica = np.arange(batch.num_samples) % info.num_micro % info.data_world
+    replica = np.arange(batch.num_samples) % info.num_micro_batches % info.data_world
     readers: dict[tuple[int, int], list[ReadNeeds]] = {}  # of each replica on each node
     for place, node in zip(places, nodes, strict=True):
         if place.reads:
@@ -236,7 +236,7 @@ def pack_preview(
         "truncated": int(
             (lengths > most).sum()
         ),  # trajectories of which only the first steps are trained
-        "micro_batches": planned.plan.num_micro * steps,  # K of every rank
+        "micro_batches": planned.plan.num_micro_steps * steps,  # K of every rank
         "bound": -(-tokens // (most * planned.plan.width))
         * steps,  # the least K that any plan could have
         "rows": rows,  # places of all micro batches, padding included

@@ -75,7 +75,7 @@ class ReplayBase(ProcessBound, PublicNames, ABC):
         kind = self.config.sampler.kind
         info = self.batch_info
         sizes = f"batches of {info.micro}" + (
-            f" of {info.global_batch}" if info.num_micro > 1 else ""
+            f" of {info.global_batch}" if info.num_micro_batches > 1 else ""
         )
         if self._closed:
             end = ", closed"

@@ -61,7 +61,7 @@
      "Tensor(a!)[] outs, Tensor[] columns, Tensor[] shifts, Tensor[] gains, Tensor resolutions, " \
      "Tensor places, int[] spec, float[] pad_values, int first, int rows") \
   OP(plan_packs_, PlanPacks, \
-     "Tensor(a!) micro, Tensor(b!) rank, Tensor(c!) num_micro, Tensor lengths, int tokens, " \
+     "Tensor(a!) micro_step, Tensor(b!) rank, Tensor(c!) num_micro_steps, Tensor lengths, int tokens, " \
      "int linear, int quadratic, int width, int trajectories") \
   OP(assign_draws_, AssignDraws, \
      "Tensor(a!) owner, Tensor(b!) own, Tensor(c!) points, Tensor(d!) found, " \
