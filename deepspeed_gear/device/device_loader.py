@@ -46,16 +46,16 @@ def replica_broadcast(plan: Resolved, device: torch.device) -> Callable[[Tensor]
         return None
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
     known = plan.control_plane.all_gather((topology.node, gpu))
-    is_staged = gpu is not None and len(set(known)) < len(known)
+    by_host = gpu is not None and len(set(known)) < len(known)
     ranks = mine if group is None else [dist.get_global_rank(group, rank) for rank in mine]
     source = next(at for rank, at in zip(mine, ranks, strict=True) if topology.places[rank].reports)
-    backend = "gloo" if gpu is None or is_staged else "nccl"
+    backend = "gloo" if gpu is None or by_host else "nccl"
     made = lane(
         tuple(sorted(ranks)), f"replica {topology.place.data_rank}", plan.config.timeout_s, backend
     )
 
     def broadcast(values: Tensor) -> None:
-        there = values.cpu() if is_staged else values
+        there = values.cpu() if by_host else values
         dist.broadcast(there, source, group=made)
         if there is not values:
             values.copy_(there)

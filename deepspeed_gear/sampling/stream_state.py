@@ -232,9 +232,7 @@ class StreamState:
         return np.asarray(~is_same | (records[:, Slot.STATE] != SlotState.COMMITTED))
 
     def members(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return resolutions of the groups of leaders, [n, 8] -> [m, 8], and the group of each,
-        [m].
-        """
+        """Return resolutions of the groups of leaders, [n, 8] -> [m, 8], and each one's group."""
         slots, item = self.groups.trajectories(drawn[:, Resolution.SLOT])
         found = np.zeros((len(slots), Resolution.NUM_WORDS), np.int64)
         found[:, Resolution.SLOT] = slots

@@ -60,7 +60,7 @@ def column_name(field: ResolvedField) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """The columns of one table that a device reads in place (zero-copy)."""
+    """The columns of one table that a device reads in place, for direct fields."""
 
     columns: Mapping[
         str, torch.Tensor
