@@ -78,7 +78,7 @@ def checkpoints(folder: Path) -> dict[str, Any]:
         engine.save_checkpoint(str(at), tag="third", client_state={"mine": 1})
         assert latest.read_text() == "third"
         files = files_in(at / "third")
-        assert sorted(whole_tags._recorded(at / "third")) == files
+        assert sorted(whole_tags._listed(at / "third")) == files
         found[kind] = files
         assert engine.load_checkpoint(str(at))[1]["mine"] == 1
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Exchange and Replay in a plain gloo group, without an engine: agreement, DDP, parts
+"""Exchange and Replay in a plain gloo group, without an engine: errors of all ranks, DDP, parts
 of the world.
 """
 

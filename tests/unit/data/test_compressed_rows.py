@@ -241,7 +241,7 @@ def test_a_data_set_grows_and_travels(
     write(tmp_path / "grown", LENGTHS[:3], compress=COMPRESSED, split={"eval": 0.2})
     grown = write(tmp_path / "grown", LENGTHS[3:], 3, append=True)
     assert grown.fingerprint == packed.fingerprint
-    for name in packed._records:
+    for name in packed._entries:
         assert (grown.path / name).read_bytes() == (packed.path / name).read_bytes(), name
     assert (
         run_command(export_command, str(packed.path), str(tmp_path / "e.npz"), "--format", "npz")

@@ -1,4 +1,4 @@
-"""The resolved plan continues with what its caller has parsed and agreed on."""
+"""The resolved plan continues with what its caller has parsed and compared."""
 
 from deepspeed_gear.config import parse
 from deepspeed_gear.distributed.control_plane import ControlPlane
