@@ -29,14 +29,14 @@ from fixed_cost import Timers
 
 from deepspeed_gear.config import check_against, parse
 from deepspeed_gear.config.sampler_options import UniformSampler
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
-from deepspeed_gear.distributed.row_exchange.resolution_exchange import ResolutionExchange
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange, layout_of
-from deepspeed_gear.distributed.sharded_selection import ShardedSelector, StatusMessage
 from deepspeed_gear.distributed.topology import Topology
 from deepspeed_gear.ops import load_backend
 from deepspeed_gear.ops.constants import FAN_OUT, tree_size
 from deepspeed_gear.ops.records import Resolution, RowSample, Slot
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, grid, routes_of
+from deepspeed_gear.row_exchange.resolution_exchange import ResolutionExchange
+from deepspeed_gear.row_exchange.row_messages import RowExchange, layout_of
+from deepspeed_gear.row_exchange.sharded_selection import ShardedSelector, StatusMessage
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
 from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
 from deepspeed_gear.sampling.samplers.kinds import sampler_for

@@ -33,11 +33,11 @@ import torch
 from deepspeed_gear.checkpoint import media_files, reshard, save_folders
 from deepspeed_gear.checkpoint.segment_links import SegmentLinks
 from deepspeed_gear.context import Context
-from deepspeed_gear.distributed.sharded_selection import ShardedSelector
 from deepspeed_gear.errors import CheckpointError, StoreFullError
 from deepspeed_gear.ops.constants import UNKNOWN
 from deepspeed_gear.ops.records import Resolution, Slot, SlotState
 from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.row_exchange.sharded_selection import ShardedSelector
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.schema import Column, Schema

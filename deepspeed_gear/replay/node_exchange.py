@@ -10,22 +10,22 @@ import torch
 
 from deepspeed_gear.distributed.failure_detector import FailureDetector
 from deepspeed_gear.distributed.node_channel import NodeChannel
-from deepspeed_gear.distributed.row_exchange.device_transport import DeviceTransport
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
+from deepspeed_gear.plan.resolved_plan import Resolved
+from deepspeed_gear.plan.table_resolution import ArrivalRoom
+from deepspeed_gear.row_exchange.device_transport import DeviceTransport
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.resolution_exchange import (
     Goals,
     RecordExchange,
     ResolutionExchange,
 )
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
-from deepspeed_gear.distributed.row_exchange.trajectory_exchange import TrajectoryExchange
-from deepspeed_gear.distributed.sharded_selection import (
+from deepspeed_gear.row_exchange.row_messages import RowExchange
+from deepspeed_gear.row_exchange.sharded_selection import (
     ReplicatedSelector,
     SelectionAgreement,
     ShardedSelector,
 )
-from deepspeed_gear.plan.resolved_plan import Resolved
-from deepspeed_gear.plan.table_resolution import ArrivalRoom
+from deepspeed_gear.row_exchange.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.sampling.batch_info import TRAIN
 from deepspeed_gear.sampling.stream_state import StreamState
 

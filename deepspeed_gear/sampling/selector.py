@@ -35,7 +35,7 @@ _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 class LocalSelector:
     """Makes the selections of a stream of one store, whose `lock` is held meanwhile (None: by the caller).
-    `select` calls the phases; for several nodes: distributed/sharded_selection.py.
+    `select` calls the phases; for several nodes: row_exchange/sharded_selection.py.
     """
 
     def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:

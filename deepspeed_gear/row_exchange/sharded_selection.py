@@ -21,15 +21,15 @@ import torch
 from deepspeed_gear.data.running_moments import merge
 from deepspeed_gear.distributed.control_plane import ControlPlane
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel, message_of
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.resolution_exchange import (
+from deepspeed_gear.errors import PeerError, StoreError
+from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
+from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.resolution_exchange import (
     NodeSelection,
     RecordExchange,
     ResolutionExchange,
 )
-from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.records import LogEntry, Resolution, UpdateCount
-from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.selector import LocalSelector

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from deepspeed_gear.distributed.node_channel import NO_WORDS, NodeChannel
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_messages import RowExchange
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.row_messages import RowExchange
 from deepspeed_gear.sampling.stream_state import StreamState
 
 MOST_MASS = (1 << 62) - 1  # no mass is greater
