@@ -23,9 +23,10 @@ from deepspeed_gear.replay.batch_assembler import BatchAssembler
 from deepspeed_gear.replay.node_exchange import NodeExchange
 from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
-from deepspeed_gear.row_exchange.sharded_selection import SelectionAgreement, agree_on_quotas
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.rate_agreement import agree_on_quotas
+from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
@@ -98,7 +99,7 @@ class ReplayParts:
 
     def _make_streams(
         self,
-        selectors: Mapping[StreamState, SelectionAgreement],
+        selectors: Mapping[StreamState, Selector],
         num_items: Mapping[StreamState, int],
     ) -> None:
         """Make the batch streams of all tables.

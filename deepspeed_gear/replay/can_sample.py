@@ -11,8 +11,8 @@ import numpy as np
 from deepspeed_gear.context import WaitLog
 from deepspeed_gear.errors import PeerError
 from deepspeed_gear.replay.builder import ReplayParts
-from deepspeed_gear.row_exchange.sharded_selection import agree_on_prompts, may_select
 from deepspeed_gear.sampling.batch_stream import BatchStream
+from deepspeed_gear.sampling.rate_agreement import agree_on_prompts, may_select
 
 _POLL_S = 100e-6
 _CALLS = "can_sample() or missing_groups()"

@@ -18,8 +18,8 @@ from deepspeed_gear.errors import CheckpointError
 from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
-from deepspeed_gear.row_exchange.sharded_selection import agree_on_quotas
 from deepspeed_gear.sampling.batch_info import TRAIN
+from deepspeed_gear.sampling.rate_agreement import agree_on_quotas
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 

@@ -21,7 +21,7 @@ from deepspeed_gear.sampling.priority_masses import PriorityMasses
 from deepspeed_gear.sampling.rate_limiting import ItemsHeld, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import NativeDraw
 from deepspeed_gear.sampling.selection import Selection, SelectionReaders
-from deepspeed_gear.sampling.selector import LocalSelector
+from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import ItemMasses
 from deepspeed_gear.store.kept_ledger import KeptLedger
@@ -61,7 +61,7 @@ class BatchStream:
     def __init__(
         self,
         state: StreamState,
-        selector: LocalSelector | None = None,
+        selector: Selector | None = None,
         check: Callable[[], None] = lambda: None,
         follows: bool = False,
         num_items: int | None = None,
@@ -70,7 +70,7 @@ class BatchStream:
         self.spec = state.spec
         self.table = state.table
         self.masses = state.masses
-        self.selector = LocalSelector(state) if selector is None else selector
+        self.selector = Selector(state) if selector is None else selector
         self.follows = follows
         self.position = state.position  # the words of `Position`, in the store. [16], int64.
         self._check = check

@@ -316,6 +316,14 @@ class SelectionLimiter:
                 self._admitted = admitted
         return words
 
+    def progress(self) -> np.ndarray:
+        """Return the ledger's progress, with the groups that are complete by now. [Progress.NUM_WORDS]."""
+        assert self._table.ledger is not None
+        assert self._table.groups is not None
+        # A group whose last column was filled has no leader before, and is open.
+        self._table.groups.update()
+        return self._table.ledger.progress()
+
     def are_open(self, records: np.ndarray, count: int) -> bool:
         """Return whether all nodes together admit `count` samples; equal on all nodes."""
         size, inserted, left = (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
 import torch
 
 from deepspeed_gear.errors import PeerError
+from deepspeed_gear.ops.records import Resolution
 from deepspeed_gear.outcome import Outcome
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.store.records import Peer
@@ -36,6 +38,71 @@ class Selection(NamedTuple):
     # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record holds the
     # place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
+
+
+NO_INDICES: Final = np.empty(0, np.int64)
+
+
+@dataclass
+class NodeDraws:
+    """The draws of a selection over nodes, as one node has them until it exchanges them with the others.
+
+    Every node knows which node holds each sample; it has the resolutions of its own samples only.
+    """
+
+    number: int  # global batch
+    entry: int  # of the ring
+    count: int  # samples of all nodes; of a checkpoint, records
+    is_saved: bool = (
+        False  # whether it is a checkpoint's selection, in which groups have all members
+    )
+    first: int = 0  # sample number of the first one
+    #: Node that holds each sample, its indices that this node holds, ascending, and the resolutions of these,
+    #: all by draw. [n], int64; [m], int64; [m, 8], int64.
+    owners: list[np.ndarray] = field(default_factory=list)
+    indices: list[np.ndarray] = field(default_factory=list)
+    records: list[torch.Tensor] = field(default_factory=list)
+
+    def add(self, done: int, first: int, draws: ShardDraws) -> None:
+        """Add draws after the `done` ones in the selection, from sample number `first` on."""
+        self.first = first - done
+        self.owners.append(draws.owner)
+        self.indices.append(draws.indices + done if done else draws.indices)
+        self.records.append(draws.records)
+
+    def clear(self) -> None:
+        """Drop all draws: they do not fill a batch at the end of an epoch."""
+        self.owners.clear()
+        self.indices.clear()
+        self.records.clear()
+
+    def joined(self) -> ShardDraws:
+        """Return all draws as one."""
+        if len(self.records) == 1:
+            return ShardDraws(self.owners[0], self.indices[0], self.records[0])
+        return ShardDraws(
+            np.concatenate([NO_INDICES, *self.owners]),
+            np.concatenate([NO_INDICES, *self.indices]),
+            torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.records]),
+        )
+
+
+class ShardDraws(NamedTuple):
+    """Which node holds each of some draws, and the resolutions of those that this one holds."""
+
+    owner: np.ndarray  # index of the node of each draw. [n], int64
+    indices: np.ndarray  # of this node's draws, ascending. [m], int64
+    records: torch.Tensor  # their resolutions. [m, 8], int64
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The slots of this node's draws. [m], int64."""
+        return np.asarray(self.records[:, Resolution.SLOT].numpy())
+
+    def before(self, count: int) -> ShardDraws:
+        """Return the first `count` draws."""
+        num_own = int(np.searchsorted(self.indices, count))
+        return ShardDraws(self.owner[:count], self.indices[:num_own], self.records[:num_own])
 
 
 _AWAKE_S = 500e-6

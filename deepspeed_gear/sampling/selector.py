@@ -1,5 +1,11 @@
 """Selector: decides the samples of a global batch and commits them as an entry of the ring.
 
+A store alone and the stores of several nodes are selected from in one way. Every node computes all
+coordinates, and resolves those that fall into its own store. A store that holds all items, alone or
+replicated on every node, resolves them in place, in its ring entry. Where items are spread over nodes, a
+node keeps its own draws until all are made (`NodeDraws`); then each node gets the resolutions of the samples
+that its ranks train on, and the rows that their windows read (`DrawExchange`).
+
 A process may die at any instruction: first priority updates and queued masses go to the tree (repeatable),
 then samples to a ring entry marked empty, the entry's key (the commit point), and the position.
 
@@ -12,151 +18,101 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from typing import Any
+from itertools import pairwise
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from deepspeed_gear.data.running_moments import merge
+from deepspeed_gear.distributed.node_channel import NO_WORDS
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
-from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.ops.records import LogEntry, Resolution, Slot, UpdateCount
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
+from deepspeed_gear.sampling.mass_rules import WindowEdge
+from deepspeed_gear.sampling.node_agreement import NodeAgreement
+from deepspeed_gear.sampling.rate_limiting import NodeRate, NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.kinds import stratify_
-from deepspeed_gear.sampling.selection import PASS_SHIFT
+from deepspeed_gear.sampling.selection import PASS_SHIFT, NodeDraws, ShardDraws
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
+from deepspeed_gear.store.prompt_ledger import Progress
 from deepspeed_gear.store.records import NOTHING, Head, Position
-from deepspeed_gear.store.store_lock import StoreLock
+from deepspeed_gear.store.retention import UNLIMITED
 
+PACKED_REPORT_WORDS = 3
 _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
+_NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
 
 
-class LocalSelector:
-    """Makes the selections of a stream of one store, whose `lock` is held meanwhile (None: by the caller).
-    `select` calls the phases; for several nodes: row_exchange/sharded_selection.py.
+class DrawExchange(Protocol):
+    """Sends a node's draws to the nodes that need them: `row_exchange/resolution_exchange.py`."""
+
+    least_drawn: int  # the smallest mass that any node has drawn in the latest selection
+
+    def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
+        """Exchange a selection's draws, and fill its ring entry. Returns the number of records, and those of
+        this node, [n, 8], int64. Collective over the nodes.
+        """
+
+
+class Selector:
+    """Makes the selections of a stream, from one store or from those of several nodes.
+
+    Of one store the caller of `select` holds the table's lock. Over nodes one process of each selects, in one
+    thread; it takes the lock for each change itself, and never holds it while it waits for other nodes.
+
+    Args:
+        nodes: The agreement with the other nodes; None: this store selects alone.
+        exchange: Sends the draws, where the items are spread over the nodes.
     """
 
-    def __init__(self, state: StreamState, lock: StoreLock | None = None) -> None:
+    def __init__(
+        self,
+        state: StreamState,
+        nodes: NodeAgreement | None = None,
+        exchange: DrawExchange | None = None,
+    ) -> None:
         self.state = state
         self.spec = state.spec
         self.masses = state.masses
-        self.lock: contextlib.AbstractContextManager[Any] = (
-            contextlib.nullcontext() if lock is None else lock
+        self.nodes = NodeAgreement(state) if nodes is None else nodes
+        self.num_selections = 0  # made with other nodes
+        self._channel = self.nodes.channel
+        self._lock: contextlib.AbstractContextManager[Any] = (
+            contextlib.nullcontext() if nodes is None else state.table.lock
         )
+        self._exchange = exchange
+        self._draws: NodeDraws | None = None  # of the selection that is being made
+        self._reports: list[np.ndarray] = []  # packed priority updates that each node has sent
+        self._due: list[tuple[int, np.ndarray]] = []  # this node's, which the selection takes
+        self._moments = np.empty((0, 0))  # of all nodes that hold a part
         self._sampler = state.spec.sampler
         self._native = state.spec.sampling.native
+        self._has_window = state.spec.rule.window is not None
+        self._is_first = True  # the window's edge is not known yet
         self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
         self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
         limiter = state.limiter
         self._counting = limiter if limiter is not None and limiter.most else None
 
     @property
-    def total(self) -> int:
-        return self.masses.total
+    def is_spread(self) -> bool:
+        """Whether each node holds a part of the items."""
+        return self._exchange is not None
 
-    def begin(self, key: int, entry: int, count: int) -> int | None:
-        """Begin the selection of a global batch. Returns how many samples of `count` the rate limiter admits,
-        all or, of a stream that `is_optional`, none; None: it must wait.
-        """
-        limiter = self.state.limiter if self.spec.is_optional else None
-        return count if limiter is None or limiter.is_open(count) else 0
-
-    def apply(self, key: int) -> int:
-        """Apply all changes of masses that precede the selection. Returns their sum."""
-        self.masses.apply(key)
-        return self.masses.total
-
-    def resolve(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> None:
-        """Resolve coordinates, from sample number `first`, to rows[done:]. [n], int64; [count, 8]."""
-        count = coordinates.size(0)  # `len` of a tensor takes ten times as long
-        into = rows if count == rows.size(0) else rows[done : done + count]
-        with self.lock:
-            self.masses.resolve(into, coordinates, first)
-
-    def walk(self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int) -> int:
-        """Resolve an epoch's next coordinates but those of evicted items; return how many are left."""
-        self.resolve(rows, done, coordinates, first)
-        if self.state.walked is None:
-            return coordinates.size(0)
-        slots = rows[done : done + coordinates.size(0), Resolution.SLOT].numpy()
-        left = torch.from_numpy(~self.state.evicted(slots))
-        if not left.all():
-            coordinates = coordinates[left]
-            self.resolve(
-                rows, done, coordinates, first
-            )  # with the sample numbers of those that are left
-        return coordinates.size(0)
-
-    def drop(self) -> None:
-        """Drop the samples of the selection so far: they do not fill a batch at the end of an epoch."""
-
-    def resolve_until(
-        self,
-        rows: torch.Tensor,
-        done: int,
-        coordinates: torch.Tensor,
-        first: int,
-        counted: np.ndarray,
-    ) -> int:
-        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0; return
-        their number. The rest must be drawn again. Adds to `counted`, the samples of each slot so far,
-        [slots].
-        """
-        self.resolve(rows, done, coordinates, first)
-        slots = rows[done:, Resolution.SLOT].numpy()
-        assert self._counting is not None
-        standing = min(self._counting.num_admitted(slots, counted) + 1, len(slots))
-        if standing < len(slots):
-            self._checked(
-                self._counting.draws_left(counted) >= len(slots)
-            )  # before a mass is set to 0
-        np.add.at(counted, slots[:standing], 1)
-        if standing < len(slots):
-            self.masses.take_out(int(slots[standing - 1]))
-        return standing
-
-    @property
-    def moments(self) -> np.ndarray:
-        """The running moments of all stores, as of the selection. [6, elements], float64."""
-        return self.state.table.extents.moments
-
-    def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
-        masses = self.state.with_priorities
-        with self.lock:
-            return masses.coordinates_of(masses.highest_items(count))
-
-    def extreme(self, count: int, newest: bool) -> torch.Tensor:
-        """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
-        _, masses, first = self.state.with_ages.ends(count, newest)
-        return items_of(masses, first, count, newest)
-
-    def finish(self, key: int, entry: int, count: int) -> tuple[int, np.ndarray]:
-        """Pin the samples of `count` items for the gather. Returns the number of records, of groups those of
-        all members, and the records that lie in this store, [n, 8], int64.
-        """
-        with self.lock:
-            self.state.pin(key, self.state.drawn[entry][0][:count])
-            num_records = self.state.expand(entry, count) if self.spec.by_group else count
-            return num_records, self.state.ring_words[entry, :num_records]
-
-    def weigh(self, key: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
-        masses = self.state.with_priorities
-        beta = masses.beta_at(key)
-        normalize = masses.rule.normalize
-        if normalize == "batch":
-            return int(np.minimum.reduce(drawn)), 1, beta  # faster than `min`, which calls it
-        if normalize == "table":
-            return masses.least, 1, beta
-        return total, masses.num_drawable, beta
-
-    def select(self, key: int, entry: int) -> bool:
+    def select(self, number: int, entry: int) -> bool:
         """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
-        Requires the table's lock where no other node takes part. NothingToSampleError: too few items have a
-        mass.
+
+        Requires the table's lock where no other node takes part.
+
+        Raises:
+            NothingToSampleError: Too few items have a mass.
+            NotReadyError: The limiter of all nodes does not admit it, and a node waits no longer.
+            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
         """
         state = self.state
         head = state.head_words[entry]
@@ -164,37 +120,44 @@ class LocalSelector:
         after: list[int] = state.words[: Head.NUM_SET].tolist()
         after[Head.FILLERS] = 0
         if self._sampler.is_pass:
-            after[Head.EPOCH] = key >> PASS_SHIFT
+            after[Head.EPOCH] = number >> PASS_SHIFT
             if after[Head.EPOCH] != state.words[Head.KEY] >> PASS_SHIFT:  # a new pass begins
                 after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
-        count = self.begin(key, entry, self.spec.num_samples(key))
+        count = self._begin(number, self.spec.num_samples(number))
         if count is None:
             return False
+        if self._exchange is not None:
+            self._draws = NodeDraws(number, entry, count)
         rows = self._rows(entry, count)
         if self._sampler.walks:
-            self._walk(key, rows, state.drawn[entry][1], after)
+            self._walk(number, rows, state.drawn[entry][1], after)
         elif count:
-            is_ahead = state.words[Position.AHEAD] == key and not state.masses.waiting
-            after[Head.TOTAL] = self._checked(self.apply(key))
+            is_ahead = state.words[Position.AHEAD] == number and not state.masses.waiting
+            after[Head.TOTAL] = self._checked(self._apply(number))
             if self._counting is not None and not self._sampler.each_once:
                 self._sample_counting(rows, after[Head.SAMPLES])
             elif not is_ahead:
                 first = after[Head.SAMPLES]
-                self.resolve(rows, 0, self._coordinates_of(count, first, after[Head.TOTAL]), first)
-        num_records, samples = self.finish(key, entry, count)
+                coordinates = self._coordinates_of(count, first, after[Head.TOTAL])
+                self._keep(0, first, self._resolve(rows, 0, coordinates, first))
+        num_records, samples = self._finish(number, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
-            after[Head.NUMERATOR : Head.EXPONENT + 1] = self.weigh(key, masses, after[Head.TOTAL])
-        after[Head.KEY] = key + 1
+            after[Head.NUMERATOR : Head.EXPONENT + 1] = self._weigh(
+                number, masses, after[Head.TOTAL]
+            )
+        after[Head.KEY] = number + 1
         after[Head.COUNT] = num_records
         after[Head.SAMPLES] += count
-        with self.lock:
+        with self._lock:
             _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
             if self._counting is not None:
                 self._counting.count(samples)
             if state.numbers is not None:
-                state.numbers[entry] = self.moments
-            head[Head.KEY] = key  # the commit point
+                state.numbers[entry] = (
+                    self._moments if self.is_spread else state.table.extents.moments
+                )
+            head[Head.KEY] = number  # the commit point
             state.advance(entry)
             if self._counting is not None:
                 self._counting.evict_used_up()
@@ -202,23 +165,195 @@ class LocalSelector:
                 state.counts.count(samples)
         return True
 
-    def draw_ahead(self, key: int) -> None:
+    # ---- begin: what the limiter admits, and what the other nodes send -----------------------------------
+
+    def _begin(self, number: int, count: int) -> int | None:
+        """Begin a selection. Returns how many samples of `count` the rate limiter admits: all or, of a stream
+        that `is_optional`, none. None: it must wait.
+        """
+        if not self.spec.together:
+            limiter = self.state.limiter if self.spec.is_optional else None
+            return count if limiter is None or limiter.is_open(count) else 0
+        error = None
+        messages = [NO_WORDS] * self._channel.count
+        try:
+            messages = self._messages(number, count)
+        except Exception as caught:
+            error = caught
+        received = self.nodes.exchange_status(number, messages, error)
+        if self.state.joint_limiter is not None:
+            received, is_open = self._agree_on_rate(number, count, received)
+            if not is_open:
+                if not self.spec.is_optional:
+                    return None
+                count = 0
+        if self._sends_moments:
+            received = self._merge_moments(received)
+        self._reports = received
+        self.num_selections += 1
+        return count
+
+    @property
+    def _sends_moments(self) -> bool:
+        return self.is_spread and self.state.numbers is not None
+
+    @property
+    def _applies_together(self) -> bool:
+        """Whether changes of masses follow from the status of all nodes, and are applied after it."""
+        return self.state.priorities is not None or self._has_window or self._sampler.walks
+
+    def _messages(self, number: int, count: int) -> list[np.ndarray]:
+        """Return what follows this node's status: the words of its limiter, its running moments, and the
+        priority updates that are due, for each node.
+        """
+        reports = [NO_WORDS] * self._channel.count
+        if self.state.priorities is not None:
+            reports = self._packed_reports(number)
+        heads = list[np.ndarray]()
+        with self._lock:
+            if not self._applies_together:
+                self.masses.apply(number)
+            # After the changes, so that it counts what can be drawn.
+            limiter = self.state.joint_limiter
+            if limiter is not None:
+                ledger = self.state.table.ledger
+                heads.append(limiter.record(count) if ledger is None else limiter.progress())
+            if self._sends_moments:
+                heads.append(self.state.table.extents.moments.reshape(-1).view(np.int64))
+        return [np.concatenate([*heads, part]) for part in reports] if heads else reports
+
+    def _packed_reports(self, number: int) -> list[np.ndarray]:
+        """Return this node's due priority updates, packed, for each node: those of its items, or all."""
+        masses = self.state.with_priorities
+        with self._lock:
+            self._due = masses.reports.due(number)
+            reports = np.concatenate([_NO_REPORTS, *(rows for _, rows in self._due)])
+        packed = np.empty((len(reports), PACKED_REPORT_WORDS), np.int64)
+        ends = np.empty(self.spec.num_shards, np.int64)
+        tensors = [torch.from_numpy(words) for words in (packed, ends, reports)]
+        masses.ops.encode_reports_(*tensors, number - masses.rule.lag)
+        if not self.is_spread:
+            return [packed.reshape(-1)] * self._channel.count
+        return [packed[begin:end].reshape(-1) for begin, end in pairwise([0, *ends.tolist()])]
+
+    def _agree_on_rate(
+        self, number: int, count: int, received: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], bool]:
+        """Take the words of the nodes' limiters; return the rest, and whether they admit the samples.
+
+        Raises:
+            NotReadyError: They do not, and a node waits no longer.
+        """
+        limiter = self.state.joint_limiter
+        ledger = self.state.table.ledger
+        assert limiter is not None
+        num_words = NodeRate.NUM_WORDS if ledger is None else Progress.NUM_WORDS
+        rates = np.stack([words[:num_words] for words in received])
+        rest = [words[num_words:] for words in received]
+        if ledger is not None:
+            # What can be drawn depends on the first open number of all stores. The next exchange overwrites
+            # what was received.
+            rest = [words.copy() for words in rest]
+            with self._lock:
+                ledger.agree(rates)
+                rate = limiter.record(count)
+            rates = self._channel.gather(rate)
+        with self._lock:
+            is_open = limiter.apply(rates, count)
+            error = None
+            if limiter.was_empty or not (is_open or self.spec.is_optional):
+                error = limiter.given_up(rates, number, count)
+        if error is not None:
+            raise error
+        return rest, is_open
+
+    def _merge_moments(self, received: list[np.ndarray]) -> list[np.ndarray]:
+        """Take the running moments of the nodes, and merge them; return the rest of the words."""
+        assert self.state.numbers is not None
+        shape = self.state.numbers.shape[1:]
+        size = prod(shape)
+        self._moments = merge([words[:size].view(np.float64).reshape(shape) for words in received])
+        return [words[size:] for words in received]
+
+    # ---- apply: changes of masses ------------------------------------------------------------------------
+
+    def _apply(self, number: int) -> int:
+        """Apply all changes of masses that precede the selection. Returns their sum over all nodes."""
+        if not self.spec.together:
+            self.masses.apply(number)
+        elif self._has_changes:
+            edge = self._window_edge() if self._has_window else None
+            error = None
+            try:
+                with self._lock:
+                    self._change_masses(number, edge)
+            except Exception as caught:
+                error = caught
+            self.nodes.exchange_totals(error)
+        self._is_first = False
+        return self.nodes.total
+
+    @property
+    def _has_changes(self) -> bool:
+        """Whether any node's masses change after the status of all nodes."""
+        if self.state.priorities is not None or (self._has_window and self._is_first):
+            return True
+        return self._applies_together and self.nodes.has_changes
+
+    def _window_edge(self) -> WindowEdge:
+        """Find the edge of the window of the newest items, over the items of all nodes."""
+        window = self.spec.rule.window
+        assert window is not None
+        with self._lock:
+            _, _, ids, counts, values = self.state.with_ages.contents()
+        return window.edge(ids, counts, values, self._channel.gather)
+
+    def _change_masses(self, number: int, edge: WindowEdge | None) -> None:
+        """Change this store's masses after the status of all nodes. Requires the lock."""
+        if self.state.priorities is not None:
+            self._apply_reports(number)
+            return
+        if edge is not None:
+            self.state.with_ages.queue_window(edge)
+        self.masses.apply(number)
+
+    def _apply_reports(self, number: int) -> None:
+        """Apply the priority updates that all nodes have sent to this one. Requires the lock."""
+        masses = self.state.with_priorities
+        highest = int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
+        highest = max(highest, self.nodes.highest_priority)
+        masses.counts[UpdateCount.HIGHEST_PRIORITY] = highest
+        packed = np.concatenate(self._reports).reshape(-1, PACKED_REPORT_WORDS)
+        reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
+        latest = number - masses.rule.lag
+        masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
+        masses.apply_reports(number, [masses.known_reports(reports)] if len(reports) else [])
+        if self._due:
+            masses.reports.take(self._due)
+
+    def restart(self) -> None:
+        """Compute the window's edge anew at the next selection: the table's content was replaced."""
+        self._is_first = True
+
+    # ---- draw --------------------------------------------------------------------------------------------
+
+    def draw_ahead(self, number: int) -> None:
         """Draw for the next batch if no change precedes it; every process has released its ring entry."""
         state = self.state
         words = self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
             return
-        if words[Head.KEY] != key or words[Position.AHEAD] == key or state.masses.waiting:
+        if words[Head.KEY] != number or words[Position.AHEAD] == number or state.masses.waiting:
             return
-        entry = key % self.spec.depth
+        entry = number % self.spec.depth
         state.head_words[entry][Head.KEY] = NOTHING
         total = state.masses.total
         if total:
             count = self.spec.batch
             first = words[Head.SAMPLES]
             rows = self._rows(entry, count)
-            self.resolve(rows, 0, self._coordinates_of(count, first, total), first)
-            words[Position.AHEAD] = key
+            self._resolve(rows, 0, self._coordinates_of(count, first, total), first)
+            words[Position.AHEAD] = number
 
     def _rows(self, entry: int, count: int) -> torch.Tensor:
         rows: torch.Tensor = self.state.drawn[entry][0]
@@ -249,17 +384,149 @@ class LocalSelector:
             raise NothingToSampleError(name, rule, len(found), remedy)
         return torch.as_tensor(found)
 
+    def highest(self, count: int) -> torch.Tensor:
+        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
+        masses = self.state.with_priorities
+        with self._lock:
+            items = masses.highest_items(count)
+            coordinates = masses.coordinates_of(items)
+            if not self.is_spread:
+                return coordinates
+            values = masses.values[items.numpy()].view(np.int32).astype(np.int64)
+            own = np.stack([values, masses.ids_of(items.numpy()), coordinates.numpy()], axis=1)
+        every, shards = self._channel.gather_ragged(own)
+        # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
+        ages = every[:, 1] if self.state.table.spec.dataset is None else shards
+        chosen = np.lexsort((ages, -every[:, 0].astype(np.int32).view(np.float32)))[:count]
+        return torch.from_numpy(self.nodes.first_coordinates[shards[chosen]] + every[chosen, 2])
+
+    def extreme(self, count: int, newest: bool) -> torch.Tensor:
+        """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
+        ledger = self.state.table.ledger
+        is_joint = ledger is not None and ledger.spec.is_joint
+        with self._lock:
+            # Any complete group of a joint ledger may have to come now.
+            ages, masses, first = self.state.with_ages.ends(
+                UNLIMITED if is_joint else count, newest
+            )
+            if not self.is_spread:
+                return items_of(masses, first, count, newest)
+            own = np.stack([ages, masses, first], axis=1)
+            if ledger is not None and is_joint:
+                own = np.concatenate([own, ledger.marks(ages)], axis=1)
+        every, shards = self._channel.gather_ragged(own)
+        every[:, 2] += self.nodes.first_coordinates[shards]
+        order = np.argsort(every[:, 0], kind="stable")
+        if ledger is not None and is_joint:
+            order = ledger.merged(every[:, 0], every[:, 3:])
+        every = every[order[::-1] if newest else order]
+        return items_of(every[:, 1], every[:, 2], count, newest)
+
+    # ---- resolve -----------------------------------------------------------------------------------------
+
+    def _resolve(
+        self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int
+    ) -> ShardDraws:
+        """Resolve the coordinates that fall into this store, numbered from `first` on. [n], int64.
+
+        A store that holds all items writes them to their place in the ring entry, rows[done:], [count, 8].
+        """
+        count = coordinates.size(0)  # `len` of a tensor takes ten times as long
+        if not self.is_spread:
+            into = rows if count == rows.size(0) else rows[done : done + count]
+            with self._lock:
+                self.masses.resolve(into, coordinates, first)
+            return ShardDraws(np.zeros(count, np.int64), np.arange(count), into)
+        owner = torch.empty(count, dtype=torch.int64)
+        mine = torch.empty(count, dtype=torch.int64)
+        points = torch.empty(count, dtype=torch.int64)
+        found = np.zeros(1, np.int64)
+        totals = torch.from_numpy(self.nodes.totals)
+        self.masses.ops.assign_draws_(
+            owner, mine, points, torch.from_numpy(found), coordinates, totals, self._channel.index
+        )
+        indices = mine.numpy()[: found[0]]
+        records = torch.empty(len(indices), Resolution.NUM_WORDS, dtype=torch.int64)
+        if len(indices):
+            with self._lock:
+                self.masses.resolve_numbered(records, points[: found[0]], indices + first)
+        return ShardDraws(owner.numpy(), indices, records)
+
+    def _keep(self, done: int, first: int, draws: ShardDraws) -> None:
+        """Add draws to the selection, after the `done` ones in it: pin this store's until they are exchanged.
+
+        Those of a store that holds all items are in the ring already, and pinned with all others.
+        """
+        if self._draws is None:
+            return
+        if len(draws.indices):
+            with self._lock:
+                self.state.pin(self._draws.number, draws.records)
+        self._draws.add(done, first, draws)
+
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
         """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
         done = 0
         counted = np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
-            coordinates = self._coordinates_of(
-                len(rows) - done, first + done, self._checked(self.total)
-            )
-            done += self.resolve_until(rows, done, coordinates, first + done, counted)
+            total = self._checked(self.nodes.total)
+            coordinates = self._coordinates_of(len(rows) - done, first + done, total)
+            done += self._resolve_until(rows, done, coordinates, first + done, counted)
 
-    def _walk(self, key: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]) -> None:
+    def _resolve_until(
+        self,
+        rows: torch.Tensor,
+        done: int,
+        coordinates: torch.Tensor,
+        first: int,
+        counted: np.ndarray,
+    ) -> int:
+        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0; return
+        their number. The rest must be drawn again. Adds to `counted`, the samples of each slot so far,
+        [slots].
+        """
+        assert self._counting is not None
+        draws = self._resolve(rows, done, coordinates, first)
+        num_valid = len(coordinates)
+        if self._counting.fewest <= len(rows):
+            num_valid = self._num_valid(draws, num_valid, counted)
+        valid = draws.before(num_valid)
+        np.add.at(counted, valid.slots, 1)
+        self._keep(done, first, valid)
+        return num_valid
+
+    def _num_valid(self, draws: ShardDraws, count: int, counted: np.ndarray) -> int:
+        """Return how many of `count` draws come before one has used up its trajectory, and that one: all
+        nodes find the first. If others follow, the trajectory's mass becomes 0.
+        """
+        limiter = self._counting
+        assert limiter is not None
+        slots = draws.slots
+        before = limiter.num_admitted(slots, counted)
+        uses_up = before < len(slots)
+        at = int(draws.indices[before]) if uses_up else count
+        mass = int(self.masses.leaves[slots[before]]) if uses_up else 0
+        # A pass over the slots; alone it is needed only where draws are left over.
+        needs_left = self.is_spread or uses_up
+        left = limiter.draws_left(counted) if needs_left else 0
+        with self._lock:
+            least = self.nodes.own_least
+        received = self._channel.gather(np.array([at, mass, least, left]))
+        node = int(received[:, 0].argmin())
+        num_valid = min(int(received[node, 0]) + 1, count)
+        if num_valid < count:
+            self._checked(bool(received[:, 3].sum() >= count))  # before a mass is set to 0
+            self.nodes.take_out(node, int(received[node, 1]), received[:, 2])
+            if node == self._channel.index:
+                with self._lock:
+                    self.masses.take_out(int(slots[before]))
+        return num_valid
+
+    # ---- epochs ------------------------------------------------------------------------------------------
+
+    def _walk(
+        self, number: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]
+    ) -> None:
         """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.
 
         A selection that fails after that point continues after the old epoch's last items (Position.DONE,
@@ -278,20 +545,21 @@ class LocalSelector:
             at = after[Head.SAMPLES] + done - after[Head.EPOCH_FIRST]
             if at >= after[Head.EPOCH_SIZE] or has_ended:
                 has_ended = False
-                if (
-                    sampler.drops_tail and done
-                ):  # items were skipped, so that the rest fills no batch
-                    self.drop()
-                    after[Head.SAMPLES], done = after[Head.SAMPLES] + done, 0
+                # Items were skipped, so that the rest fills no batch.
+                if sampler.drops_tail and done:
+                    if self._draws is not None:
+                        self._draws.clear()
+                    after[Head.SAMPLES] += done
+                    done = 0
                 if sampler.is_pass and after[Head.EPOCH_SIZE] > 0:
                     after[Head.FILLERS] = max(after[Head.FILLERS], count - done)
                 else:
-                    self._begin_epoch(key, done, after)
+                    self._begin_epoch(number, done, after)
                 at = 0  # in a pass: fillers repeat the first items and are marked as such
             n = min(count - done, after[Head.EPOCH_SIZE] - at)
             first = after[Head.SAMPLES] + done
             draw = Draw(self, n, first, after[Head.EPOCH_SIZE], after[Head.EPOCH], at)
-            left = self.walk(rows, done, sampler.sample(draw), first)
+            left = self._resolve_left(rows, done, sampler.sample(draw), first)
             epochs[done : done + left] = after[Head.EPOCH]
             after[Head.EPOCH_FIRST] -= n - left
             if state.walked is not None:
@@ -300,15 +568,33 @@ class LocalSelector:
                 after[Head.EPOCH_FIRST] = first + n - after[Head.EPOCH_SIZE]
             done += left
 
-    def _begin_epoch(self, key: int, done: int, after: list[int]) -> None:
+    def _resolve_left(
+        self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int
+    ) -> int:
+        """Resolve an epoch's next coordinates but those of evicted items; return how many are left."""
+        draws = self._resolve(rows, done, coordinates, first)
+        if self.state.walked is not None:
+            with self._lock:
+                evicted = self.state.evicted(draws.slots)
+            skipped, _ = self._channel.gather_ragged(draws.indices[evicted, None])
+            if len(skipped):
+                left = np.ones(len(coordinates), bool)
+                left[skipped[:, 0]] = False
+                # Again, with the sample numbers of those that are left.
+                coordinates = coordinates[torch.from_numpy(left)]
+                draws = self._resolve(rows, done, coordinates, first)
+        self._keep(done, first, draws)
+        return coordinates.size(0)
+
+    def _begin_epoch(self, number: int, done: int, after: list[int]) -> None:
         if after[Head.EPOCH_SIZE] > 0:
             after[Head.EPOCH] += 1
         after[Head.EPOCH_FIRST] = after[Head.SAMPLES] + done
         if not self.spec.together and self.state.masses.waiting:
-            self.state.pin(key, self.state.drawn[key % self.spec.depth][0][:done])
+            self.state.pin(number, self.state.drawn[number % self.spec.depth][0][:done])
             self.state.words[Position.DONE] = 1 + done
-        size = self._checked(self.apply(key))
-        with self.lock:
+        size = self._checked(self._apply(number))
+        with self._lock:
             if self.state.walked is not None:  # the trajectories that the tree has masses of
                 self.state.walked[:] = self.state.table.slots[:, Slot.GENERATION]
         after[Head.EPOCH_SIZE] = after[Head.TOTAL] = size
@@ -322,7 +608,7 @@ class LocalSelector:
         name = f"stream {self.spec.name}"
         table = self.state.table
         if total == 0:
-            with self.lock:
+            with self._lock:
                 held, remedy = summary_of(self.state.masses)
             rule = "must hold at least one item that the sampler admits"
             raise NothingToSampleError(
@@ -334,3 +620,35 @@ class LocalSelector:
                 f"{name}: the total mass", rule, total, "give smaller masses or priorities"
             )
         return total
+
+    # ---- finish ------------------------------------------------------------------------------------------
+
+    def _finish(self, number: int, entry: int, count: int) -> tuple[int, np.ndarray]:
+        """Complete the ring entry of `count` items. Returns the number of records, of groups those of all
+        members, and the records that lie in this store, [n, 8], int64.
+        """
+        if self._exchange is not None:
+            assert self._draws is not None
+            return self._exchange.fill(self._draws)
+        with self._lock:
+            self.state.pin(number, self.state.drawn[entry][0][:count])
+            num_records = self.state.expand(entry, count) if self.spec.by_group else count
+            return num_records, self.state.ring_words[entry, :num_records]
+
+    def _weigh(self, number: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
+        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
+        masses = self.state.with_priorities
+        beta = masses.beta_at(number)
+        if masses.rule.normalize == "batch":
+            if self._exchange is not None:
+                return self._exchange.least_drawn, 1, beta
+            return int(np.minimum.reduce(drawn)), 1, beta  # faster than `min`, which calls it
+        if masses.rule.normalize == "table":
+            return self.nodes.least, 1, beta
+        return total, self.nodes.num_items, beta
+
+    def deliver(self, draws: NodeDraws) -> None:
+        """Fill a ring entry with a checkpoint's selection, as `select` with a new one. Collective."""
+        assert self._exchange is not None
+        self.state.pin(draws.number, draws.joined().records)
+        self._exchange.fill(draws)
