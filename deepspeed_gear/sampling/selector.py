@@ -86,6 +86,7 @@ class Selector:
             contextlib.nullcontext() if nodes is None else state.table.lock
         )
         self._exchange = exchange
+        self.is_spread = exchange is not None  # whether each node holds a part of the items
         self._draws: NodeDraws | None = None  # of the selection that is being made
         self._reports: list[np.ndarray] = []  # packed priority updates that each node has sent
         self._due: list[tuple[int, np.ndarray]] = []  # this node's, which the selection takes
@@ -95,14 +96,12 @@ class Selector:
         self._has_window = state.spec.rule.window is not None
         self._is_first = True  # the window's edge is not known yet
         self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
+        # Owner and index of each draw, where this store holds all items: allocated once.
+        self._no_other = np.zeros(state.spec.batch, np.int64)
+        self._every = np.arange(state.spec.batch)
         self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
         limiter = state.limiter
         self._counting = limiter if limiter is not None and limiter.most else None
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether each node holds a part of the items."""
-        return self._exchange is not None
 
     def select(self, number: int, entry: int) -> bool:
         """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
@@ -436,7 +435,7 @@ class Selector:
             into = rows if count == rows.size(0) else rows[done : done + count]
             with self._lock:
                 self.masses.resolve(into, coordinates, first)
-            return ShardDraws(np.zeros(count, np.int64), np.arange(count), into)
+            return ShardDraws(self._no_other[:count], self._every[:count], into)
         owner = torch.empty(count, dtype=torch.int64)
         mine = torch.empty(count, dtype=torch.int64)
         points = torch.empty(count, dtype=torch.int64)
@@ -487,28 +486,33 @@ class Selector:
         """
         assert self._counting is not None
         draws = self._resolve(rows, done, coordinates, first)
+        slots = draws.slots
         num_valid = len(coordinates)
         if self._counting.fewest <= len(rows):
-            num_valid = self._num_valid(draws, num_valid, counted)
-        valid = draws.before(num_valid)
-        np.add.at(counted, valid.slots, 1)
-        self._keep(done, first, valid)
+            num_valid = self._num_valid(draws.indices, slots, num_valid, counted)
+        if num_valid < len(coordinates):
+            draws = draws.before(num_valid)
+            slots = slots[: len(draws.indices)]
+        np.add.at(counted, slots, 1)
+        self._keep(done, first, draws)
         return num_valid
 
-    def _num_valid(self, draws: ShardDraws, count: int, counted: np.ndarray) -> int:
+    def _num_valid(
+        self, indices: np.ndarray, slots: np.ndarray, count: int, counted: np.ndarray
+    ) -> int:
         """Return how many of `count` draws come before one has used up its trajectory, and that one: all
-        nodes find the first. If others follow, the trajectory's mass becomes 0.
+        nodes find the first. If others follow, the trajectory's mass becomes 0. Indices and slots of this
+        node's draws, [m].
         """
         limiter = self._counting
         assert limiter is not None
-        slots = draws.slots
         before = limiter.num_admitted(slots, counted)
         uses_up = before < len(slots)
-        at = int(draws.indices[before]) if uses_up else count
+        if not (uses_up or self.is_spread):
+            return count
+        at = int(indices[before]) if uses_up else count
         mass = int(self.masses.leaves[slots[before]]) if uses_up else 0
-        # A pass over the slots; alone it is needed only where draws are left over.
-        needs_left = self.is_spread or uses_up
-        left = limiter.draws_left(counted) if needs_left else 0
+        left = limiter.draws_left(counted)
         with self._lock:
             least = self.nodes.own_least
         received = self._channel.gather(np.array([at, mass, least, left]))
