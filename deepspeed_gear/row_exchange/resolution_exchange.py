@@ -22,7 +22,9 @@ Goals = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
 class ResolutionExchange:
-    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. In one thread."""
+    """Sends resolutions and rows to other nodes; fills this node's ring and arrivals. In one
+    thread.
+    """
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class ResolutionExchange:
         everyone = torch.arange(self._num_nodes)  # as if one replica were read by all
         self._everyone = everyone[None], torch.zeros(self._num_nodes, 1, dtype=torch.int16)
         self._words = 5 if rows.has_steps else 4  # of a packed resolution
-        # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us and more.
+        # Written word by word: after a batch that has emptied the caches, a NumPy call takes 10 us
+        # and more.
         ends = np.zeros(self._num_nodes, np.int64)
         found = np.zeros(1, np.int64)
         self._ends = torch.from_numpy(ends)
@@ -59,15 +62,16 @@ class ResolutionExchange:
         self.least_drawn = 0  # of the latest selection: the smallest mass that any node has drawn
 
     def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
-        """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number of records,
-        and this node's, [n, 8], int64.
+        """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number
+        of records, and this node's, [n, 8], int64.
         """
         spec = self._state.spec
         owner, own, records = draws.joined()
         # Index of the first sample among those of all tables.
         offset = 0 if spec.offset is None else spec.offset(draws.number)
         verifies = self._verify_every > 0 and draws.number % self._verify_every == 0
-        # Samples whose resolutions this node gets, ascending: those that its ranks need, or for a digest all.
+        # Samples whose resolutions this node gets, ascending: those that its ranks need, or for a
+        # digest all.
         asked = np.arange(draws.count) if verifies else self._wanted_of(draws.count, offset)
         owner = owner[asked]
         ring = self._state.ring[draws.entry][: draws.count]
@@ -113,7 +117,9 @@ class ResolutionExchange:
         return draws.count, records.numpy()
 
     def _wanted_of(self, count: int, offset: int) -> np.ndarray:
-        """Return the samples of a selection that this node's ranks need; mostly those of the one before."""
+        """Return the samples of a selection that this node's ranks need; mostly those of the one
+        before.
+        """
         case = count, offset % self._plan.data_world
         if case not in self._wanted:
             self._wanted = {case: self._plan.wanted(*case)}
@@ -125,9 +131,9 @@ class ResolutionExchange:
         needs: tuple[torch.Tensor, torch.Tensor],
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
-        """Return the samples that other nodes need, and the words of their resolutions for each node.
-        `drawn`: this node's records, ascending, the selection index, n-step length and goal of each (or
-        None).
+        """Return the samples that other nodes need, and the words of their resolutions for each
+        node. `drawn`: this node's records, ascending, the selection index, n-step length and goal
+        of each (or None).
         """
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
@@ -141,7 +147,9 @@ class ResolutionExchange:
 
 
 class RecordExchange:
-    """Sends records of this node's trajectories to all nodes; fills its ring (rows: `TrajectoryExchange`)."""
+    """Sends records of this node's trajectories to all nodes; fills its ring (rows:
+    `TrajectoryExchange`).
+    """
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         self._state = state
@@ -149,8 +157,8 @@ class RecordExchange:
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
 
     def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
-        """Exchange all records to the ring; the draws are leaders, or of a checkpoint all members. Returns
-        their number, and those of this node, [m, 8], int64.
+        """Exchange all records to the ring; the draws are leaders, or of a checkpoint all members.
+        Returns their number, and those of this node, [m, 8], int64.
         """
         state = self._state
         entry = draws.entry

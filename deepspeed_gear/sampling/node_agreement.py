@@ -1,10 +1,12 @@
 """Node agreement: what the nodes that select together tell each other before they draw.
 
-Each selection begins with a status message of every node, its failure included, so that all nodes make the
-selection or none does. It has the totals of the node's store, from which every node computes the same
-coordinates. Changes that follow from the messages of all nodes come after it; then totals are sent again.
+Each selection begins with a status message of every node, its failure included, so that all nodes
+make the selection or none does. It has the totals of the node's store, from which every node
+computes the same coordinates. Changes that follow from the messages of all nodes come after it;
+then totals are sent again.
 
-A store that selects alone is the case of one node: nothing is sent, and its own totals are those of all.
+A store that selects alone is the case of one node: nothing is sent, and its own totals are those of
+all.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class NodeAgreement:
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self.channel.count)
 
-    # ---- what was agreed on --------------------------------------------------------------------------
+    # ---- what was agreed on ----------------------------------------------------------------------
 
     @property
     def total(self) -> int:
@@ -80,7 +82,7 @@ class NodeAgreement:
 
     @property
     def first_coordinates(self) -> np.ndarray:
-        """The first coordinate of each node: with totals [5, 0, 3] these are [0, 5, 5]. [S], int64."""
+        """First coordinate of each node: with totals [5, 0, 3] these are [0, 5, 5]. [S], int64."""
         return np.cumsum(self._totals) - self._totals
 
     @property
@@ -108,7 +110,7 @@ class NodeAgreement:
         """The highest priority that any node has applied, as float32 bits."""
         return int(self._records[:, StatusMessage.HIGHEST].max())
 
-    # ---- messages ------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def exchange_status(
         self,
@@ -116,32 +118,38 @@ class NodeAgreement:
         messages: Sequence[np.ndarray],
         error: Exception | None,
     ) -> list[np.ndarray]:
-        """Begin a selection with the other nodes; return the words that each has sent after its status.
+        """Begin a selection with the other nodes; return the words that each has sent after its
+        status.
 
-        The words are valid until the next exchange ends. `messages`: the words for each node, any number;
-        `error`: why this node cannot make the selection.
+        The words are valid until the next exchange ends. `messages`: the words for each node, any
+        number; `error`: why this node cannot make the selection.
 
         Raises:
-            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
+            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another
+            batch.
         """
         self._number = number
         return self._exchange(messages, error, leaves=False)
 
     def exchange_totals(self, error: Exception | None) -> None:
-        """Exchange the totals after a change of masses; `error`: why this node could not change its own."""
+        """Exchange the totals after a change of masses; `error`: why this node could not change its
+        own.
+        """
         records = self.channel.gather(self._status(error))
         self._raise_failure(records, error)
         self._records = records
         self._totals = records[:, StatusMessage.TOTAL].copy()
 
     def take_out(self, node: int, mass: int, least: np.ndarray) -> None:
-        """Subtract an item that a node has taken out of its tree; `least`: the least mass of each now."""
+        """Subtract an item that a node has taken out of its tree; `least`: the least mass of each
+        now.
+        """
         self._records[:, StatusMessage.LEAST] = least
         self._records[node, StatusMessage.ITEMS] -= 1
         self._totals[node] -= mass
 
     def leave(self) -> None:
-        """Send the other nodes that this one makes no further selection, unless one has sent that."""
+        """Send that this node makes no further selection, unless another one has sent that."""
         assert self._others is not None
         if not self._others.left:
             self._number = None

@@ -1,7 +1,7 @@
 """Rate agreement: the nodes agree on what a table's rate limiter admits, outside of a selection.
 
-Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections renew these;
-before the first one, after a load, and when `can_sample` asks, `may_select` does.
+Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections
+renew these; before the first one, after a load, and when `can_sample` asks, `may_select` does.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def may_select(
 ) -> bool:
     """Return whether a global batch was selected already, or could be by all nodes together now.
 
-    Collective over all ranks (the same result), outside of a selection; if another thread may be in one
-    (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
+    Collective over all ranks (the same result), outside of a selection; if another thread may be in
+    one (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
     """
     limiter = stream.state.joint_limiter
     count = stream.spec.num_samples(key)

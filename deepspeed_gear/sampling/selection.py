@@ -1,4 +1,6 @@
-"""A selection: the samples of one global batch in the store, its readers, and the record of a failed one."""
+"""A selection: the samples of one global batch in the store, its readers, and the record of a
+failed one.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class Selection(NamedTuple):
     epochs: torch.Tensor | None = (
         None  # epoch (or pass) of each sample; None: there are none. [B], int64.
     )
-    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record holds the
-    # place of its rows on this node. [B], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record
+    # holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
 
 
@@ -45,7 +47,8 @@ NO_INDICES: Final = np.empty(0, np.int64)
 
 @dataclass
 class NodeDraws:
-    """The draws of a selection over nodes, as one node has them until it exchanges them with the others.
+    """The draws of a selection over nodes, as one node has them until it exchanges them with the
+    others.
 
     Every node knows which node holds each sample; it has the resolutions of its own samples only.
     """
@@ -57,8 +60,8 @@ class NodeDraws:
         False  # whether it is a checkpoint's selection, in which groups have all members
     )
     first: int = 0  # sample number of the first one
-    #: Node that holds each sample, its indices that this node holds, ascending, and the resolutions of these,
-    #: all by draw. [n], int64; [m], int64; [m, 8], int64.
+    #: Node that holds each sample, its indices that this node holds, ascending, and the resolutions
+    #: of these, all by draw. [n], int64; [m], int64; [m, 8], int64.
     owners: list[np.ndarray] = field(default_factory=list)
     indices: list[np.ndarray] = field(default_factory=list)
     records: list[torch.Tensor] = field(default_factory=list)
@@ -109,8 +112,8 @@ _AWAKE_S = 500e-6
 
 
 class SelectionReaders:
-    """How far each process has consumed a stream: selections released, or the batch requested. [peers],
-    int64. Each process writes its own word only.
+    """How far each process has consumed a stream: selections released, or the batch requested.
+    [peers], int64. Each process writes its own word only.
     """
 
     def __init__(self, spec: StreamSpec, table: Table, reached: np.ndarray) -> None:
@@ -127,8 +130,9 @@ class SelectionReaders:
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
     def wait_awake(self, key: int) -> None:
-        """Spin briefly until the peers reach a key; without the lock. They are late by microseconds; after a
-        sleep, of milliseconds on a busy core, they would wait for this rank, and so in turn forever.
+        """Spin briefly until the peers reach a key; without the lock. They are late by
+        microseconds; after a sleep, of milliseconds on a busy core, they would wait for this rank,
+        and so in turn forever.
         """
         until = time.monotonic() + _AWAKE_S
         while time.monotonic() < until and min(self._reached) < key:
@@ -146,11 +150,10 @@ class SelectionReaders:
         )
 
 
-_NUMBER, _KEY, _OUTCOME = (
-    0,
-    1,
-    2,
-)  # words of a failure: its number, its global batch, and its outcome
+# words of a failure: its number, its global batch, and its outcome
+_NUMBER = 0
+_KEY = 1
+_OUTCOME = 2
 
 
 class SelectionFailure:

@@ -2,16 +2,18 @@
 
 A store alone and the stores of several nodes are selected from in one way. Every node computes all
 coordinates, and resolves those that fall into its own store. A store that holds all items, alone or
-replicated on every node, resolves them in place, in its ring entry. Where items are spread over nodes, a
-node keeps its own draws until all are made (`NodeDraws`); then each node gets the resolutions of the samples
-that its ranks train on, and the rows that their windows read (`DrawExchange`).
+replicated on every node, resolves them in place, in its ring entry. Where items are spread over
+nodes, a node keeps its own draws until all are made (`NodeDraws`); then each node gets the
+resolutions of the samples that its ranks train on, and the rows that their windows read
+(`DrawExchange`).
 
-A process may die at any instruction: first priority updates and queued masses go to the tree (repeatable),
-then samples to a ring entry marked empty, the entry's key (the commit point), and the position.
+A process may die at any instruction: first priority updates and queued masses go to the tree
+(repeatable), then samples to a ring entry marked empty, the entry's key (the commit point), and the
+position.
 
-Ranks that sample concurrently would wait for each other's selections in every step. So they draw ahead in
-turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring entry. Any change
-discards them; the first rank that requests the batch selects it.
+Ranks that sample concurrently would wait for each other's selections in every step. So they draw
+ahead in turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring
+entry. Any change discards them; the first rank that requests the batch selects it.
 """
 
 from __future__ import annotations
@@ -54,16 +56,17 @@ class DrawExchange(Protocol):
     least_drawn: int  # the smallest mass that any node has drawn in the latest selection
 
     def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
-        """Exchange a selection's draws, and fill its ring entry. Returns the number of records, and those of
-        this node, [n, 8], int64. Collective over the nodes.
+        """Exchange a selection's draws, and fill its ring entry. Returns the number of records, and
+        those of this node, [n, 8], int64. Collective over the nodes.
         """
 
 
 class Selector:
     """Makes the selections of a stream, from one store or from those of several nodes.
 
-    Of one store the caller of `select` holds the table's lock. Over nodes one process of each selects, in one
-    thread; it takes the lock for each change itself, and never holds it while it waits for other nodes.
+    Of one store the caller of `select` holds the table's lock. Over nodes one process of each
+    selects, in one thread; it takes the lock for each change itself, and never holds it while it
+    waits for other nodes.
 
     Args:
         nodes: The agreement with the other nodes; None: this store selects alone.
@@ -104,14 +107,15 @@ class Selector:
         self._counting = limiter if limiter is not None and limiter.most else None
 
     def select(self, number: int, entry: int) -> bool:
-        """Make and commit a batch's selection; False: the limiter of all nodes does not admit it yet.
+        """Make and commit a batch's selection; False: the limiter of all nodes does not admit it
+        yet.
 
         Requires the table's lock where no other node takes part.
 
         Raises:
-            NothingToSampleError: Too few items have a mass.
-            NotReadyError: The limiter of all nodes does not admit it, and a node waits no longer.
-            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another batch.
+            NothingToSampleError: Too few items have a mass. NotReadyError: The limiter of all nodes
+            does not admit it, and a node waits no longer. StoreError, PeerError: The stream is
+            closing; a node failed, ended, or asks for another batch.
         """
         state = self.state
         head = state.head_words[entry]
@@ -164,11 +168,11 @@ class Selector:
                 state.counts.count(samples)
         return True
 
-    # ---- begin: what the limiter admits, and what the other nodes send -----------------------------------
+    # ---- begin: what the limiter admits, and what the other nodes send ---------------------------
 
     def _begin(self, number: int, count: int) -> int | None:
-        """Begin a selection. Returns how many samples of `count` the rate limiter admits: all or, of a stream
-        that `is_optional`, none. None: it must wait.
+        """Begin a selection. Returns how many samples of `count` the rate limiter admits: all or,
+        of a stream that `is_optional`, none. None: it must wait.
         """
         if not self.spec.together:
             limiter = self.state.limiter if self.spec.is_optional else None
@@ -198,12 +202,12 @@ class Selector:
 
     @property
     def _applies_together(self) -> bool:
-        """Whether changes of masses follow from the status of all nodes, and are applied after it."""
+        """Whether masses change by the statuses of all nodes, and so after these."""
         return self.state.priorities is not None or self._has_window or self._sampler.walks
 
     def _messages(self, number: int, count: int) -> list[np.ndarray]:
-        """Return what follows this node's status: the words of its limiter, its running moments, and the
-        priority updates that are due, for each node.
+        """Return what follows this node's status: the words of its limiter, its running moments,
+        and the priority updates that are due, for each node.
         """
         reports = [NO_WORDS] * self._channel.count
         if self.state.priorities is not None:
@@ -222,7 +226,9 @@ class Selector:
         return [np.concatenate([*heads, part]) for part in reports] if heads else reports
 
     def _packed_reports(self, number: int) -> list[np.ndarray]:
-        """Return this node's due priority updates, packed, for each node: those of its items, or all."""
+        """Return this node's due priority updates, packed, for each node: those of its items, or
+        all.
+        """
         masses = self.state.with_priorities
         with self._lock:
             self._due = masses.reports.due(number)
@@ -238,7 +244,8 @@ class Selector:
     def _agree_on_rate(
         self, number: int, count: int, received: list[np.ndarray]
     ) -> tuple[list[np.ndarray], bool]:
-        """Take the words of the nodes' limiters; return the rest, and whether they admit the samples.
+        """Take the words of the nodes' limiters; return the rest, and whether they admit the
+        samples.
 
         Raises:
             NotReadyError: They do not, and a node waits no longer.
@@ -250,8 +257,8 @@ class Selector:
         rates = np.stack([words[:num_words] for words in received])
         rest = [words[num_words:] for words in received]
         if ledger is not None:
-            # What can be drawn depends on the first open number of all stores. The next exchange overwrites
-            # what was received.
+            # What can be drawn depends on the first open number of all stores. The next exchange
+            # overwrites what was received.
             rest = [words.copy() for words in rest]
             with self._lock:
                 ledger.agree(rates)
@@ -274,10 +281,10 @@ class Selector:
         self._moments = merge([words[:size].view(np.float64).reshape(shape) for words in received])
         return [words[size:] for words in received]
 
-    # ---- apply: changes of masses ------------------------------------------------------------------------
+    # ---- apply: changes of masses ----------------------------------------------------------------
 
     def _apply(self, number: int) -> int:
-        """Apply all changes of masses that precede the selection. Returns their sum over all nodes."""
+        """Apply all changes of masses that precede the selection. Returns the sum of all."""
         if not self.spec.together:
             self.masses.apply(number)
         elif self._has_changes:
@@ -331,13 +338,15 @@ class Selector:
             masses.reports.take(self._due)
 
     def restart(self) -> None:
-        """Compute the window's edge anew at the next selection: the table's content was replaced."""
+        """Find the window's edge anew at the next selection: the table's content was replaced."""
         self._is_first = True
 
-    # ---- draw --------------------------------------------------------------------------------------------
+    # ---- draw ------------------------------------------------------------------------------------
 
     def draw_ahead(self, number: int) -> None:
-        """Draw for the next batch if no change precedes it; every process has released its ring entry."""
+        """Draw for the next batch if no change precedes it; every process has released its ring
+        entry.
+        """
         state = self.state
         words = self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
@@ -359,7 +368,9 @@ class Selector:
         return rows if count == self.spec.batch else rows[:count]
 
     def _coordinates_of(self, count: int, first: int, total: int) -> torch.Tensor:
-        """Return coordinates from the native op, or from the sampler, which are checked. [count], int64."""
+        """Return coordinates from the native op, or from the sampler, which are checked. [count],
+        int64.
+        """
         if self._native is not None:
             coordinates = (
                 self._coordinates if count == self.spec.batch else self._coordinates[:count]
@@ -384,7 +395,9 @@ class Selector:
         return torch.as_tensor(found)
 
     def highest(self, count: int) -> torch.Tensor:
-        """Return the coordinates of the items of highest priority; fewer if there are fewer items. [n]."""
+        """Return the coordinates of the items of highest priority; fewer if there are fewer items.
+        [n].
+        """
         masses = self.state.with_priorities
         with self._lock:
             items = masses.highest_items(count)
@@ -394,7 +407,8 @@ class Selector:
             values = masses.values[items.numpy()].view(np.int32).astype(np.int64)
             own = np.stack([values, masses.ids_of(items.numpy()), coordinates.numpy()], axis=1)
         every, shards = self._channel.gather_ragged(own)
-        # Equal priorities by the age of their trajectories; a data set's are older in the first shards.
+        # Equal priorities by the age of their trajectories; a data set's are older in the first
+        # shards.
         ages = every[:, 1] if self.state.table.spec.dataset is None else shards
         chosen = np.lexsort((ages, -every[:, 0].astype(np.int32).view(np.float32)))[:count]
         return torch.from_numpy(self.nodes.first_coordinates[shards[chosen]] + every[chosen, 2])
@@ -421,14 +435,15 @@ class Selector:
         every = every[order[::-1] if newest else order]
         return items_of(every[:, 1], every[:, 2], count, newest)
 
-    # ---- resolve -----------------------------------------------------------------------------------------
+    # ---- resolve ---------------------------------------------------------------------------------
 
     def _resolve(
         self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int
     ) -> ShardDraws:
         """Resolve the coordinates that fall into this store, numbered from `first` on. [n], int64.
 
-        A store that holds all items writes them to their place in the ring entry, rows[done:], [count, 8].
+        A store that holds all items writes them to their place in the ring entry, rows[done:],
+        [count, 8].
         """
         count = coordinates.size(0)  # `len` of a tensor takes ten times as long
         if not self.is_spread:
@@ -452,7 +467,8 @@ class Selector:
         return ShardDraws(owner.numpy(), indices, records)
 
     def _keep(self, done: int, first: int, draws: ShardDraws) -> None:
-        """Add draws to the selection, after the `done` ones in it: pin this store's until they are exchanged.
+        """Add draws to the selection, after the `done` ones in it: pin this store's until they are
+        exchanged.
 
         Those of a store that holds all items are in the ring already, and pinned with all others.
         """
@@ -464,7 +480,9 @@ class Selector:
         self._draws.add(done, first, draws)
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
-        """Draw as if one by one: a used-up trajectory leaves at once (Reverb's `max_times_sampled`)."""
+        """Draw as if one by one: a used-up trajectory leaves at once (Reverb's
+        `max_times_sampled`).
+        """
         done = 0
         counted = np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
@@ -480,9 +498,9 @@ class Selector:
         first: int,
         counted: np.ndarray,
     ) -> int:
-        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0; return
-        their number. The rest must be drawn again. Adds to `counted`, the samples of each slot so far,
-        [slots].
+        """Resolve coordinates up to the first that uses up a trajectory, whose mass then becomes 0;
+        return their number. The rest must be drawn again. Adds to `counted`, the samples of each
+        slot so far, [slots].
         """
         assert self._counting is not None
         draws = self._resolve(rows, done, coordinates, first)
@@ -500,9 +518,9 @@ class Selector:
     def _num_valid(
         self, indices: np.ndarray, slots: np.ndarray, count: int, counted: np.ndarray
     ) -> int:
-        """Return how many of `count` draws come before one has used up its trajectory, and that one: all
-        nodes find the first. If others follow, the trajectory's mass becomes 0. Indices and slots of this
-        node's draws, [m].
+        """Return how many of `count` draws come before one has used up its trajectory, and that
+        one: all nodes find the first. If others follow, the trajectory's mass becomes 0. Indices
+        and slots of this node's draws, [m].
         """
         limiter = self._counting
         assert limiter is not None
@@ -526,16 +544,18 @@ class Selector:
                     self.masses.take_out(int(slots[before]))
         return num_valid
 
-    # ---- epochs ------------------------------------------------------------------------------------------
+    # ---- epochs ----------------------------------------------------------------------------------
 
     def _walk(
         self, number: int, rows: torch.Tensor, epochs: torch.Tensor, after: list[int]
     ) -> None:
-        """Resolve the next items of an epoch; at its end, apply queued masses and begin the next epoch.
+        """Resolve the next items of an epoch; at its end, apply queued masses and begin the next
+        epoch.
 
-        A selection that fails after that point continues after the old epoch's last items (Position.DONE,
-        their resolutions are in the ring), since the tree has changed. Evicted items keep their masses, so
-        that coordinates keep their meaning; they are skipped, and the epoch moves forward by as many.
+        A selection that fails after that point continues after the old epoch's last items
+        (Position.DONE, their resolutions are in the ring), since the tree has changed. Evicted
+        items keep their masses, so that coordinates keep their meaning; they are skipped, and the
+        epoch moves forward by as many.
         """
         state = self.state
         sampler = self._sampler
@@ -575,7 +595,7 @@ class Selector:
     def _resolve_left(
         self, rows: torch.Tensor, done: int, coordinates: torch.Tensor, first: int
     ) -> int:
-        """Resolve an epoch's next coordinates but those of evicted items; return how many are left."""
+        """Resolve an epoch's next coordinates but those of evicted items; return their number."""
         draws = self._resolve(rows, done, coordinates, first)
         if self.state.walked is not None:
             with self._lock:
@@ -625,11 +645,11 @@ class Selector:
             )
         return total
 
-    # ---- finish ------------------------------------------------------------------------------------------
+    # ---- finish ----------------------------------------------------------------------------------
 
     def _finish(self, number: int, entry: int, count: int) -> tuple[int, np.ndarray]:
-        """Complete the ring entry of `count` items. Returns the number of records, of groups those of all
-        members, and the records that lie in this store, [n, 8], int64.
+        """Complete the ring entry of `count` items. Returns the number of records, of groups those
+        of all members, and the records that lie in this store, [n, 8], int64.
         """
         if self._exchange is not None:
             assert self._draws is not None
@@ -640,7 +660,9 @@ class Selector:
             return num_records, self.state.ring_words[entry, :num_records]
 
     def _weigh(self, number: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
-        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor * mass))**exponent."""
+        """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor *
+        mass))**exponent.
+        """
         masses = self.state.with_priorities
         beta = masses.beta_at(number)
         if masses.rule.normalize == "batch":
@@ -652,7 +674,7 @@ class Selector:
         return total, self.nodes.num_items, beta
 
     def deliver(self, draws: NodeDraws) -> None:
-        """Fill a ring entry with a checkpoint's selection, as `select` with a new one. Collective."""
+        """Fill a ring entry with a checkpoint's selection, as `select` does. Collective."""
         assert self._exchange is not None
         self.state.pin(draws.number, draws.joined().records)
         self._exchange.fill(draws)

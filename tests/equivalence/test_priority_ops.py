@@ -34,7 +34,7 @@ RULES = [
     [1, 0, 2, 3, 1],
 ]  # by count
 
-# ---- masses, weights and the least mass --------------------------------------------------------------
+# ---- masses, weights and the least mass ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("alpha", ALPHAS)
@@ -105,7 +105,8 @@ def test_minima(native: Ops, num_items: int) -> None:
     )
     assert minima.tolist() == minima_by_hand(masses)
     for count in SIZES if num_items else (0,):
-        # Small ranges have many equal items; small masses are the least of their groups, and vanish again.
+        # Small ranges have many equal items; small masses are the least of their groups, and vanish
+        # again.
         items = torch.randint(0, max(min(num_items, 70 if count < 33 else num_items), 1), (count,))
         new = masses_of(count) >> torch.randint(0, 40, (count,))
         REFERENCE.tree_update_(sums, num_items, items, new)
@@ -129,7 +130,7 @@ def test_minima_rise_and_vanish(native: Ops) -> None:
     assert not minima.any()
 
 
-# ---- the highest priorities --------------------------------------------------------------------------
+# ---- the highest priorities ----------------------------------------------------------------------
 
 
 def orders(count: int) -> dict[str, Tensor]:
@@ -160,7 +161,7 @@ def test_top_k(cpu: Ops, num_items: int, order: str) -> None:
         assert found.tolist() == by_hand[:k] + [-1] * (k - len(by_hand))
 
 
-# ---- reports and updates -----------------------------------------------------------------------------
+# ---- reports and updates -------------------------------------------------------------------------
 
 
 def updates_of(slots: Tensor, count: int) -> Tensor:

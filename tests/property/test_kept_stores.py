@@ -1,4 +1,6 @@
-"""Stores of several nodes that outlive their jobs: batches in one order, within the lag, and one account."""
+"""Stores of several nodes that outlive their jobs: batches in one order, within the lag, and one
+account.
+"""
 
 from __future__ import annotations
 
@@ -229,7 +231,9 @@ class Run:
     # ---- ranks -----------------------------------------------------------------------------------
 
     def each(self, call: Callable[[Store], Any]) -> list[Any]:
-        """Return what a call returns for each store, made in any order; workers and ranks go on between."""
+        """Return what a call returns for each store, made in any order; workers and ranks go on
+        between.
+        """
         found = dict[int, Any]()
         for store in self.words.sample(self.stores, len(self.stores)):
             found[store.spec.store] = call(store)
@@ -240,7 +244,9 @@ class Run:
         return [found[index] for index in range(len(found))]
 
     def agree(self, draws: bool = False) -> list[int]:
-        """Make the exchanges of a selection, or of a question; return what a batch may have, in order."""
+        """Make the exchanges of a selection, or of a question; return what a batch may have, in
+        order.
+        """
         self.each(self.ask)
         return exchange(self.stores, self.each, self.progress, draws)
 
@@ -329,7 +335,9 @@ class Run:
         self.begin()
 
     def begin(self) -> None:
-        """Agree for the first time; nothing is leased before. Groups that may be found have any versions."""
+        """Agree for the first time; nothing is leased before. Groups that may be found have any
+        versions.
+        """
         for store in self.stores:
             for slot in store.slots_in(SlotState.EVICTED).tolist():
                 if store.drawn[slot] < 0 and self.words.random() < 0.5:

@@ -45,7 +45,9 @@ class Store(NodeStore):
     def put(
         self, number: int, state: int = SlotState.COMMITTED, key: int = -1, completed: int = 0
     ) -> int:
-        """Write a group; `completed`: complete groups ever, up to it, or 0: it lacks a late column."""
+        """Write a group; `completed`: complete groups ever, up to it, or 0: it lacks a
+        late column.
+        """
         slot = int(self.slots_in(SlotState.FREE)[0])
         self.numbers[slot] = number
         self.slots[slot, Slot.STATE] = state
@@ -160,7 +162,9 @@ class Run:
             self.die(store, worker)
 
     def reject(self, store: Store, number: int) -> None:
-        """Let the conditions of groups reject a complete one; one node rejects more than the others do."""
+        """Let the conditions of groups reject a complete one; one node rejects more than the others
+        do.
+        """
         if self.words.random() < 0.1 + 0.8 * (store.spec.store == self.seed % 2):
             store.leave(number, Left.REJECTED)
             self.gone.add(number)
@@ -209,7 +213,9 @@ class Run:
     # ---- ranks -----------------------------------------------------------------------------------
 
     def each(self, call: Callable[[Store], Any], races: bool = False) -> list[Any]:
-        """Return what a call returns for each store, made in any order; in `races` others go on between."""
+        """Return what a call returns for each store, made in any order; in `races` others go on
+        between.
+        """
         found = dict[int, Any]()
         for store in self.words.sample(self.stores, len(self.stores)):
             found[store.spec.store] = call(store)
@@ -221,7 +227,9 @@ class Run:
         return [found[index] for index in range(len(found))]
 
     def agree(self, races: bool = False) -> list[int]:
-        """Make the exchanges that begin a selection; return the numbers that a batch may have, in order."""
+        """Make the exchanges that begin a selection; return the numbers that a batch may have, in
+        order.
+        """
         if self.drops:
             self.each(self.drop, races)
         self.last = max(self.places.values(), default=0)
@@ -233,7 +241,9 @@ class Run:
         return order
 
     def progress(self, store: Store) -> np.ndarray:
-        """What has been completed since the last agreement comes after all that was, by turns of stores."""
+        """What has been completed since the last agreement comes after all that was, by turns of
+        stores.
+        """
         words = store.ledger.progress()
         slots = store.complete.tolist() if store.spec.is_joint else []
         new = [slot for slot in slots if int(store.numbers[slot]) not in self.places]
@@ -247,7 +257,9 @@ class Run:
         self.gone |= before - store.open_numbers
 
     def order_of_one(self) -> list[int]:
-        """Return the numbers that a batch may have, in order, by a ledger of one store that has all."""
+        """Return the numbers that a batch may have, in order, by a ledger of one store that has
+        all.
+        """
         whole = Store(0, 1, **self.how)
         entries = np.concatenate([store.ledger.export()["prompt_entries"] for store in self.stores])
         whole.ledger.entries[: len(entries)] = entries
@@ -368,7 +380,8 @@ class Run:
         """Go on with a save on any number of stores, unless their tables are too small."""
         if self.saved is None:
             return
-        (ledger, rows, trained, gone, at, places), before = self.saved, self.stores
+        (ledger, rows, trained, gone, at, places) = self.saved
+        before = self.stores
         self.make(self.words.randint(1, 3))
         owned = [[row for row in rows if store.owns(row[0])] for store in self.stores]
         if any(len(own) > len(store.slots) for own, store in zip(owned, self.stores, strict=True)):

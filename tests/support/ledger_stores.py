@@ -17,7 +17,9 @@ STREAM = ("stream/train/position", "stream/train/consumed")
 
 
 class NodeStore:
-    """The words of a node's table of groups, of one trajectory each; `workers` are processes that live."""
+    """The words of a node's table of groups, of one trajectory each; `workers` are processes that
+    live.
+    """
 
     ledger: PromptLedger
 
@@ -67,7 +69,8 @@ class NodeStore:
     def fill(self, slot: int) -> int:
         """Complete a group; return its number."""
         self.num_completed += 1
-        self.leaders[slot], self.completed[slot] = slot + 1, self.num_completed
+        self.leaders[slot] = slot + 1
+        self.completed[slot] = self.num_completed
         return int(self.numbers[slot])
 
     def drop(self, selected: int) -> None:
@@ -85,7 +88,8 @@ def exchange(
     progress: Callable[[Any], np.ndarray],
     draws: bool = True,
 ) -> list[int]:
-    """Make the exchanges of a selection, or of a question; return the numbers that may be drawn, in order.
+    """Make the exchanges of a selection, or of a question; return the numbers that may be drawn, in
+    order.
 
     If it `draws`, and there is a batch, the stores know that it is drawn.
     """
@@ -123,7 +127,9 @@ def exchange(
 
 
 def check_due(stores: Sequence[NodeStore], selected: int) -> None:
-    """Check that, of the entries of all stores, those that are due by a batch fit into those up to it."""
+    """Check that, of the entries of all stores, those that are due by a batch fit into those up to
+    it.
+    """
     entries = np.concatenate([store.ledger.export()["prompt_entries"] for store in stores])
     is_kept = (entries[:, Entry.STATE] == EntryState.RETURNED) & (entries[:, Entry.KEPT] > 1)
     counts = is_kept | np.isin(entries[:, Entry.STATE], (EntryState.LEASED, EntryState.HELD))

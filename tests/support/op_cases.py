@@ -1,4 +1,6 @@
-"""Arguments of every op in host memory, of one size: what tests of the kernels give to two backends."""
+"""Arguments of every op in host memory, of one size: what tests of the kernels give to two
+backends.
+"""
 
 from typing import Any
 
@@ -142,7 +144,8 @@ def host_arguments(name: str) -> tuple[Any, ...]:
     slots = torch.arange(HOST_SLOTS)[:, None] * torch.tensor([0, 0, 1, 5, 0, 0, 0, 0])
     slots[:, 4] = 5
     sums = torch.zeros(tree_size(HOST_SLOTS), dtype=torch.int64)
-    sums[:HOST_SLOTS], sums[64:66] = 3, torch.tensor([96, 24])
+    sums[:HOST_SLOTS] = 3
+    sums[64:66] = torch.tensor([96, 24])
     rows = torch.randn(HOST_SLOTS * 5, 3)
     slot = torch.randint(0, HOST_SLOTS, (HOST_COUNT,))
     zero = torch.zeros(HOST_COUNT, dtype=torch.int64)
@@ -298,7 +301,7 @@ def assert_equal(got: Any, expected: Any) -> None:
         assert torch.equal(found, wanted)
 
 
-# ---- priorities, masses and slots of any magnitude ------------------------------------------------------
+# ---- priorities, masses and slots of any magnitude -----------------------------------------------
 
 
 def any_priorities(count: int) -> Tensor:
@@ -315,7 +318,9 @@ def masses_of(count: int) -> Tensor:
 
 
 def store_of(lengths: list[int], gap: int = 2) -> tuple[Tensor, Tensor]:
-    """Slots in falling order of their rows, with unused rows between them; and the slot of each row."""
+    """Slots in falling order of their rows, with unused rows between them; and the slot of each
+    row.
+    """
     slots = torch.randint(0, 1 << 40, (len(lengths), 8))
     slots[:, 0] = SlotState.COMMITTED
     row_slots = torch.full((sum(lengths) + gap * len(lengths),), -1, dtype=torch.int32)

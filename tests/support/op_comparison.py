@@ -50,8 +50,8 @@ def model_of(native: Ops) -> Ops:
 
 
 def compare(native: Ops, name: str, *arguments: Any) -> list[Tensor]:
-    """Run an op on copies of what it writes, also on the backend's model where the op has one; return what
-    both have written.
+    """Run an op on copies of what it writes, also on the backend's model where the op has one;
+    return what both have written.
     """
     backends = (native,) if name in WITHOUT_REFERENCE else (model_of(native), native)
     found = []

@@ -25,7 +25,9 @@ def draw(
 def permute(
     seed: int, stream: int, epoch: int, first: int, size: int, count: int, *, ops: Ops | None = None
 ) -> Tensor:
-    """Return where an epoch's permutation of [0, size) puts the indices first .. first + count - 1."""
+    """Return where an epoch's permutation of [0, size) puts the indices first .. first
+    + count - 1.
+    """
     items = torch.empty(count, dtype=torch.int64)
     (ops or load_backend()).permute_(items, seed, stream, epoch, first, size)
     return items

@@ -8,13 +8,16 @@ from deepspeed_gear.ops.backends import OP_NAMES
 from deepspeed_gear.ops.reference import gather, priorities, returns, ring_table, select
 
 MEANING = ChainMap(*map(vars, (gather, priorities, returns, ring_table, select)))
-#: Message codecs and the packing heuristic exist once, in C++: their tests are round trips and invariants.
+#: Message codecs and the packing heuristic exist once, in C++: their tests are round trips and
+#: invariants.
 WITHOUT_REFERENCE = frozenset(OP_NAMES) - MEANING.keys()
 
 
 @dataclass(frozen=True)
 class ReferenceOps(Ops):
-    """The ops in plain PyTorch, for host memory as they are; those without a reference are native."""
+    """The ops in plain PyTorch, for host memory as they are; those without a reference
+    are native.
+    """
 
     def on_host(self) -> Ops:
         return self

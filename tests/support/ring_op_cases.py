@@ -1,4 +1,6 @@
-"""A ring on some backend, driven by its ops alone: for the tests that compare backends, and of single ops."""
+"""A ring on some backend, driven by its ops alone: for the tests that compare backends, and of
+single ops.
+"""
 
 import functools
 from dataclasses import dataclass, field
@@ -118,7 +120,8 @@ class Ring:
         self, count: int, draw: list[int], betas: list[int], most: int
     ) -> tuple[Tensor, Tensor]:
         """Draw, and remove what was drawn `most` times."""
-        (resolutions, weights), unit = self.batch(count), self.drawn_unit
+        (resolutions, weights) = self.batch(count)
+        unit = self.drawn_unit
         named = (self.state, resolutions, weights, self.slots, self.sums, self.minima)
         self.ops.ring_select_limited_(
             *named, torch.tensor(betas), self.rule, self.shape, draw, unit, most
@@ -223,7 +226,9 @@ class Environments(Ring):
         return super().content | {"truncations": self.truncations}
 
     def check(self) -> None:
-        """Stored trajectories lie apart from each other, in their environments' parts; the tree is right."""
+        """Stored trajectories lie apart from each other, in their environments' parts; the tree is
+        right.
+        """
         num_rows = self.num_rows
         final = self.final_row
         most = self.most_steps
