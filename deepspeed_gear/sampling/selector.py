@@ -104,18 +104,19 @@ class Selector:
         self._every = np.arange(state.spec.batch)
         self._sampled_masses = [entry[:, Resolution.MASS] for entry in state.drawn_words]
         limiter = state.limiter
+        self._limiter = limiter if state.is_limited or state.spec.is_optional else None
         self._counting = limiter if limiter is not None and limiter.most else None
 
     def select(self, number: int, entry: int) -> bool:
-        """Make and commit a batch's selection; False: the limiter of all nodes does not admit it
-        yet.
+        """Make and commit a batch's selection; False: the rate limiter does not admit it yet.
 
         Requires the table's lock where no other node takes part.
 
         Raises:
-            NothingToSampleError: Too few items have a mass. NotReadyError: The limiter of all nodes
-            does not admit it, and a node waits no longer. StoreError, PeerError: The stream is
-            closing; a node failed, ended, or asks for another batch.
+            NothingToSampleError: Too few items have a mass.
+            NotReadyError: The nodes do not admit it together, and one of them waits no longer.
+            StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another
+                batch.
         """
         state = self.state
         head = state.head_words[entry]
@@ -174,9 +175,18 @@ class Selector:
         """Begin a selection. Returns how many samples of `count` the rate limiter admits: all or,
         of a stream that `is_optional`, none. None: it must wait.
         """
-        if not self.spec.together:
-            limiter = self.state.limiter if self.spec.is_optional else None
-            return count if limiter is None or limiter.is_open(count) else 0
+        if self.spec.together:
+            is_open = self._agree(number, count)
+        else:
+            exact = self.spec.is_optional
+            is_open = self._limiter is None or self._limiter.is_open(count, exact)
+        if is_open:
+            return count
+        return 0 if self.spec.is_optional else None
+
+    def _agree(self, number: int, count: int) -> bool:
+        """Begin a selection with the other nodes; return whether their limiters admit it."""
+        is_open = True
         error = None
         messages = [NO_WORDS] * self._channel.count
         try:
@@ -186,15 +196,13 @@ class Selector:
         received = self.nodes.exchange_status(number, messages, error)
         if self.state.joint_limiter is not None:
             received, is_open = self._agree_on_rate(number, count, received)
-            if not is_open:
-                if not self.spec.is_optional:
-                    return None
-                count = 0
+            if not is_open and not self.spec.is_optional:
+                return False
         if self._sends_moments:
             received = self._merge_moments(received)
         self._reports = received
         self.num_selections += 1
-        return count
+        return is_open
 
     @property
     def _sends_moments(self) -> bool:
