@@ -681,7 +681,7 @@ class TableLoader:
         for name in self._spread if self._tables else []:
             for stream in self._streams.get(name, {}).values():
                 if stream.selector.is_spread:
-                    stream.selector.restart()
+                    stream.selector.nodes.restart()
                     if stream.spec.name == TRAIN:
                         self._deliver(name, stream)
 

@@ -128,7 +128,7 @@ class NodeExchange:
             return {}
         channel = self._channels[True]
         late = np.sum([selector.nodes.late_s for selector in self._training], axis=0)
-        selections = sum(selector.num_selections for selector in self._training)
+        selections = sum(selector.nodes.num_selections for selector in self._training)
         now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
         *waits, made, sent, received = (now - self._taken).tolist()
         if self._found and not made:

@@ -12,10 +12,14 @@ all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
 from typing import Final, NoReturn
 
 import numpy as np
+import torch
 
+from deepspeed_gear.data.running_moments import merge
 from deepspeed_gear.distributed.node_channel import (
     NO_WORDS,
     LoneChannel,
@@ -23,10 +27,15 @@ from deepspeed_gear.distributed.node_channel import (
     message_of,
 )
 from deepspeed_gear.errors import PeerError, StoreError
-from deepspeed_gear.ops.records import UpdateCount
+from deepspeed_gear.ops.records import LogEntry, UpdateCount
 from deepspeed_gear.outcome import Outcome
+from deepspeed_gear.sampling.mass_rules import WindowEdge
+from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.sampling.stream_state import StreamState
+from deepspeed_gear.store.prompt_ledger import Progress
 
+PACKED_REPORT_WORDS = 3
+_NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
 #: Longest wait of a node that ends until the others have received its last status.
 MOST_LEAVE_S = 10.0
 
@@ -47,9 +56,10 @@ class StatusMessage:
 
 
 class NodeAgreement:
-    """The statuses of the nodes that make a stream's selections together, or of one store alone.
+    """What the nodes that make a stream's selections together agree on, or one store alone.
 
-    It takes the table's lock itself, and never holds it while it waits for other nodes.
+    `begin` and `apply` are collective over the node leaders. They take the table's lock themselves,
+    and never hold it while they wait for other nodes. A store alone calls neither.
 
     Args:
         channel: Leads to the other nodes; None: this store selects alone.
@@ -65,6 +75,13 @@ class NodeAgreement:
         self._records = np.zeros((self.channel.count, StatusMessage.NUM_WORDS), np.int64)
         self._totals = np.zeros(self.channel.count, np.int64)
         self._number: int | None = None  # global batch of the selection that is being made
+        self.num_selections = 0  # made with other nodes
+        self._lock = state.table.lock
+        self._has_window = state.spec.rule.window is not None
+        self._is_first = True  # the window's edge is not known yet
+        self._reports: list[np.ndarray] = []  # packed priority updates that each node has sent
+        self._due: list[tuple[int, np.ndarray]] = []  # this node's, which the selection takes
+        self._moments = np.empty((0, 0))  # of all nodes that hold a part
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self.channel.count)
 
@@ -86,11 +103,6 @@ class NodeAgreement:
         return np.cumsum(self._totals) - self._totals
 
     @property
-    def has_changes(self) -> bool:
-        """Whether changes of masses wait on any node."""
-        return bool(self._records[:, StatusMessage.WAITING].any())
-
-    @property
     def num_items(self) -> int:
         """Items with a mass, of a stream with priorities."""
         if self.is_spread:
@@ -106,39 +118,184 @@ class NodeAgreement:
         return int(least[least > 0].min())
 
     @property
-    def highest_priority(self) -> int:
-        """The highest priority that any node has applied, as float32 bits."""
-        return int(self._records[:, StatusMessage.HIGHEST].max())
+    def moments(self) -> np.ndarray:
+        """The running moments of all stores, as of the selection. [6, elements], float64."""
+        return self._moments if self.is_spread else self._state.table.extents.moments
 
-    # ---- messages --------------------------------------------------------------------------------
+    # ---- a selection begins ----------------------------------------------------------------------
 
-    def exchange_status(
-        self,
-        number: int,
-        messages: Sequence[np.ndarray],
-        error: Exception | None,
-    ) -> list[np.ndarray]:
-        """Begin a selection with the other nodes; return the words that each has sent after its
-        status.
-
-        The words are valid until the next exchange ends. `messages`: the words for each node, any
-        number; `error`: why this node cannot make the selection.
+    def begin(self, number: int, count: int) -> bool:
+        """Begin a selection with the other nodes. Returns whether the limiters of all admit it.
 
         Raises:
+            NotReadyError: They do not, and a node waits no longer.
             StoreError, PeerError: The stream is closing; a node failed, ended, or asks for another
-            batch.
+                batch.
         """
         self._number = number
-        return self._exchange(messages, error, leaves=False)
+        is_open = True
+        error = None
+        messages = [NO_WORDS] * self.channel.count
+        try:
+            messages = self._messages(number, count)
+        except Exception as caught:
+            error = caught
+        received = self._exchange_status(messages, error)
+        if self._state.joint_limiter is not None:
+            received, is_open = self._agree_on_rate(number, count, received)
+            if not is_open and not self._state.spec.is_optional:
+                return False
+        if self._sends_moments:
+            received = self._merge_moments(received)
+        self._reports = received
+        self.num_selections += 1
+        return is_open
 
-    def exchange_totals(self, error: Exception | None) -> None:
-        """Exchange the totals after a change of masses; `error`: why this node could not change its
-        own.
+    @property
+    def _sends_moments(self) -> bool:
+        return self.is_spread and self._state.numbers is not None
+
+    @property
+    def _applies_together(self) -> bool:
+        """Whether masses change by the statuses of all nodes, and so after these."""
+        return (
+            self._state.priorities is not None or self._has_window or self._state.spec.sampler.walks
+        )
+
+    def _messages(self, number: int, count: int) -> list[np.ndarray]:
+        """Return what follows this node's status: the words of its limiter, its running moments,
+        and the priority updates that are due, for each node.
         """
-        records = self.channel.gather(self._status(error))
-        self._raise_failure(records, error)
-        self._records = records
-        self._totals = records[:, StatusMessage.TOTAL].copy()
+        reports = [NO_WORDS] * self.channel.count
+        if self._state.priorities is not None:
+            reports = self._packed_reports(number)
+        heads = list[np.ndarray]()
+        with self._lock:
+            if not self._applies_together:
+                self._masses.apply(number)
+            # After the changes, so that it counts what can be drawn.
+            limiter = self._state.joint_limiter
+            if limiter is not None:
+                ledger = self._state.table.ledger
+                heads.append(limiter.record(count) if ledger is None else limiter.progress())
+            if self._sends_moments:
+                heads.append(self._state.table.extents.moments.reshape(-1).view(np.int64))
+        return [np.concatenate([*heads, part]) for part in reports] if heads else reports
+
+    def _packed_reports(self, number: int) -> list[np.ndarray]:
+        """Return this node's due priority updates, packed, for each node: those of its items, or
+        all.
+        """
+        masses = self._state.with_priorities
+        with self._lock:
+            self._due = masses.reports.due(number)
+            reports = np.concatenate([_NO_REPORTS, *(rows for _, rows in self._due)])
+        packed = np.empty((len(reports), PACKED_REPORT_WORDS), np.int64)
+        ends = np.empty(self._state.spec.num_shards, np.int64)
+        tensors = [torch.from_numpy(words) for words in (packed, ends, reports)]
+        masses.ops.encode_reports_(*tensors, number - masses.rule.lag)
+        if not self.is_spread:
+            return [packed.reshape(-1)] * self.channel.count
+        return [packed[begin:end].reshape(-1) for begin, end in pairwise([0, *ends.tolist()])]
+
+    def _agree_on_rate(
+        self, number: int, count: int, received: list[np.ndarray]
+    ) -> tuple[list[np.ndarray], bool]:
+        """Take the words of the nodes' limiters; return the rest, and whether they admit the
+        samples.
+
+        Raises:
+            NotReadyError: They do not, and a node waits no longer.
+        """
+        limiter = self._state.joint_limiter
+        ledger = self._state.table.ledger
+        assert limiter is not None
+        num_words = NodeRate.NUM_WORDS if ledger is None else Progress.NUM_WORDS
+        rates = np.stack([words[:num_words] for words in received])
+        rest = [words[num_words:] for words in received]
+        if ledger is not None:
+            # What can be drawn depends on the first open number of all stores. The next exchange
+            # overwrites what was received.
+            rest = [words.copy() for words in rest]
+            with self._lock:
+                ledger.agree(rates)
+                rate = limiter.record(count)
+            rates = self.channel.gather(rate)
+        with self._lock:
+            is_open = limiter.apply(rates, count)
+            error = None
+            if limiter.was_empty or not (is_open or self._state.spec.is_optional):
+                error = limiter.given_up(rates, number, count)
+        if error is not None:
+            raise error
+        return rest, is_open
+
+    def _merge_moments(self, received: list[np.ndarray]) -> list[np.ndarray]:
+        """Take the running moments of the nodes, and merge them; return the rest of the words."""
+        assert self._state.numbers is not None
+        shape = self._state.numbers.shape[1:]
+        size = prod(shape)
+        self._moments = merge([words[:size].view(np.float64).reshape(shape) for words in received])
+        return [words[size:] for words in received]
+
+    # ---- changes of masses -----------------------------------------------------------------------
+
+    def apply(self, number: int) -> None:
+        """Apply the changes of masses that follow from the statuses of all nodes, and exchange the
+        new totals; all others were applied before the statuses.
+        """
+        if self._has_changes:
+            edge = self._window_edge() if self._has_window else None
+            error = None
+            try:
+                with self._lock:
+                    self._change_masses(number, edge)
+            except Exception as caught:
+                error = caught
+            self._exchange_totals(error)
+        self._is_first = False
+
+    @property
+    def _has_changes(self) -> bool:
+        """Whether any node's masses change after the status of all nodes."""
+        if self._state.priorities is not None or (self._has_window and self._is_first):
+            return True
+        return self._applies_together and bool(self._records[:, StatusMessage.WAITING].any())
+
+    def _window_edge(self) -> WindowEdge:
+        """Find the edge of the window of the newest items, over the items of all nodes."""
+        window = self._state.spec.rule.window
+        assert window is not None
+        with self._lock:
+            _, _, ids, counts, values = self._state.with_ages.contents()
+        return window.edge(ids, counts, values, self.channel.gather)
+
+    def _change_masses(self, number: int, edge: WindowEdge | None) -> None:
+        """Change this store's masses after the status of all nodes. Requires the lock."""
+        if self._state.priorities is not None:
+            self._apply_reports(number)
+            return
+        if edge is not None:
+            self._state.with_ages.queue_window(edge)
+        self._masses.apply(number)
+
+    def _apply_reports(self, number: int) -> None:
+        """Apply the priority updates that all nodes have sent to this one. Requires the lock."""
+        masses = self._state.with_priorities
+        highest = int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
+        highest = max(highest, int(self._records[:, StatusMessage.HIGHEST].max()))
+        masses.counts[UpdateCount.HIGHEST_PRIORITY] = highest
+        packed = np.concatenate(self._reports).reshape(-1, PACKED_REPORT_WORDS)
+        reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
+        latest = number - masses.rule.lag
+        masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
+        masses.apply_reports(number, [masses.known_reports(reports)] if len(reports) else [])
+        if self._due:
+            masses.reports.take(self._due)
+
+    def restart(self) -> None:
+        """Find the window's edge anew at the next selection: the table's content was replaced."""
+        self._is_first = True
 
     def take_out(self, node: int, mass: int, least: np.ndarray) -> None:
         """Subtract an item that a node has taken out of its tree; `least`: the least mass of each
@@ -148,18 +305,25 @@ class NodeAgreement:
         self._records[node, StatusMessage.ITEMS] -= 1
         self._totals[node] -= mass
 
+    # ---- messages --------------------------------------------------------------------------------
+
     def leave(self) -> None:
         """Send that this node makes no further selection, unless another one has sent that."""
         assert self._others is not None
         if not self._others.left:
             self._number = None
             with self._others.parting(MOST_LEAVE_S):
-                self._exchange([NO_WORDS] * self._others.count, None, leaves=True)
+                self._exchange_status([NO_WORDS] * self._others.count, None, leaves=True)
         self._others.note_left(False)
 
-    def _exchange(
-        self, messages: Sequence[np.ndarray], error: Exception | None, leaves: bool
+    def _exchange_status(
+        self, messages: Sequence[np.ndarray], error: Exception | None, leaves: bool = False
     ) -> list[np.ndarray]:
+        """Send each node this one's status and a message; return the messages of all nodes.
+
+        They are valid until the next exchange ends. `error`: why this node cannot make the
+        selection; `leaves`: it makes no further one.
+        """
         assert self._others is not None
         number = -1 if self._number is None else self._number
         words = self._status(error)
@@ -227,3 +391,12 @@ class NodeAgreement:
         there = self._others.first_failure(records[:, StatusMessage.STATUS], own)
         if there is not None:
             raise there if error is None else error
+
+    def _exchange_totals(self, error: Exception | None) -> None:
+        """Exchange the totals after a change of masses; `error`: why this node could not change its
+        own.
+        """
+        records = self.channel.gather(self._status(error))
+        self._raise_failure(records, error)
+        self._records = records
+        self._totals = records[:, StatusMessage.TOTAL].copy()

@@ -20,34 +20,26 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from itertools import pairwise
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from deepspeed_gear.data.running_moments import merge
-from deepspeed_gear.distributed.node_channel import NO_WORDS
 from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
-from deepspeed_gear.ops.records import LogEntry, Resolution, Slot, UpdateCount
+from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.mass_rules import WindowEdge
 from deepspeed_gear.sampling.node_agreement import NodeAgreement
-from deepspeed_gear.sampling.rate_limiting import NodeRate, NothingToSampleError
+from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.kinds import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT, NodeDraws, ShardDraws
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
-from deepspeed_gear.store.prompt_ledger import Progress
 from deepspeed_gear.store.records import NOTHING, Head, Position
 from deepspeed_gear.store.retention import UNLIMITED
 
-PACKED_REPORT_WORDS = 3
 _WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
-_NO_REPORTS = np.empty((0, LogEntry.NUM_WORDS), np.int64)
 
 
 class DrawExchange(Protocol):
@@ -83,7 +75,6 @@ class Selector:
         self.spec = state.spec
         self.masses = state.masses
         self.nodes = NodeAgreement(state) if nodes is None else nodes
-        self.num_selections = 0  # made with other nodes
         self._channel = self.nodes.channel
         self._lock: contextlib.AbstractContextManager[Any] = (
             contextlib.nullcontext() if nodes is None else state.table.lock
@@ -91,13 +82,8 @@ class Selector:
         self._exchange = exchange
         self.is_spread = exchange is not None  # whether each node holds a part of the items
         self._draws: NodeDraws | None = None  # of the selection that is being made
-        self._reports: list[np.ndarray] = []  # packed priority updates that each node has sent
-        self._due: list[tuple[int, np.ndarray]] = []  # this node's, which the selection takes
-        self._moments = np.empty((0, 0))  # of all nodes that hold a part
         self._sampler = state.spec.sampler
         self._native = state.spec.sampling.native
-        self._has_window = state.spec.rule.window is not None
-        self._is_first = True  # the window's edge is not known yet
         self._coordinates = torch.empty(state.spec.batch, dtype=torch.int64)
         # Owner and index of each draw, where this store holds all items: allocated once.
         self._no_other = np.zeros(state.spec.batch, np.int64)
@@ -158,9 +144,7 @@ class Selector:
             if self._counting is not None:
                 self._counting.count(samples)
             if state.numbers is not None:
-                state.numbers[entry] = (
-                    self._moments if self.is_spread else state.table.extents.moments
-                )
+                state.numbers[entry] = self.nodes.moments
             head[Head.KEY] = number  # the commit point
             state.advance(entry)
             if self._counting is not None:
@@ -169,14 +153,14 @@ class Selector:
                 state.counts.count(samples)
         return True
 
-    # ---- begin: what the limiter admits, and what the other nodes send ---------------------------
+    # ---- begin: what the limiter admits, and changes of masses -----------------------------------
 
     def _begin(self, number: int, count: int) -> int | None:
         """Begin a selection. Returns how many samples of `count` the rate limiter admits: all or,
         of a stream that `is_optional`, none. None: it must wait.
         """
         if self.spec.together:
-            is_open = self._agree(number, count)
+            is_open = self.nodes.begin(number, count)
         else:
             exact = self.spec.is_optional
             is_open = self._limiter is None or self._limiter.is_open(count, exact)
@@ -184,170 +168,13 @@ class Selector:
             return count
         return 0 if self.spec.is_optional else None
 
-    def _agree(self, number: int, count: int) -> bool:
-        """Begin a selection with the other nodes; return whether their limiters admit it."""
-        is_open = True
-        error = None
-        messages = [NO_WORDS] * self._channel.count
-        try:
-            messages = self._messages(number, count)
-        except Exception as caught:
-            error = caught
-        received = self.nodes.exchange_status(number, messages, error)
-        if self.state.joint_limiter is not None:
-            received, is_open = self._agree_on_rate(number, count, received)
-            if not is_open and not self.spec.is_optional:
-                return False
-        if self._sends_moments:
-            received = self._merge_moments(received)
-        self._reports = received
-        self.num_selections += 1
-        return is_open
-
-    @property
-    def _sends_moments(self) -> bool:
-        return self.is_spread and self.state.numbers is not None
-
-    @property
-    def _applies_together(self) -> bool:
-        """Whether masses change by the statuses of all nodes, and so after these."""
-        return self.state.priorities is not None or self._has_window or self._sampler.walks
-
-    def _messages(self, number: int, count: int) -> list[np.ndarray]:
-        """Return what follows this node's status: the words of its limiter, its running moments,
-        and the priority updates that are due, for each node.
-        """
-        reports = [NO_WORDS] * self._channel.count
-        if self.state.priorities is not None:
-            reports = self._packed_reports(number)
-        heads = list[np.ndarray]()
-        with self._lock:
-            if not self._applies_together:
-                self.masses.apply(number)
-            # After the changes, so that it counts what can be drawn.
-            limiter = self.state.joint_limiter
-            if limiter is not None:
-                ledger = self.state.table.ledger
-                heads.append(limiter.record(count) if ledger is None else limiter.progress())
-            if self._sends_moments:
-                heads.append(self.state.table.extents.moments.reshape(-1).view(np.int64))
-        return [np.concatenate([*heads, part]) for part in reports] if heads else reports
-
-    def _packed_reports(self, number: int) -> list[np.ndarray]:
-        """Return this node's due priority updates, packed, for each node: those of its items, or
-        all.
-        """
-        masses = self.state.with_priorities
-        with self._lock:
-            self._due = masses.reports.due(number)
-            reports = np.concatenate([_NO_REPORTS, *(rows for _, rows in self._due)])
-        packed = np.empty((len(reports), PACKED_REPORT_WORDS), np.int64)
-        ends = np.empty(self.spec.num_shards, np.int64)
-        tensors = [torch.from_numpy(words) for words in (packed, ends, reports)]
-        masses.ops.encode_reports_(*tensors, number - masses.rule.lag)
-        if not self.is_spread:
-            return [packed.reshape(-1)] * self._channel.count
-        return [packed[begin:end].reshape(-1) for begin, end in pairwise([0, *ends.tolist()])]
-
-    def _agree_on_rate(
-        self, number: int, count: int, received: list[np.ndarray]
-    ) -> tuple[list[np.ndarray], bool]:
-        """Take the words of the nodes' limiters; return the rest, and whether they admit the
-        samples.
-
-        Raises:
-            NotReadyError: They do not, and a node waits no longer.
-        """
-        limiter = self.state.joint_limiter
-        ledger = self.state.table.ledger
-        assert limiter is not None
-        num_words = NodeRate.NUM_WORDS if ledger is None else Progress.NUM_WORDS
-        rates = np.stack([words[:num_words] for words in received])
-        rest = [words[num_words:] for words in received]
-        if ledger is not None:
-            # What can be drawn depends on the first open number of all stores. The next exchange
-            # overwrites what was received.
-            rest = [words.copy() for words in rest]
-            with self._lock:
-                ledger.agree(rates)
-                rate = limiter.record(count)
-            rates = self._channel.gather(rate)
-        with self._lock:
-            is_open = limiter.apply(rates, count)
-            error = None
-            if limiter.was_empty or not (is_open or self.spec.is_optional):
-                error = limiter.given_up(rates, number, count)
-        if error is not None:
-            raise error
-        return rest, is_open
-
-    def _merge_moments(self, received: list[np.ndarray]) -> list[np.ndarray]:
-        """Take the running moments of the nodes, and merge them; return the rest of the words."""
-        assert self.state.numbers is not None
-        shape = self.state.numbers.shape[1:]
-        size = prod(shape)
-        self._moments = merge([words[:size].view(np.float64).reshape(shape) for words in received])
-        return [words[size:] for words in received]
-
-    # ---- apply: changes of masses ----------------------------------------------------------------
-
     def _apply(self, number: int) -> int:
         """Apply all changes of masses that precede the selection. Returns the sum of all."""
-        if not self.spec.together:
+        if self.spec.together:
+            self.nodes.apply(number)
+        else:
             self.masses.apply(number)
-        elif self._has_changes:
-            edge = self._window_edge() if self._has_window else None
-            error = None
-            try:
-                with self._lock:
-                    self._change_masses(number, edge)
-            except Exception as caught:
-                error = caught
-            self.nodes.exchange_totals(error)
-        self._is_first = False
         return self.nodes.total
-
-    @property
-    def _has_changes(self) -> bool:
-        """Whether any node's masses change after the status of all nodes."""
-        if self.state.priorities is not None or (self._has_window and self._is_first):
-            return True
-        return self._applies_together and self.nodes.has_changes
-
-    def _window_edge(self) -> WindowEdge:
-        """Find the edge of the window of the newest items, over the items of all nodes."""
-        window = self.spec.rule.window
-        assert window is not None
-        with self._lock:
-            _, _, ids, counts, values = self.state.with_ages.contents()
-        return window.edge(ids, counts, values, self._channel.gather)
-
-    def _change_masses(self, number: int, edge: WindowEdge | None) -> None:
-        """Change this store's masses after the status of all nodes. Requires the lock."""
-        if self.state.priorities is not None:
-            self._apply_reports(number)
-            return
-        if edge is not None:
-            self.state.with_ages.queue_window(edge)
-        self.masses.apply(number)
-
-    def _apply_reports(self, number: int) -> None:
-        """Apply the priority updates that all nodes have sent to this one. Requires the lock."""
-        masses = self.state.with_priorities
-        highest = int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
-        highest = max(highest, self.nodes.highest_priority)
-        masses.counts[UpdateCount.HIGHEST_PRIORITY] = highest
-        packed = np.concatenate(self._reports).reshape(-1, PACKED_REPORT_WORDS)
-        reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
-        latest = number - masses.rule.lag
-        masses.ops.decode_reports_(torch.from_numpy(reports), torch.from_numpy(packed), latest)
-        masses.apply_reports(number, [masses.known_reports(reports)] if len(reports) else [])
-        if self._due:
-            masses.reports.take(self._due)
-
-    def restart(self) -> None:
-        """Find the window's edge anew at the next selection: the table's content was replaced."""
-        self._is_first = True
 
     # ---- draw ------------------------------------------------------------------------------------
 
