@@ -239,6 +239,7 @@ class Node:
             head_words=[memoryview(np.zeros(Head.NUM_WORDS, np.int64))],
             advance=lambda entry: None,
             limiter=None,
+            is_limited=False,
             joint_limiter=None,
             failure=None,
             ops=load_backend(),

@@ -27,7 +27,7 @@ from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.rate_agreement import agree_on_quotas
+from deepspeed_gear.sampling.rate_agreement import RateAgreement
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
@@ -57,6 +57,7 @@ class ReplayParts:
             plan.config.prefetch * plan.info.accumulation
         )  # of micro batches
         self.exchange = NodeExchange(plan, device)
+        self.rates = RateAgreement(plan.exchange, plan.leads_shard)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
@@ -131,7 +132,7 @@ class ReplayParts:
         plan = self.plan
         keeps = plan.config.shared_memory.keep
         streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
-        agree_on_quotas(plan.exchange, plan.leads_shard, streams)
+        self.rates.renew_quotas(streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank; its check also releases selections that the device has

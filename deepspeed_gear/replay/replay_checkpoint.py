@@ -19,7 +19,6 @@ from deepspeed_gear.replay.batch_loader import BatchLoader, Evaluation
 from deepspeed_gear.replay.builder import ReplayParts
 from deepspeed_gear.replay.rollout_loader import RolloutLoader
 from deepspeed_gear.sampling.batch_info import TRAIN
-from deepspeed_gear.sampling.rate_agreement import agree_on_quotas
 from deepspeed_gear.sampling.selection import PASS_SHIFT
 from deepspeed_gear.store.table import Table
 
@@ -166,7 +165,7 @@ class ReplayCheckpoint:
                     stream.state.seek(*words, fresh=loading is not None)
         exchange.barrier()
         if loading is None:  # else after the tables: by their old content no prompt may be leased
-            agree_on_quotas(exchange, plan.leads_shard, parts.train)
+            parts.rates.renew_quotas(parts.train)
         parts.leave_inner_stage()
         loader.seek(position.LoaderPosition(at, state.get("rollout"), columns))
         if loading is not None:
@@ -174,7 +173,7 @@ class ReplayCheckpoint:
             if plan.placement.spread:
                 exchange.agree("loading the unused selections", loading.deliver)
                 loading.announce()
-            agree_on_quotas(exchange, plan.leads_shard, parts.train)
+            parts.rates.renew_quotas(parts.train)
             parts.leave_inner_stage()
         self._passes.begun.clear()
         self._passes.begun.update(passes)

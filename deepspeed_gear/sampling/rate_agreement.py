@@ -1,12 +1,17 @@
-"""Rate agreement: the nodes agree on what a table's rate limiter admits, outside of a selection.
+"""Rate agreement: what a table's rate limiter admits, decided by all nodes outside of a selection.
 
 Nodes divide what the table's rate limiter admits: their writers have quotas of items. Selections
-renew these; before the first one, after a load, and when `can_sample` asks, `may_select` does.
+renew these. Before the first selection, after a load, and when `can_sample` or `missing_groups` is
+called, a round here does: the leader of each node sends the record of its store over the ranks'
+control plane, and every rank computes the same answer from the records of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,58 +20,83 @@ from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.rate_limiting import NodeRate
 from deepspeed_gear.store.records import Head
 
-
-def agree_on_quotas(exchange: ControlPlane, leads: bool, streams: Sequence[BatchStream]) -> None:
-    """Agree on the quotas of each node's writers. Collective; arguments as in `may_select`."""
-    for stream in streams:
-        if stream.state.joint_limiter is not None:
-            may_select(exchange, leads, stream, int(stream.position[Head.KEY]))
+T = TypeVar("T")
 
 
-def may_select(
-    exchange: ControlPlane, leads: bool, stream: BatchStream, key: int, fixed: bool = False
-) -> bool:
-    """Return whether a global batch was selected already, or could be by all nodes together now.
+@dataclass(frozen=True)
+class RateAgreement:
+    """Rounds about the rate limiters of tables. Every method is collective over all ranks, returns
+    the same on all, and is called outside of selections.
 
-    Collective over all ranks (the same result), outside of a selection; if another thread may be in
-    one (`fixed`), quotas do not change. `leads`: this rank changes its node's shards.
+    Args:
+        leads: Whether this rank changes its node's stores.
     """
-    limiter = stream.state.joint_limiter
-    count = stream.spec.num_samples(key)
-    assert limiter is not None
-    agree_on_prompts(exchange, leads, stream)
 
-    def record() -> tuple[int, bool, np.ndarray] | None:
-        if not leads:
-            return None
+    plane: ControlPlane
+    leads: bool
+
+    def renew_quotas(self, streams: Sequence[BatchStream]) -> None:
+        """Agree on the quotas of each node's writers."""
+        for stream in streams:
+            if stream.state.joint_limiter is not None:
+                self.may_select(stream, int(stream.position[Head.KEY]))
+
+    def may_select(self, stream: BatchStream, number: int, fixed: bool = False) -> bool:
+        """Return whether a global batch was selected already, or could be now by all nodes.
+
+        Quotas do not change if another thread may be in a selection (`fixed`).
+        """
+        limiter = stream.state.joint_limiter
+        if limiter is None:
+            can_select = partial(stream.can_select, number)
+            answers = self.plane.collect("looking at its node's items", can_select)
+            # Where the table is in parts, one node's items are enough.
+            return any(answers) if stream.spec.num_shards > 1 else all(answers)
+        self._agree_on_prompts(stream)
+        count = stream.spec.num_samples(number)
+
+        def record() -> np.ndarray:
+            with stream.table.lock:
+                is_selected = stream.prepare(number)
+                rate = limiter.record(count, fixed, exact=True)
+                return np.concatenate([[limiter.index, is_selected], rate])
+
+        records = np.stack(self._of_leaders("the record of its rate limiter", record))
+        records = records[records[:, 0].argsort()]
+        is_selected = bool(records[:, 1].any())
+        rates = records[:, 2:]
+        # No node may apply the records if one of them is fixed.
+        applies = self.leads and not rates[:, NodeRate.IS_FIXED].any()
         with stream.table.lock:
-            return limiter.index, stream.prepare(key), limiter.record(count, fixed, exact=True)
+            is_open = limiter.apply(rates, count) if applies else limiter.are_open(rates, count)
+        self.plane.barrier()  # after it ranks may write, by the new quotas
+        return is_open or is_selected
 
-    records = exchange.collect("the record of its rate limiter", record)
-    found = sorted((one for one in records if one is not None), key=lambda one: one[0])
-    messages = np.stack([words for _, _, words in found])
-    changes = (
-        leads and not messages[:, NodeRate.IS_FIXED].any()
-    )  # a fixed record: no node may `apply`
-    with stream.table.lock:
-        is_open = limiter.apply(messages, count) if changes else limiter.are_open(messages, count)
-    exchange.barrier()  # after it ranks may write, by the new quotas
-    return is_open or any(was_selected for _, was_selected, _ in found)
+    def missing_items(self, stream: BatchStream, number: int) -> int:
+        """Return how many items must be added, on any nodes, before a global batch is selected."""
+        self._agree_on_prompts(stream)
 
+        held_items = partial(stream.held_items, number)
+        held = self._of_leaders("counting the items of its node", held_items)
+        return stream.missing_items(number, held)
 
-def agree_on_prompts(exchange: ControlPlane, leads: bool, stream: BatchStream) -> None:
-    """Agree on the progress of the stores of a ledger, if there is one. As `may_select`."""
-    ledger = stream.table.ledger
-    if ledger is None:
-        return
-    lock = stream.table.lock
-    limiter = stream.state.limiter
-    assert limiter is not None
+    def _agree_on_prompts(self, stream: BatchStream) -> None:
+        """Agree on the progress of the stores of a ledger, if there is one."""
+        ledger = stream.table.ledger
+        if ledger is None:
+            return
+        limiter = stream.state.limiter
+        assert limiter is not None
 
-    def progress() -> np.ndarray | None:
-        with lock:
-            return limiter.progress() if leads else None
+        def progress() -> np.ndarray:
+            with stream.table.lock:
+                return limiter.progress()
 
-    of_ranks = exchange.collect("the progress of its prompts", progress)
-    with lock:
-        ledger.agree(np.stack([one for one in of_ranks if one is not None]))
+        of_stores = self._of_leaders("the progress of its prompts", progress)
+        with stream.table.lock:
+            ledger.agree(np.stack(of_stores))
+
+    def _of_leaders(self, what: str, record: Callable[[], T]) -> list[T]:
+        """Return what the leader of each node records."""
+        of_ranks = self.plane.collect(what, lambda: [record()] if self.leads else [])
+        return [one for of_rank in of_ranks for one in of_rank]
