@@ -73,11 +73,16 @@ class NodeAgreement:
         #: Whether each node holds a part of the items, rather than all of them.
         self.is_spread = state.spec.num_shards > 1
         self._records = np.zeros((self.channel.count, StatusMessage.NUM_WORDS), np.int64)
-        self._totals = np.zeros(self.channel.count, np.int64)
+        #: Sum of the masses of each node that holds a part. [S], int64.
+        self.totals = np.zeros(self.channel.count, np.int64)
         self._number: int | None = None  # global batch of the selection that is being made
         self.num_selections = 0  # made with other nodes
         self._lock = state.table.lock
+        self._sends_moments = self.is_spread and state.numbers is not None
         self._has_window = state.spec.rule.window is not None
+        has_later_changes = self._has_window or state.spec.sampler.walks
+        #: Whether masses change by the statuses of all nodes, and so after these.
+        self._applies_together = state.priorities is not None or has_later_changes
         self._is_first = True  # the window's edge is not known yet
         self._reports: list[np.ndarray] = []  # packed priority updates that each node has sent
         self._due: list[tuple[int, np.ndarray]] = []  # this node's, which the selection takes
@@ -90,17 +95,12 @@ class NodeAgreement:
     @property
     def total(self) -> int:
         """Sum of all masses of all nodes."""
-        return int(self._totals.sum()) if self.is_spread else self._masses.total
-
-    @property
-    def totals(self) -> np.ndarray:
-        """Sum of the masses of each node that holds a part. [S], int64."""
-        return self._totals
+        return int(self.totals.sum()) if self.is_spread else self._masses.total
 
     @property
     def first_coordinates(self) -> np.ndarray:
         """First coordinate of each node: with totals [5, 0, 3] these are [0, 5, 5]. [S], int64."""
-        return np.cumsum(self._totals) - self._totals
+        return np.cumsum(self.totals) - self.totals
 
     @property
     def num_items(self) -> int:
@@ -150,17 +150,6 @@ class NodeAgreement:
         self._reports = received
         self.num_selections += 1
         return is_open
-
-    @property
-    def _sends_moments(self) -> bool:
-        return self.is_spread and self._state.numbers is not None
-
-    @property
-    def _applies_together(self) -> bool:
-        """Whether masses change by the statuses of all nodes, and so after these."""
-        return (
-            self._state.priorities is not None or self._has_window or self._state.spec.sampler.walks
-        )
 
     def _messages(self, number: int, count: int) -> list[np.ndarray]:
         """Return what follows this node's status: the words of its limiter, its running moments,
@@ -303,7 +292,7 @@ class NodeAgreement:
         """
         self._records[:, StatusMessage.LEAST] = least
         self._records[node, StatusMessage.ITEMS] -= 1
-        self._totals[node] -= mass
+        self.totals[node] -= mass
 
     # ---- messages --------------------------------------------------------------------------------
 
@@ -338,7 +327,7 @@ class NodeAgreement:
         agreed = number, False, False
         if (records[:, : StatusMessage.STOP + 1] != agreed).any():
             self._raise_refusal(records, error)
-        self._totals = records[:, StatusMessage.TOTAL].copy()
+        self.totals = records[:, StatusMessage.TOTAL].copy()
         return [message[StatusMessage.NUM_WORDS :] for message in received]
 
     def _status(self, error: Exception | None) -> np.ndarray:
@@ -399,4 +388,4 @@ class NodeAgreement:
         records = self.channel.gather(self._status(error))
         self._raise_failure(records, error)
         self._records = records
-        self._totals = records[:, StatusMessage.TOTAL].copy()
+        self.totals = records[:, StatusMessage.TOTAL].copy()

@@ -347,7 +347,7 @@ class SelectionLimiter:
             )
         if self._wait.waited_s > self._wait.timeout_s:
             words[NodeRate.GIVES_UP] = GaveUp.LATE
-        elif self._writes and not self._wait.is_ahead:
+        elif (self.writes_here or self._position[Position.WRITES]) and not self._wait.is_ahead:
             words[NodeRate.GIVES_UP] = GaveUp.WRITES_HERE
         if self._table.groups is not None:
             words[NodeRate.COMES] = self._table.groups.waits_for_time
@@ -356,11 +356,6 @@ class SelectionLimiter:
         if not self.is_plain or self.was_empty or not words[NodeRate.LEFT]:
             words[NodeRate.MAY_BE_FILLED] = self._wait.is_ahead or self.may_be_filled
         return words
-
-    @property
-    def _writes(self) -> bool:
-        """Whether this process writes, or over nodes another one of its node."""
-        return self.writes_here or bool(self._position[Position.WRITES])
 
     def progress(self) -> np.ndarray:
         """Return the ledger's progress, with the groups that are complete by now.

@@ -42,7 +42,29 @@ class Selection(NamedTuple):
     origins: torch.Tensor | None = None
 
 
-NO_INDICES: Final = np.empty(0, np.int64)
+class ShardDraws(NamedTuple):
+    """Which node holds each of some draws, and the resolutions of those that this one holds."""
+
+    owner: np.ndarray  # index of the node of each draw. [n], int64
+    indices: np.ndarray  # of this node's draws, ascending. [m], int64
+    records: torch.Tensor  # their resolutions. [m, 8], int64
+
+    @property
+    def slots(self) -> np.ndarray:
+        """The slots of this node's draws. [m], int64."""
+        return np.asarray(self.records[:, Resolution.SLOT].numpy())
+
+    def before(self, count: int) -> ShardDraws:
+        """Return the first `count` draws."""
+        num_own = int(np.searchsorted(self.indices, count))
+        return ShardDraws(self.owner[:count], self.indices[:num_own], self.records[:num_own])
+
+
+NO_DRAWS: Final = ShardDraws(
+    np.empty(0, np.int64),
+    np.empty(0, np.int64),
+    torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64),
+)
 
 
 @dataclass
@@ -60,52 +82,23 @@ class NodeDraws:
         False  # whether it is a checkpoint's selection, in which groups have all members
     )
     first: int = 0  # sample number of the first one
-    #: Node that holds each sample, its indices that this node holds, ascending, and the resolutions
-    #: of these, all by draw. [n], int64; [m], int64; [m, 8], int64.
-    owners: list[np.ndarray] = field(default_factory=list)
-    indices: list[np.ndarray] = field(default_factory=list)
-    records: list[torch.Tensor] = field(default_factory=list)
+    parts: list[ShardDraws] = field(default_factory=list)  # one after the other
 
     def add(self, done: int, first: int, draws: ShardDraws) -> None:
         """Add draws after the `done` ones in the selection, from sample number `first` on."""
         self.first = first - done
-        self.owners.append(draws.owner)
-        self.indices.append(draws.indices + done if done else draws.indices)
-        self.records.append(draws.records)
-
-    def clear(self) -> None:
-        """Drop all draws: they do not fill a batch at the end of an epoch."""
-        self.owners.clear()
-        self.indices.clear()
-        self.records.clear()
+        self.parts.append(draws._replace(indices=draws.indices + done) if done else draws)
 
     def joined(self) -> ShardDraws:
         """Return all draws as one."""
-        if len(self.records) == 1:
-            return ShardDraws(self.owners[0], self.indices[0], self.records[0])
+        if len(self.parts) == 1:
+            return self.parts[0]
+        parts = [NO_DRAWS, *self.parts]
         return ShardDraws(
-            np.concatenate([NO_INDICES, *self.owners]),
-            np.concatenate([NO_INDICES, *self.indices]),
-            torch.cat([torch.empty(0, Resolution.NUM_WORDS, dtype=torch.int64), *self.records]),
+            np.concatenate([part.owner for part in parts]),
+            np.concatenate([part.indices for part in parts]),
+            torch.cat([part.records for part in parts]),
         )
-
-
-class ShardDraws(NamedTuple):
-    """Which node holds each of some draws, and the resolutions of those that this one holds."""
-
-    owner: np.ndarray  # index of the node of each draw. [n], int64
-    indices: np.ndarray  # of this node's draws, ascending. [m], int64
-    records: torch.Tensor  # their resolutions. [m, 8], int64
-
-    @property
-    def slots(self) -> np.ndarray:
-        """The slots of this node's draws. [m], int64."""
-        return np.asarray(self.records[:, Resolution.SLOT].numpy())
-
-    def before(self, count: int) -> ShardDraws:
-        """Return the first `count` draws."""
-        num_own = int(np.searchsorted(self.indices, count))
-        return ShardDraws(self.owner[:count], self.indices[:num_own], self.records[:num_own])
 
 
 _AWAKE_S = 500e-6

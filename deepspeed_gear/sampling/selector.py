@@ -407,7 +407,7 @@ class Selector:
                 # Items were skipped, so that the rest fills no batch.
                 if sampler.drops_tail and done:
                     if self._draws is not None:
-                        self._draws.clear()
+                        self._draws.parts.clear()
                     after[Head.SAMPLES] += done
                     done = 0
                 if sampler.is_pass and after[Head.EPOCH_SIZE] > 0:
