@@ -38,9 +38,9 @@ from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan, grid, routes
 from deepspeed_gear.row_exchange.resolution_exchange import ResolutionExchange
 from deepspeed_gear.row_exchange.row_messages import RowExchange, layout_of
 from deepspeed_gear.sampling.mass_rules import UNIT_CODES, AnchorRule, MassRule
-from deepspeed_gear.sampling.node_agreement import NodeAgreement, StatusMessage
 from deepspeed_gear.sampling.samplers.base import NativeDraw, SamplerSpec
 from deepspeed_gear.sampling.samplers.kinds import sampler_for
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds, StatusMessage
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_spec import StreamSpec
 from deepspeed_gear.sampling.sum_tree import ItemMasses, TreeChanges
@@ -98,7 +98,7 @@ class Items(ItemMasses):
         self._may_wrap = False
         self.draws_anchor = spec.rule.draws_anchor
         self._on_change: list[Any] = []
-        self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.key)
+        self._how = (spec.rule.anchors.as_list(), UNIT_CODES["step"], spec.seed, spec.random_key)
 
 
 class Wire:
@@ -249,7 +249,7 @@ class Node:
         link: Any = self.link
         rows = Planner(link, routes, timers)
         exchange = ResolutionExchange(state, routes, rows, lambda *_: None, 0)
-        self.selector = Selector(state, NodeAgreement(state, link), exchange)
+        self.selector = Selector(state, SelectionRounds(state, link), exchange)
         self._coordinates = torch.empty(batch, dtype=torch.int64)
         self._draw = timers.wrap(DRAW, load_backend().draw_)
 

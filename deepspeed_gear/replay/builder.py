@@ -22,12 +22,12 @@ from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.errors import LostNodeError, PeerError, undo_on_error
 from deepspeed_gear.plan.resolved_plan import Resolved
 from deepspeed_gear.replay.batch_assembler import BatchAssembler
-from deepspeed_gear.replay.node_exchange import NodeExchange
+from deepspeed_gear.replay.node_links import NodeLinks
 from deepspeed_gear.replay.node_stores import open_stores
 from deepspeed_gear.replay.priority_updates import AsyncPriorityUpdates
 from deepspeed_gear.sampling.batch_info import TRAIN, Turns
 from deepspeed_gear.sampling.batch_stream import BatchStream
-from deepspeed_gear.sampling.rate_agreement import RateAgreement
+from deepspeed_gear.sampling.rate_rounds import RateRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.store.records import Peer
@@ -56,8 +56,8 @@ class ReplayParts:
         self.prefetcher = Prefetcher[Any](
             plan.config.prefetch * plan.info.accumulation
         )  # of micro batches
-        self.exchange = NodeExchange(plan, device)
-        self.rates = RateAgreement(plan.exchange, plan.leads_shard)
+        self.links = NodeLinks(plan, device)
+        self.rates = RateRounds(plan.control_plane, plan.leads_shard)
         self.detector: FailureDetector | None = None  # over all nodes; None for one node
         self.barrier: BatchBarrier | None = None  # of ranks that train together
         #: Of each sampled table, by name.
@@ -73,9 +73,9 @@ class ReplayParts:
             #: Its check raises if a rank of any node is lost.
             self.context = self._context(self.detector)
             note_broken = None if self.detector is None else self.detector.note_broken
-            plan.exchange.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
-            relabelling = plan.exchange.agree("the fields", self._relabelling)
-            selectors = self.exchange.selectors(stores.states, relabelling.draw, self.detector)
+            plan.control_plane.watch(partial(_lost_rank, plan, first, self.detector), note_broken)
+            relabelling = plan.control_plane.attempt("the fields", self._relabelling)
+            selectors = self.links.selectors(stores.states, relabelling.draw, self.detector)
             num_items = self._count_items()
             self._make_streams(selectors, num_items)
             #: The training stream of each sampled table.
@@ -83,8 +83,8 @@ class ReplayParts:
             assemble = partial(
                 BatchAssembler, plan, self.train, relabelling, engine_dtype, device, self.releases
             )
-            self.assembler = plan.exchange.agree("the fields", assemble)
-            self._agree_on_quotas()
+            self.assembler = plan.control_plane.attempt("the fields", assemble)
+            self._set_quotas()
         self.leave_inner_stage()
 
     def _relabelling(self) -> HindsightRelabelling:
@@ -101,7 +101,7 @@ class ReplayParts:
         plan = self.plan
         spread = [state for state in self._states if state.table.spec.name in plan.placement.spread]
         own = [state.masses.total for state in spread] if plan.leads_shard else None
-        of_nodes = [totals for totals in plan.exchange.gather(own) if totals is not None]
+        of_nodes = [totals for totals in plan.control_plane.all_gather(own) if totals is not None]
         return {state: sum(totals[at] for totals in of_nodes) for at, state in enumerate(spread)}
 
     def _make_streams(
@@ -124,15 +124,15 @@ class ReplayParts:
             self.streams[state.table.spec.name][spec.name] = stream
             self.all_streams.append(stream)
 
-    def _agree_on_quotas(self) -> None:
-        """Agree on the quotas of each node's writers. Collective.
+    def _set_quotas(self) -> None:
+        """Set the quotas of each node's writers. Collective.
 
         Numbers of a kept store are leased once a rank asks: it may load before.
         """
         plan = self.plan
         keeps = plan.config.shared_memory.keep
         streams = [stream for stream in self.all_streams if not (keeps and stream.table.ledger)]
-        self.rates.renew_quotas(streams)
+        self.rates.set_quotas(streams)
 
     def _context(self, failures: FailureDetector | BatchBarrier | None) -> Context:
         """Return the context of this rank; its check also releases selections that the device has
@@ -168,7 +168,7 @@ class ReplayParts:
                 stream.leave()
 
     def release(self) -> None:
-        self.exchange.part()
+        self.links.part()
         if self.detector is not None:
             self.detector.part()
         try:
@@ -178,7 +178,7 @@ class ReplayParts:
             for state in self._states:
                 state.stop.set()
             self.prefetcher.end()
-            self.exchange.leave()
+            self.links.leave()
         finally:  # an interrupt may end these waits
             if self.detector is not None:
                 self.detector.end()
@@ -186,7 +186,7 @@ class ReplayParts:
             self.assembler.close()
         for table in self.tables.values():
             table.close()
-        self.plan.exchange.close()
+        self.plan.control_plane.close()
 
 
 def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
@@ -195,13 +195,13 @@ def _start_detector(plan: Resolved, table: Table) -> FailureDetector | None:
     timeout_s = plan.config.timeout_s
     if topology.num_nodes == 1:
         return None
-    name = plan.exchange.broadcast(secrets.token_hex(8))
+    name = plan.control_plane.broadcast(secrets.token_hex(8))
 
     def prepare() -> FailureDetector:
         store = rendezvous(timeout_s) if topology.leads_node else None
         return FailureDetector(table.memory, table.views, topology, store, name, timeout_s)
 
-    detector = plan.exchange.agree("watching the ranks", prepare)
+    detector = plan.control_plane.attempt("watching the ranks", prepare)
     detector.start()
     return detector
 

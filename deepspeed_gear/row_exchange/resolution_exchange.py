@@ -63,10 +63,10 @@ class ResolutionExchange:
 
     def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
         """Exchange a selection: resolutions to the ring, rows to the arrivals. Returns the number
-        of records, and this node's, [n, 8], int64.
+        of resolutions, and this node's, [n, 8], int64.
         """
         spec = self._state.spec
-        owner, own, records = draws.joined()
+        owner, own, resolutions = draws.joined()
         # Index of the first sample among those of all tables.
         offset = 0 if spec.offset is None else spec.offset(draws.number)
         verifies = self._verify_every > 0 and draws.number % self._verify_every == 0
@@ -78,18 +78,18 @@ class ResolutionExchange:
         assert self._state.origins is not None
         with self._rows.channel.abandoned_on_error():
             sample = torch.from_numpy(own)
-            steps = self._rows.steps_of(records)
-            goals = self._goals(spec.key, records) if self._draws_goals else None
-            samples, parts = self._encode((records, sample, steps, goals), self._needs, offset)
+            steps = self._rows.steps_of(resolutions)
+            goals = self._goals(spec.random_key, resolutions) if self._draws_goals else None
+            samples, parts = self._encode((resolutions, sample, steps, goals), self._needs, offset)
             if verifies:
-                parts = self._encode((records, sample, steps, None), self._everyone, 0)[1]
+                parts = self._encode((resolutions, sample, steps, None), self._everyone, 0)[1]
             parts[self._index] = NO_WORDS
-            masses = records.numpy()[:, Resolution.MASS]
+            masses = resolutions.numpy()[:, Resolution.MASS]
             least = int(np.minimum.reduce(masses)) if len(masses) else MOST_MASS
             received = self._rows.send(np.array([least]), parts, samples)
 
             self.least_drawn = min(int(words[0]) for words in received)
-            most = len(records) + len(asked)
+            most = len(resolutions) + len(asked)
             if most > len(self._which):
                 self._samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
                 self._which = torch.empty(most, dtype=torch.int64)
@@ -103,18 +103,18 @@ class ResolutionExchange:
             words = [torch.from_numpy(part[1:]) for part in received]
             needed = torch.from_numpy(owner), torch.from_numpy(asked), self._needs[1]
             route = draws.first, offset, self._index, int(self._rows.takes_own)
-            self._ops.decode_draws_(*outs, words, records, sample, steps, *needed, *route)
+            self._ops.decode_draws_(*outs, words, resolutions, sample, steps, *needed, *route)
             found = self._found_words[0]
             samples = self._samples[:found]
             which = self._which[:found]
-            goals = self._goals(spec.key, ring[which]) if self._draws_goals else None
+            goals = self._goals(spec.random_key, ring[which]) if self._draws_goals else None
             if goals is not None:
                 samples[:, RowSample.GOAL] = goals
             counts: list[int] = np.bincount(owner, minlength=self._num_nodes).tolist()
             counts[self._index] = 0
             sizes = [1 + count * self._words for count in counts]
             self._rows.fill(draws.entry, ring, which, samples, received, sizes)
-        return draws.count, records.numpy()
+        return draws.count, resolutions.numpy()
 
     def _wanted_of(self, count: int, offset: int) -> np.ndarray:
         """Return the samples of a selection that this node's ranks need; mostly those of the one
@@ -132,8 +132,8 @@ class ResolutionExchange:
         offset: int,
     ) -> tuple[torch.Tensor, list[np.ndarray]]:
         """Return the samples that other nodes need, and the words of their resolutions for each
-        node. `drawn`: this node's records, ascending, the selection index, n-step length and goal
-        of each (or None).
+        node. `drawn`: this node's resolutions, ascending, the selection index, n-step length and
+        goal of each (or None).
         """
         most = len(drawn[0]) * needs[0].shape[1]
         samples = torch.empty(most, RowSample.NUM_WORDS, dtype=torch.int64)
@@ -146,10 +146,8 @@ class ResolutionExchange:
         return samples[: self._end_words[-1]], parts
 
 
-class RecordExchange:
-    """Sends records of this node's trajectories to all nodes; fills its ring (rows:
-    `TrajectoryExchange`).
-    """
+class ResolutionSender:
+    """Sends resolutions of this node's trajectories to all nodes, without rows; fills its ring."""
 
     def __init__(self, state: StreamState, channel: NodeChannel) -> None:
         self._state = state
@@ -157,8 +155,8 @@ class RecordExchange:
         self.least_drawn = MOST_MASS  # of the latest selection: the smallest mass
 
     def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
-        """Exchange all records to the ring; the draws are leaders, or of a checkpoint all members.
-        Returns their number, and those of this node, [m, 8], int64.
+        """Exchange all resolutions to the ring; the draws are leaders, or of a checkpoint all
+        members. Returns their number, and those of this node, [m, 8], int64.
         """
         state = self._state
         entry = draws.entry
@@ -170,22 +168,22 @@ class RecordExchange:
                 with state.table.lock:
                     words, item = state.members(words)
                 own = own[item]  # places in the selection; the members of a group share one
-            every, shard = self._channel.gather_ragged(
+            every, shard = self._channel.all_gather_ragged(
                 np.concatenate([own[:, None], words], axis=1)
             )
         order = np.argsort(every[:, 0], kind="stable")
-        places, records, shard = every[order, 0], every[order, 1:], shard[order]
-        masses = records[:, Resolution.MASS]
+        places, resolutions, shard = every[order, 0], every[order, 1:], shard[order]
+        masses = resolutions[:, Resolution.MASS]
         self.least_drawn = int(masses.min(initial=MOST_MASS))
         assert state.origins is not None
-        state.origins.numpy()[entry, : len(records)] = (
-            shard << SHARD_BITS | records[:, Resolution.SLOT]
+        state.origins.numpy()[entry, : len(resolutions)] = (
+            shard << SHARD_BITS | resolutions[:, Resolution.SLOT]
         )
         elsewhere = shard != self._channel.index
-        records[elsewhere, Resolution.SLOT] = len(state.table.slots)
-        records[elsewhere, Resolution.FIRST_ROW] = NO_ROW
-        state.ring_words[entry, : len(records)] = records
+        resolutions[elsewhere, Resolution.SLOT] = len(state.table.slots)
+        resolutions[elsewhere, Resolution.FIRST_ROW] = NO_ROW
+        state.ring_words[entry, : len(resolutions)] = resolutions
         if expands:
             epochs = state.drawn[entry][1]
             state.entries[entry][1][: len(places)] = epochs[torch.from_numpy(places)]
-        return len(records), words
+        return len(resolutions), words

@@ -20,7 +20,7 @@ from deepspeed_gear.store.records import Peer
 from deepspeed_gear.store.table import Table
 
 PASS_SHIFT: Final = (
-    32  # the key of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
+    32  # the number of a global batch in an evaluation pass: pass << PASS_SHIFT | batch
 )
 
 
@@ -30,15 +30,15 @@ class Selection(NamedTuple):
     """
 
     head: list[int]  # position after the selection, and totals: the words of `Head`
-    records: torch.Tensor  # the resolution of each sample. [B, 8], int64.
+    resolutions: torch.Tensor  # the resolution of each sample. [B, 8], int64.
     weights: torch.Tensor | None = (
         None  # PER weights, of a micro batch with priorities. [B], float32.
     )
     epochs: torch.Tensor | None = (
         None  # epoch (or pass) of each sample; None: there are none. [B], int64.
     )
-    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its record
-    # holds the place of its rows on this node. [B], int64.
+    # Where several nodes hold the table: shard << 32 | slot of each sample's trajectory; its
+    # resolution holds the place of its rows on this node. [B], int64.
     origins: torch.Tensor | None = None
 
 
@@ -47,17 +47,17 @@ class ShardDraws(NamedTuple):
 
     owner: np.ndarray  # index of the node of each draw. [n], int64
     indices: np.ndarray  # of this node's draws, ascending. [m], int64
-    records: torch.Tensor  # their resolutions. [m, 8], int64
+    resolutions: torch.Tensor  # their resolutions. [m, 8], int64
 
     @property
     def slots(self) -> np.ndarray:
         """The slots of this node's draws. [m], int64."""
-        return np.asarray(self.records[:, Resolution.SLOT].numpy())
+        return np.asarray(self.resolutions[:, Resolution.SLOT].numpy())
 
     def before(self, count: int) -> ShardDraws:
         """Return the first `count` draws."""
         num_own = int(np.searchsorted(self.indices, count))
-        return ShardDraws(self.owner[:count], self.indices[:num_own], self.records[:num_own])
+        return ShardDraws(self.owner[:count], self.indices[:num_own], self.resolutions[:num_own])
 
 
 NO_DRAWS: Final = ShardDraws(
@@ -77,7 +77,7 @@ class NodeDraws:
 
     number: int  # global batch
     entry: int  # of the ring
-    count: int  # samples of all nodes; of a checkpoint, records
+    count: int  # samples of all nodes; of a checkpoint, resolutions
     is_saved: bool = (
         False  # whether it is a checkpoint's selection, in which groups have all members
     )
@@ -97,7 +97,7 @@ class NodeDraws:
         return ShardDraws(
             np.concatenate([part.owner for part in parts]),
             np.concatenate([part.indices for part in parts]),
-            torch.cat([part.records for part in parts]),
+            torch.cat([part.resolutions for part in parts]),
         )
 
 
@@ -114,24 +114,24 @@ class SelectionReaders:
         self._table = table
         self._reached: memoryview = reached.data
 
-    def lagging(self, key: int) -> list[int]:
-        """Return the living peers whose counter has not reached a key."""
-        if min(self._reached) >= key:
+    def lagging(self, number: int) -> list[int]:
+        """Return the living peers whose counter has not reached a number."""
+        if min(self._reached) >= number:
             return []
-        lagging = [peer for peer, reached in enumerate(self._reached) if reached < key]
+        lagging = [peer for peer, reached in enumerate(self._reached) if reached < number]
         attached = [peer for peer in lagging if self._table.peers[peer, Peer.PID] != 0]
         return [peer for peer in attached if self._table.memory.is_alive(peer)]
 
-    def wait_awake(self, key: int) -> None:
-        """Spin briefly until the peers reach a key; without the lock. They are late by
+    def wait_awake(self, number: int) -> None:
+        """Spin briefly until the peers reach a number; without the lock. They are late by
         microseconds; after a sleep, of milliseconds on a busy core, they would wait for this rank,
         and so in turn forever.
         """
         until = time.monotonic() + _AWAKE_S
-        while time.monotonic() < until and min(self._reached) < key:
+        while time.monotonic() < until and min(self._reached) < number:
             os.sched_yield()
 
-    def error(self, key: int, late: list[int], rule: str, missing: str) -> PeerError:
+    def error(self, number: int, late: list[int], rule: str, missing: str) -> PeerError:
         """Return the error of a wait for peers that was too long."""
         peers = ", ".join(
             f"local rank {p} (process {int(self._table.peers[p, Peer.PID])})" for p in late
@@ -139,13 +139,13 @@ class SelectionReaders:
         rule = f"must {rule} in gear.timeout_s = {self._table.lock.timeout_s} s"
         remedy = "check why that rank stopped sampling; every rank must take every batch"
         return PeerError(
-            f"stream {self._spec.name}: global batch {key}", rule, f"{peers} {missing}", remedy
+            f"stream {self._spec.name}: global batch {number}", rule, f"{peers} {missing}", remedy
         )
 
 
-# words of a failure: its number, its global batch, and its outcome
-_NUMBER = 0
-_KEY = 1
+# words of a failure: how many there were, its global batch, and its outcome
+_COUNT = 0
+_NUMBER = 1
 _OUTCOME = 2
 
 
@@ -156,30 +156,30 @@ class SelectionFailure:
         self._lock = table.lock
         self._words = table.views[spec.at + "notice"]
         self._outcome: np.ndarray = self._words[_OUTCOME:]
-        self._seen = 0  # number of the latest one that this process has raised, or written
+        self._seen = 0  # failures up to the latest one that this process has raised, or written
 
-    def write(self, key: int, error: Exception) -> None:
+    def write(self, number: int, error: Exception) -> None:
         """Record the failure of a global batch's selection."""
         with self._lock:
             self._outcome[:] = Outcome.of(error).words(len(self._outcome))
-            self._words[_KEY] = key
-            self._words[_NUMBER] += 1
-            self._seen = int(self._words[_NUMBER])
+            self._words[_NUMBER] = number
+            self._words[_COUNT] += 1
+            self._seen = int(self._words[_COUNT])
 
     def forget(self) -> None:
         """Discard the failures recorded until now: their selections are tried again."""
-        self._seen = int(self._words[_NUMBER])
+        self._seen = int(self._words[_COUNT])
 
-    def check(self, key: int) -> None:
+    def check(self, number: int) -> None:
         """Raise a batch's recorded failure, once: StoreError (until contents or priorities change),
         NotReadyError (rate limiter) or PeerError.
         """
-        if self._words[_NUMBER] == self._seen:
+        if self._words[_COUNT] == self._seen:
             return
         with self._lock:
-            number = int(self._words[_NUMBER])
-            failed = int(self._words[_KEY])
+            count = int(self._words[_COUNT])
+            failed = int(self._words[_NUMBER])
             outcome = Outcome.read(self._outcome)
-        self._seen = number
-        if failed == key:
+        self._seen = count
+        if failed == number:
             raise outcome.error("the first rank of this node", is_own=True)

@@ -8,8 +8,8 @@ resolutions of the samples that its ranks train on, and the rows that their wind
 (`DrawExchange`).
 
 A process may die at any instruction: first priority updates and queued masses go to the tree
-(repeatable), then samples to a ring entry marked empty, the entry's key (the commit point), and the
-position.
+(repeatable), then samples to a ring entry marked empty, the entry's number (the commit point), and
+the position.
 
 Ranks that sample concurrently would wait for each other's selections in every step. So they draw
 ahead in turn while nothing changes: Position.AHEAD is the batch whose draws are already in its ring
@@ -29,17 +29,17 @@ from deepspeed_gear.errors import ConfigError, StoreError
 from deepspeed_gear.ops.constants import MOST_TOTAL_BITS
 from deepspeed_gear.ops.records import Resolution, Slot
 from deepspeed_gear.sampling.exclusions import summary_of
-from deepspeed_gear.sampling.node_agreement import NodeAgreement
 from deepspeed_gear.sampling.rate_limiting import NothingToSampleError
 from deepspeed_gear.sampling.samplers.base import Draw, NativeDraw
 from deepspeed_gear.sampling.samplers.kinds import stratify_
 from deepspeed_gear.sampling.selection import PASS_SHIFT, NodeDraws, ShardDraws
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.stream_state import StreamState
 from deepspeed_gear.sampling.sum_tree import items_of
 from deepspeed_gear.store.records import NOTHING, Head, Position
 from deepspeed_gear.store.retention import UNLIMITED
 
-_WORDS_AFTER_KEY = struct.Struct(f"={Head.NUM_SET - 1}q")
+_WORDS_AFTER_NUMBER = struct.Struct(f"={Head.NUM_SET - 1}q")
 
 
 class DrawExchange(Protocol):
@@ -48,8 +48,8 @@ class DrawExchange(Protocol):
     least_drawn: int  # the smallest mass that any node has drawn in the latest selection
 
     def fill(self, draws: NodeDraws) -> tuple[int, np.ndarray]:
-        """Exchange a selection's draws, and fill its ring entry. Returns the number of records, and
-        those of this node, [n, 8], int64. Collective over the nodes.
+        """Exchange a selection's draws, and fill its ring entry. Returns the number of resolutions,
+        and those of this node, [n, 8], int64. Collective over the nodes.
         """
 
 
@@ -61,23 +61,23 @@ class Selector:
     waits for other nodes.
 
     Args:
-        nodes: The agreement with the other nodes; None: this store selects alone.
+        rounds: The rounds with the other nodes; None: this store selects alone.
         exchange: Sends the draws, where the items are spread over the nodes.
     """
 
     def __init__(
         self,
         state: StreamState,
-        nodes: NodeAgreement | None = None,
+        rounds: SelectionRounds | None = None,
         exchange: DrawExchange | None = None,
     ) -> None:
         self.state = state
         self.spec = state.spec
         self.masses = state.masses
-        self.nodes = NodeAgreement(state) if nodes is None else nodes
-        self._channel = self.nodes.channel
+        self.rounds = SelectionRounds(state) if rounds is None else rounds
+        self._channel = self.rounds.channel
         self._lock: contextlib.AbstractContextManager[Any] = (
-            contextlib.nullcontext() if nodes is None else state.table.lock
+            contextlib.nullcontext() if rounds is None else state.table.lock
         )
         self._exchange = exchange
         self.is_spread = exchange is not None  # whether each node holds a part of the items
@@ -106,12 +106,12 @@ class Selector:
         """
         state = self.state
         head = state.head_words[entry]
-        head[Head.KEY] = NOTHING
+        head[Head.NUMBER] = NOTHING
         after: list[int] = state.words[: Head.NUM_SET].tolist()
         after[Head.FILLERS] = 0
         if self._sampler.is_pass:
             after[Head.EPOCH] = number >> PASS_SHIFT
-            if after[Head.EPOCH] != state.words[Head.KEY] >> PASS_SHIFT:  # a new pass begins
+            if after[Head.EPOCH] != state.words[Head.NUMBER] >> PASS_SHIFT:  # a new pass begins
                 after[Head.SAMPLES] = after[Head.EPOCH_FIRST] = after[Head.EPOCH_SIZE] = 0
         count = self._begin(number, self.spec.num_samples(number))
         if count is None:
@@ -130,22 +130,22 @@ class Selector:
                 first = after[Head.SAMPLES]
                 coordinates = self._coordinates_of(count, first, after[Head.TOTAL])
                 self._keep(0, first, self._resolve(rows, 0, coordinates, first))
-        num_records, samples = self._finish(number, entry, count)
+        num_resolutions, samples = self._finish(number, entry, count)
         if count and state.priorities is not None:
             masses = self._sampled_masses[entry][:count]
             after[Head.NUMERATOR : Head.EXPONENT + 1] = self._weigh(
                 number, masses, after[Head.TOTAL]
             )
-        after[Head.KEY] = number + 1
-        after[Head.COUNT] = num_records
+        after[Head.NUMBER] = number + 1
+        after[Head.COUNT] = num_resolutions
         after[Head.SAMPLES] += count
         with self._lock:
-            _WORDS_AFTER_KEY.pack_into(head, head.itemsize, *after[1:])
+            _WORDS_AFTER_NUMBER.pack_into(head, head.itemsize, *after[1:])
             if self._counting is not None:
                 self._counting.count(samples)
             if state.numbers is not None:
-                state.numbers[entry] = self.nodes.moments
-            head[Head.KEY] = number  # the commit point
+                state.numbers[entry] = self.rounds.moments
+            head[Head.NUMBER] = number  # the commit point
             state.advance(entry)
             if self._counting is not None:
                 self._counting.evict_used_up()
@@ -160,7 +160,7 @@ class Selector:
         of a stream that `is_optional`, none. None: it must wait.
         """
         if self.spec.together:
-            is_open = self.nodes.begin(number, count)
+            is_open = self.rounds.begin(number, count)
         else:
             exact = self.spec.is_optional
             is_open = self._limiter is None or self._limiter.is_open(count, exact)
@@ -171,10 +171,10 @@ class Selector:
     def _apply(self, number: int) -> int:
         """Apply all changes of masses that precede the selection. Returns the sum of all."""
         if self.spec.together:
-            self.nodes.apply(number)
+            self.rounds.apply(number)
         else:
             self.masses.apply(number)
-        return self.nodes.total
+        return self.rounds.total
 
     # ---- draw ------------------------------------------------------------------------------------
 
@@ -186,10 +186,10 @@ class Selector:
         words = self.state.words
         if self._native is None or self.spec.count is not None:  # a count may fail, or be 0
             return
-        if words[Head.KEY] != number or words[Position.AHEAD] == number or state.masses.waiting:
+        if words[Head.NUMBER] != number or words[Position.AHEAD] == number or state.masses.waiting:
             return
         entry = number % self.spec.depth
-        state.head_words[entry][Head.KEY] = NOTHING
+        state.head_words[entry][Head.NUMBER] = NOTHING
         total = state.masses.total
         if total:
             count = self.spec.batch
@@ -210,7 +210,7 @@ class Selector:
             coordinates = (
                 self._coordinates if count == self.spec.batch else self._coordinates[:count]
             )
-            self.state.ops.draw_(coordinates, self.spec.seed, self.spec.key, first, total)
+            self.state.ops.draw_(coordinates, self.spec.seed, self.spec.random_key, first, total)
             if self._native is NativeDraw.STRATIFIED:
                 stratify_(coordinates, total)
             return coordinates
@@ -241,12 +241,12 @@ class Selector:
                 return coordinates
             values = masses.values[items.numpy()].view(np.int32).astype(np.int64)
             own = np.stack([values, masses.ids_of(items.numpy()), coordinates.numpy()], axis=1)
-        every, shards = self._channel.gather_ragged(own)
+        every, shards = self._channel.all_gather_ragged(own)
         # Equal priorities by the age of their trajectories; a data set's are older in the first
         # shards.
         ages = every[:, 1] if self.state.table.spec.dataset is None else shards
         chosen = np.lexsort((ages, -every[:, 0].astype(np.int32).view(np.float32)))[:count]
-        return torch.from_numpy(self.nodes.first_coordinates[shards[chosen]] + every[chosen, 2])
+        return torch.from_numpy(self.rounds.first_coordinates[shards[chosen]] + every[chosen, 2])
 
     def extreme(self, count: int, newest: bool) -> torch.Tensor:
         """Return the coordinates of the oldest or the newest items; or fewer. [n]."""
@@ -262,8 +262,8 @@ class Selector:
             own = np.stack([ages, masses, first], axis=1)
             if ledger is not None and is_joint:
                 own = np.concatenate([own, ledger.marks(ages)], axis=1)
-        every, shards = self._channel.gather_ragged(own)
-        every[:, 2] += self.nodes.first_coordinates[shards]
+        every, shards = self._channel.all_gather_ragged(own)
+        every[:, 2] += self.rounds.first_coordinates[shards]
         order = np.argsort(every[:, 0], kind="stable")
         if ledger is not None and is_joint:
             order = ledger.merged(every[:, 0], every[:, 3:])
@@ -290,16 +290,16 @@ class Selector:
         mine = torch.empty(count, dtype=torch.int64)
         points = torch.empty(count, dtype=torch.int64)
         found = np.zeros(1, np.int64)
-        totals = torch.from_numpy(self.nodes.totals)
+        totals = torch.from_numpy(self.rounds.totals)
         self.masses.ops.assign_draws_(
             owner, mine, points, torch.from_numpy(found), coordinates, totals, self._channel.index
         )
         indices = mine.numpy()[: found[0]]
-        records = torch.empty(len(indices), Resolution.NUM_WORDS, dtype=torch.int64)
+        resolutions = torch.empty(len(indices), Resolution.NUM_WORDS, dtype=torch.int64)
         if len(indices):
             with self._lock:
-                self.masses.resolve_numbered(records, points[: found[0]], indices + first)
-        return ShardDraws(owner.numpy(), indices, records)
+                self.masses.resolve_numbered(resolutions, points[: found[0]], indices + first)
+        return ShardDraws(owner.numpy(), indices, resolutions)
 
     def _keep(self, done: int, first: int, draws: ShardDraws) -> None:
         """Add draws to the selection, after the `done` ones in it: pin this store's until they are
@@ -311,7 +311,7 @@ class Selector:
             return
         if len(draws.indices):
             with self._lock:
-                self.state.pin(self._draws.number, draws.records)
+                self.state.pin(self._draws.number, draws.resolutions)
         self._draws.add(done, first, draws)
 
     def _sample_counting(self, rows: torch.Tensor, first: int) -> None:
@@ -321,7 +321,7 @@ class Selector:
         done = 0
         counted = np.zeros(self.state.masses.num_items, np.int64)
         while done < len(rows):
-            total = self._checked(self.nodes.total)
+            total = self._checked(self.rounds.total)
             coordinates = self._coordinates_of(len(rows) - done, first + done, total)
             done += self._resolve_until(rows, done, coordinates, first + done, counted)
 
@@ -367,13 +367,13 @@ class Selector:
         mass = int(self.masses.leaves[slots[before]]) if uses_up else 0
         left = limiter.draws_left(counted)
         with self._lock:
-            least = self.nodes.own_least
-        received = self._channel.gather(np.array([at, mass, least, left]))
+            least = self.rounds.own_least
+        received = self._channel.all_gather(np.array([at, mass, least, left]))
         node = int(received[:, 0].argmin())
         num_valid = min(int(received[node, 0]) + 1, count)
         if num_valid < count:
             self._checked(bool(received[:, 3].sum() >= count))  # before a mass is set to 0
-            self.nodes.take_out(node, int(received[node, 1]), received[:, 2])
+            self.rounds.take_out(node, int(received[node, 1]), received[:, 2])
             if node == self._channel.index:
                 with self._lock:
                     self.masses.take_out(int(slots[before]))
@@ -435,7 +435,7 @@ class Selector:
         if self.state.walked is not None:
             with self._lock:
                 evicted = self.state.evicted(draws.slots)
-            skipped, _ = self._channel.gather_ragged(draws.indices[evicted, None])
+            skipped, _ = self._channel.all_gather_ragged(draws.indices[evicted, None])
             if len(skipped):
                 left = np.ones(len(coordinates), bool)
                 left[skipped[:, 0]] = False
@@ -483,16 +483,16 @@ class Selector:
     # ---- finish ----------------------------------------------------------------------------------
 
     def _finish(self, number: int, entry: int, count: int) -> tuple[int, np.ndarray]:
-        """Complete the ring entry of `count` items. Returns the number of records, of groups those
-        of all members, and the records that lie in this store, [n, 8], int64.
+        """Complete the ring entry of `count` items. Returns the number of resolutions, of groups
+        those of all members, and the resolutions that lie in this store, [n, 8], int64.
         """
         if self._exchange is not None:
             assert self._draws is not None
             return self._exchange.fill(self._draws)
         with self._lock:
             self.state.pin(number, self.state.drawn[entry][0][:count])
-            num_records = self.state.expand(entry, count) if self.spec.by_group else count
-            return num_records, self.state.ring_words[entry, :num_records]
+            num_resolutions = self.state.expand(entry, count) if self.spec.by_group else count
+            return num_resolutions, self.state.ring_words[entry, :num_resolutions]
 
     def _weigh(self, number: int, drawn: np.ndarray, total: int) -> tuple[int, int, int]:
         """Return numerator, divisor, exponent (Q62): a weight is (numerator / (divisor *
@@ -505,11 +505,11 @@ class Selector:
                 return self._exchange.least_drawn, 1, beta
             return int(np.minimum.reduce(drawn)), 1, beta  # faster than `min`, which calls it
         if masses.rule.normalize == "table":
-            return self.nodes.least, 1, beta
-        return total, self.nodes.num_items, beta
+            return self.rounds.least, 1, beta
+        return total, self.rounds.num_items, beta
 
     def deliver(self, draws: NodeDraws) -> None:
         """Fill a ring entry with a checkpoint's selection, as `select` does. Collective."""
         assert self._exchange is not None
-        self.state.pin(draws.number, draws.joined().records)
+        self.state.pin(draws.number, draws.joined().resolutions)
         self._exchange.fill(draws)

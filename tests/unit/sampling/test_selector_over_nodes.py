@@ -14,10 +14,10 @@ from deepspeed_gear.distributed.node_channel import NodeChannel
 from deepspeed_gear.errors import PeerError, StoreError
 from deepspeed_gear.ops.constants import SHARD_BITS
 from deepspeed_gear.ops.records import Resolution
-from deepspeed_gear.row_exchange.resolution_exchange import RecordExchange
+from deepspeed_gear.row_exchange.resolution_exchange import ResolutionSender
 from deepspeed_gear.sampling.batch_stream import BatchStream
 from deepspeed_gear.sampling.mass_rules import PriorityRule
-from deepspeed_gear.sampling.node_agreement import NodeAgreement
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.store.records import Head
 from deepspeed_gear.store.table_spec import Shard
@@ -43,7 +43,7 @@ class ThreadChannel(NodeChannel):
         return f"node {index}"
 
     def begin(self, messages: Sequence[np.ndarray]) -> Callable[[], list[np.ndarray]]:
-        of_nodes = self.plane.gather([words.copy() for words in messages])
+        of_nodes = self.plane.all_gather([words.copy() for words in messages])
         return lambda: [sent[self.index][1:] for sent in of_nodes]
 
 
@@ -83,10 +83,10 @@ def test_two_nodes_select_as_one_store(scenes: Any, case: str) -> None:
     for key in range(BATCHES):
         stream.request(key)
         selection = stream.get(key)
-        slots = selection.records[:, Resolution.SLOT].numpy()
-        wanted.append(drawn(selection.records, slots, selection.head))
+        slots = selection.resolutions[:, Resolution.SLOT].numpy()
+        wanted.append(drawn(selection.resolutions, slots, selection.head))
         if spec.priorities is not None:
-            report(stream, selection.records.clone(), key)
+            report(stream, selection.resolutions.clone(), key)
         stream.release(key)
     over_nodes = replace(spec, num_shards=2, together=True)
     stores = [
@@ -97,20 +97,20 @@ def test_two_nodes_select_as_one_store(scenes: Any, case: str) -> None:
     def select(plane: ThreadPlane) -> list[Any]:
         state = stores[plane.rank].streams[0].state
         channel = ThreadChannel(plane)
-        exchange = RecordExchange(state, channel)
-        mine = BatchStream(state, Selector(state, NodeAgreement(state, channel), exchange))
+        exchange = ResolutionSender(state, channel)
+        mine = BatchStream(state, Selector(state, SelectionRounds(state, channel), exchange))
         found = []
         for key in range(BATCHES):
             mine.request(key)
             selection = mine.get(key)
             assert selection.origins is not None
-            origins = selection.origins[: len(selection.records)]
+            origins = selection.origins[: len(selection.resolutions)]
             shards = (origins >> SHARD_BITS).numpy()
             slots = (origins & ((1 << SHARD_BITS) - 1)).numpy() + shards * len(LENGTHS[0])
-            found.append(drawn(selection.records, slots, selection.head))
+            found.append(drawn(selection.resolutions, slots, selection.head))
             # Each node reports what its ranks train on: here every second sample.
             if spec.priorities is not None:
-                records = selection.records.clone()
+                records = selection.resolutions.clone()
                 records[:, Resolution.SLOT] = origins
                 report(mine, records[plane.rank :: 2].contiguous(), key)
             mine.release(key)
@@ -137,11 +137,11 @@ def test_a_node_that_fails_ends_the_selection_of_all(scenes: Any) -> None:
 
             state.masses.apply = fail  # type: ignore[method-assign]
         return Selector(
-            state, NodeAgreement(state, channel), RecordExchange(state, channel)
+            state, SelectionRounds(state, channel), ResolutionSender(state, channel)
         ).select(0, 0)
 
     other, own = on_ranks(2, select)
     assert type(own) is StoreError
     assert type(other) is PeerError
     assert str(own) in str(other)
-    assert all(store.streams[0].position[Head.KEY] == 0 for store in stores)
+    assert all(store.streams[0].position[Head.NUMBER] == 0 for store in stores)

@@ -1,4 +1,4 @@
-"""Node agreement: what the nodes that select together tell each other before they draw.
+"""Selection rounds: what the nodes that select together tell each other before they draw.
 
 Each selection begins with a status message of every node, its failure included, so that all nodes
 make the selection or none does. It has the totals of the node's store, from which every node
@@ -43,7 +43,7 @@ MOST_LEAVE_S = 10.0
 class StatusMessage:
     """The status message of a node, the first of a joint selection."""
 
-    KEY: Final = 0
+    NUMBER: Final = 0
     STATUS: Final = 1  # 1: it has failed, and an error's text follows
     STOP: Final = 2
     WAITED_US: Final = 3
@@ -55,8 +55,8 @@ class StatusMessage:
     NUM_WORDS: Final = 9
 
 
-class NodeAgreement:
-    """What the nodes that make a stream's selections together agree on, or one store alone.
+class SelectionRounds:
+    """What the nodes that make a stream's selections together tell each other, or one store alone.
 
     `begin` and `apply` are collective over the node leaders. They take the table's lock themselves,
     and never hold it while they wait for other nodes. A store alone calls neither.
@@ -72,7 +72,7 @@ class NodeAgreement:
         self.channel: NodeChannel | LoneChannel = LoneChannel() if channel is None else channel
         #: Whether each node holds a part of the items, rather than all of them.
         self.is_spread = state.spec.num_shards > 1
-        self._records = np.zeros((self.channel.count, StatusMessage.NUM_WORDS), np.int64)
+        self._statuses = np.zeros((self.channel.count, StatusMessage.NUM_WORDS), np.int64)
         #: Sum of the masses of each node that holds a part. [S], int64.
         self.totals = np.zeros(self.channel.count, np.int64)
         self._number: int | None = None  # global batch of the selection that is being made
@@ -90,7 +90,7 @@ class NodeAgreement:
         #: How long the others have waited for each node. [S], float64, seconds.
         self.late_s = np.zeros(self.channel.count)
 
-    # ---- what was agreed on ----------------------------------------------------------------------
+    # ---- what all nodes know -----------------------------------------------------------------------
 
     @property
     def total(self) -> int:
@@ -106,7 +106,7 @@ class NodeAgreement:
     def num_items(self) -> int:
         """Items with a mass, of a stream with priorities."""
         if self.is_spread:
-            return int(self._records[:, StatusMessage.ITEMS].sum())
+            return int(self._statuses[:, StatusMessage.ITEMS].sum())
         return self._state.with_priorities.num_drawable
 
     @property
@@ -114,7 +114,7 @@ class NodeAgreement:
         """The least mass of an item, of a stream with priorities that normalises by it."""
         if not self.is_spread:
             return self._state.with_priorities.least
-        least = self._records[:, StatusMessage.LEAST]
+        least = self._statuses[:, StatusMessage.LEAST]
         return int(least[least > 0].min())
 
     @property
@@ -140,9 +140,9 @@ class NodeAgreement:
             messages = self._messages(number, count)
         except Exception as caught:
             error = caught
-        received = self._exchange_status(messages, error)
+        received = self._status_round(messages, error)
         if self._state.joint_limiter is not None:
-            received, is_open = self._agree_on_rate(number, count, received)
+            received, is_open = self._rate_round(number, count, received)
             if not is_open and not self._state.spec.is_optional:
                 return False
         if self._sends_moments:
@@ -166,7 +166,7 @@ class NodeAgreement:
             limiter = self._state.joint_limiter
             if limiter is not None:
                 ledger = self._state.table.ledger
-                heads.append(limiter.record(count) if ledger is None else limiter.progress())
+                heads.append(limiter.rate(count) if ledger is None else limiter.progress())
             if self._sends_moments:
                 heads.append(self._state.table.extents.moments.reshape(-1).view(np.int64))
         return [np.concatenate([*heads, part]) for part in reports] if heads else reports
@@ -187,7 +187,7 @@ class NodeAgreement:
             return [packed.reshape(-1)] * self.channel.count
         return [packed[begin:end].reshape(-1) for begin, end in pairwise([0, *ends.tolist()])]
 
-    def _agree_on_rate(
+    def _rate_round(
         self, number: int, count: int, received: list[np.ndarray]
     ) -> tuple[list[np.ndarray], bool]:
         """Take the words of the nodes' limiters; return the rest, and whether they admit the
@@ -207,9 +207,9 @@ class NodeAgreement:
             # overwrites what was received.
             rest = [words.copy() for words in rest]
             with self._lock:
-                ledger.agree(rates)
-                rate = limiter.record(count)
-            rates = self.channel.gather(rate)
+                ledger.take_progress(rates)
+                rate = limiter.rate(count)
+            rates = self.channel.all_gather(rate)
         with self._lock:
             is_open = limiter.apply(rates, count)
             error = None
@@ -241,7 +241,7 @@ class NodeAgreement:
                     self._change_masses(number, edge)
             except Exception as caught:
                 error = caught
-            self._exchange_totals(error)
+            self._totals_round(error)
         self._is_first = False
 
     @property
@@ -249,7 +249,7 @@ class NodeAgreement:
         """Whether any node's masses change after the status of all nodes."""
         if self._state.priorities is not None or (self._has_window and self._is_first):
             return True
-        return self._applies_together and bool(self._records[:, StatusMessage.WAITING].any())
+        return self._applies_together and bool(self._statuses[:, StatusMessage.WAITING].any())
 
     def _window_edge(self) -> WindowEdge:
         """Find the edge of the window of the newest items, over the items of all nodes."""
@@ -257,7 +257,7 @@ class NodeAgreement:
         assert window is not None
         with self._lock:
             _, _, ids, counts, values = self._state.with_ages.contents()
-        return window.edge(ids, counts, values, self.channel.gather)
+        return window.edge(ids, counts, values, self.channel.all_gather)
 
     def _change_masses(self, number: int, edge: WindowEdge | None) -> None:
         """Change this store's masses after the status of all nodes. Requires the lock."""
@@ -272,7 +272,7 @@ class NodeAgreement:
         """Apply the priority updates that all nodes have sent to this one. Requires the lock."""
         masses = self._state.with_priorities
         highest = int(masses.counts[UpdateCount.HIGHEST_PRIORITY])
-        highest = max(highest, int(self._records[:, StatusMessage.HIGHEST].max()))
+        highest = max(highest, int(self._statuses[:, StatusMessage.HIGHEST].max()))
         masses.counts[UpdateCount.HIGHEST_PRIORITY] = highest
         packed = np.concatenate(self._reports).reshape(-1, PACKED_REPORT_WORDS)
         reports = np.empty((len(packed), LogEntry.NUM_WORDS), np.int64)
@@ -290,8 +290,8 @@ class NodeAgreement:
         """Subtract an item that a node has taken out of its tree; `least`: the least mass of each
         now.
         """
-        self._records[:, StatusMessage.LEAST] = least
-        self._records[node, StatusMessage.ITEMS] -= 1
+        self._statuses[:, StatusMessage.LEAST] = least
+        self._statuses[node, StatusMessage.ITEMS] -= 1
         self.totals[node] -= mass
 
     # ---- messages --------------------------------------------------------------------------------
@@ -302,10 +302,10 @@ class NodeAgreement:
         if not self._others.left:
             self._number = None
             with self._others.parting(MOST_LEAVE_S):
-                self._exchange_status([NO_WORDS] * self._others.count, None, leaves=True)
+                self._status_round([NO_WORDS] * self._others.count, None, leaves=True)
         self._others.note_left(False)
 
-    def _exchange_status(
+    def _status_round(
         self, messages: Sequence[np.ndarray], error: Exception | None, leaves: bool = False
     ) -> list[np.ndarray]:
         """Send each node this one's status and a message; return the messages of all nodes.
@@ -316,18 +316,18 @@ class NodeAgreement:
         assert self._others is not None
         number = -1 if self._number is None else self._number
         words = self._status(error)
-        words[StatusMessage.KEY] = number
+        words[StatusMessage.NUMBER] = number
         words[StatusMessage.STOP] = leaves or self._state.stop.is_set()
         received = self._others.begin([message_of(words, after) for after in messages])()
-        records = np.stack([message[: StatusMessage.NUM_WORDS] for message in received])
-        self._records = records
+        statuses = np.stack([message[: StatusMessage.NUM_WORDS] for message in received])
+        self._statuses = statuses
         # The node that has waited least was the last to arrive.
-        waited_us = records[:, StatusMessage.WAITED_US]
+        waited_us = statuses[:, StatusMessage.WAITED_US]
         self.late_s += (waited_us.max() - waited_us) * 1e-6
-        agreed = number, False, False
-        if (records[:, : StatusMessage.STOP + 1] != agreed).any():
-            self._raise_refusal(records, error)
-        self.totals = records[:, StatusMessage.TOTAL].copy()
+        expected = number, False, False
+        if (statuses[:, : StatusMessage.STOP + 1] != expected).any():
+            self._raise_refusal(statuses, error)
+        self.totals = statuses[:, StatusMessage.TOTAL].copy()
         return [message[StatusMessage.NUM_WORDS :] for message in received]
 
     def _status(self, error: Exception | None) -> np.ndarray:
@@ -354,38 +354,38 @@ class NodeAgreement:
             return 0
         return priorities.least
 
-    def _raise_refusal(self, records: np.ndarray, error: Exception | None) -> NoReturn:
+    def _raise_refusal(self, statuses: np.ndarray, error: Exception | None) -> NoReturn:
         """Raise the reason why a node does not make the selection that this one makes."""
         assert self._others is not None
-        if records[:, StatusMessage.STOP].any():
+        if statuses[:, StatusMessage.STOP].any():
             self._others.note_left()
             if self._state.stop.is_set() or self._number is None:
                 name = f"stream {self._state.spec.name}"
                 raise StoreError(name, "must be open", None, "it was closed while it waited")
-            node = int(np.nonzero(records[:, StatusMessage.STOP])[0][0])
+            node = int(np.nonzero(statuses[:, StatusMessage.STOP])[0][0])
             self._others.raise_ended(node, f"it ended before global batch {self._number}")
-        self._raise_failure(records, error)
+        self._raise_failure(statuses, error)
         asked = {
             self._others.name(node): number
-            for node, number in enumerate(records[:, StatusMessage.KEY].tolist())
+            for node, number in enumerate(statuses[:, StatusMessage.NUMBER].tolist())
         }
         rule = "must ask for the same global batch"
         remedy = "all ranks must take the same batches in the same order"
         raise PeerError(f"stream {self._state.spec.name}: the nodes", rule, asked, remedy)
 
-    def _raise_failure(self, records: np.ndarray, error: Exception | None) -> None:
+    def _raise_failure(self, statuses: np.ndarray, error: Exception | None) -> None:
         """Raise if a node has failed: its own error there, an error with its text elsewhere."""
         assert self._others is not None
         own = None if error is None else Outcome.of(error)
-        there = self._others.first_failure(records[:, StatusMessage.STATUS], own)
+        there = self._others.first_failure(statuses[:, StatusMessage.STATUS], own)
         if there is not None:
             raise there if error is None else error
 
-    def _exchange_totals(self, error: Exception | None) -> None:
+    def _totals_round(self, error: Exception | None) -> None:
         """Exchange the totals after a change of masses; `error`: why this node could not change its
         own.
         """
-        records = self.channel.gather(self._status(error))
-        self._raise_failure(records, error)
-        self._records = records
-        self.totals = records[:, StatusMessage.TOTAL].copy()
+        statuses = self.channel.all_gather(self._status(error))
+        self._raise_failure(statuses, error)
+        self._statuses = statuses
+        self.totals = statuses[:, StatusMessage.TOTAL].copy()

@@ -1,4 +1,4 @@
-"""This rank's exchanges with other nodes: channels, and the selectors of tables that several nodes
+"""This rank's links to other nodes: channels, and the selectors of tables that several nodes
 hold.
 """
 
@@ -18,13 +18,13 @@ from deepspeed_gear.row_exchange.device_transport import DeviceTransport
 from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
 from deepspeed_gear.row_exchange.resolution_exchange import (
     Goals,
-    RecordExchange,
     ResolutionExchange,
+    ResolutionSender,
 )
 from deepspeed_gear.row_exchange.row_messages import RowExchange
 from deepspeed_gear.row_exchange.trajectory_exchange import TrajectoryExchange
 from deepspeed_gear.sampling.batch_info import TRAIN
-from deepspeed_gear.sampling.node_agreement import NodeAgreement
+from deepspeed_gear.sampling.selection_rounds import SelectionRounds
 from deepspeed_gear.sampling.selector import Selector
 from deepspeed_gear.sampling.stream_state import StreamState
 
@@ -40,8 +40,8 @@ class SpreadTrajectories:
     exchange: TrajectoryExchange | None  # sends their rows; None: another rank of this node does
 
 
-class NodeExchange:
-    """The exchanges of this rank with other nodes; empty with one node, and on ranks
+class NodeLinks:
+    """The links of this rank to other nodes; empty with one node, and on ranks
     without any.
     """
 
@@ -76,8 +76,8 @@ class NodeExchange:
                 self._channels[trains] = channel
                 if config.exchange != "host":
                     self._transports[trains] = DeviceTransport(channel, self._device)
-        plan.exchange.barrier()
-        routes_of = {state: plan.tables[state.table.spec.name].exchange for state in every}
+        plan.control_plane.barrier()
+        routes_of = {state: plan.tables[state.table.spec.name].exchange_plan for state in every}
         packs = config.pack is not None
         for state, routes in routes_of.items():
             if packs and routes is not None:
@@ -96,13 +96,13 @@ class NodeExchange:
             # Nodes select together from a replicated table for its priorities only: for training.
             trains = state.spec.name == TRAIN or routes is None
             channel = self._channels[trains]
-            draws: RecordExchange | ResolutionExchange | None = None
+            draws: ResolutionSender | ResolutionExchange | None = None
             if routes is not None and packs:
-                draws = RecordExchange(state, channel)
+                draws = ResolutionSender(state, channel)
             elif routes is not None:
                 rows = self._rows(state, routes, trains)
                 draws = ResolutionExchange(state, routes, rows, goals, config.verify_every)
-            found[state] = Selector(state, NodeAgreement(state, channel), draws)
+            found[state] = Selector(state, SelectionRounds(state, channel), draws)
             if trains:
                 self._training.append(found[state])
         return found
@@ -120,15 +120,15 @@ class NodeExchange:
         return RowExchange(channel, state.table, routes.needs, n_step, rows, slots, transport)
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the mean of training selections' exchanges since the last call, or before if there
+        """Return the mean of training selections since the last call, or before if there
         was none; empty elsewhere. `late_ms.<node>` is how long the first node to be ready waited
         for it.
         """
         if not self._training:
             return {}
         channel = self._channels[True]
-        late = np.sum([selector.nodes.late_s for selector in self._training], axis=0)
-        selections = sum(selector.nodes.num_selections for selector in self._training)
+        late = np.sum([selector.rounds.late_s for selector in self._training], axis=0)
+        selections = sum(selector.rounds.num_selections for selector in self._training)
         now = np.array([*late, selections, channel.bytes_sent, channel.bytes_received], np.float64)
         *waits, made, sent, received = (now - self._taken).tolist()
         if self._found and not made:
@@ -151,4 +151,4 @@ class NodeExchange:
         stopped.
         """
         if self._training and self._plan.config.prefetch > 0:
-            self._training[0].nodes.leave()
+            self._training[0].rounds.leave()
