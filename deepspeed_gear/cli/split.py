@@ -21,8 +21,7 @@ OPTIONS: Options = {
 def run(args: argparse.Namespace) -> int:
     from deepspeed_gear.data.dataset import Dataset
     from deepspeed_gear.data.dataset_writer import write_parts
-    from deepspeed_gear.distributed.row_exchange.exchange_plan import shards_of
-    from deepspeed_gear.distributed.shard_placement import non_empty
+    from deepspeed_gear.distributed.shard_placement import non_empty, shards_of
 
     dataset = Dataset.open(args.dataset)
     if not 1 <= args.nodes <= len(dataset):

@@ -29,12 +29,6 @@ from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.dataset_statistics import ColumnStatistics, running_statistics
 from deepspeed_gear.data.running_moments import Moment, moments_size
 from deepspeed_gear.distributed.control_plane import ControlPlane
-from deepspeed_gear.distributed.row_exchange.exchange_plan import (
-    ExchangePlan,
-    ReadNeeds,
-    needs_of,
-    routes_of,
-)
 from deepspeed_gear.distributed.sequence_sum import check_process_group
 from deepspeed_gear.distributed.shard_placement import ShardPlacement, place_tables
 from deepspeed_gear.distributed.topology import RankCoordinates, Topology
@@ -53,6 +47,12 @@ from deepspeed_gear.plan.table_resolution import (
     weight_total,
     with_arrivals,
     writing_of,
+)
+from deepspeed_gear.row_exchange.exchange_plan import (
+    ExchangePlan,
+    ReadNeeds,
+    needs_of,
+    routes_of,
 )
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mixture import Mixture

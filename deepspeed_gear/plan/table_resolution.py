@@ -26,11 +26,11 @@ from deepspeed_gear.config.types import defaults_of, dotted
 from deepspeed_gear.data.dataset import Dataset
 from deepspeed_gear.data.media import MediaSpec
 from deepspeed_gear.data.trajectory_checks import as_numbers
-from deepspeed_gear.distributed.row_exchange.exchange_plan import ExchangePlan
-from deepspeed_gear.distributed.row_exchange.row_messages import most_rows
 from deepspeed_gear.distributed.shard_placement import ShardPlacement
 from deepspeed_gear.errors import ConfigError, DataError
 from deepspeed_gear.ops.constants import most_mass_bits
+from deepspeed_gear.row_exchange.exchange_plan import ExchangePlan
+from deepspeed_gear.row_exchange.row_messages import most_rows
 from deepspeed_gear.sampling.batch_info import TRAIN, BatchInfo
 from deepspeed_gear.sampling.mass_rules import (
     AnchorRule,

@@ -89,7 +89,7 @@ def test_groups_follow_the_rules(
                         model.consume(oldest)
                     key += 1
                 else:
-                    assert not replay.can_sample()
+                    assert not stream.can_select(key)  # the loader is at its first batch
                 assert stored(replay) == set(model.rows)
         model.update()
         found = replay.statistics()["groups"]["main"]

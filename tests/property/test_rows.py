@@ -13,8 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_gear.distributed.row_exchange.exchange_plan import WHOLE
-from deepspeed_gear.distributed.row_exchange.row_messages import (
+from deepspeed_gear.ops import load_backend
+from deepspeed_gear.ops.constants import SHARD_BITS
+from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.row_exchange.exchange_plan import WHOLE
+from deepspeed_gear.row_exchange.row_messages import (
     RowExchange,
     RowLayout,
     RowReads,
@@ -22,10 +25,7 @@ from deepspeed_gear.distributed.row_exchange.row_messages import (
     layout_of,
     most_rows,
 )
-from deepspeed_gear.distributed.row_exchange.trajectory_places import Moves, TrajectoryPlaces
-from deepspeed_gear.ops import load_backend
-from deepspeed_gear.ops.constants import SHARD_BITS
-from deepspeed_gear.ops.records import Resolution, Slot
+from deepspeed_gear.row_exchange.trajectory_places import Moves, TrajectoryPlaces
 
 FINAL_ROW = {"a": 0, "b": 1, "c": 0}
 ROW_BYTES = {"a": 4, "b": 12, "c": 1, "t": 8, "u": 3}

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import ThreadPlane, on_ranks
 
-from deepspeed_gear.distributed.row_exchange.trajectory_exchange import NO_BATCH, TrajectoryExchange
-from deepspeed_gear.distributed.row_exchange.trajectory_places import TrajectoryPlaces
-from deepspeed_gear.distributed.sharded_selection import StatusMessage
 from deepspeed_gear.errors import PeerError
+from deepspeed_gear.row_exchange.trajectory_exchange import NO_BATCH, TrajectoryExchange
+from deepspeed_gear.row_exchange.trajectory_places import TrajectoryPlaces
 from deepspeed_gear.sampling.mass_rules import AgeWindow, WindowEdge
+from deepspeed_gear.sampling.selection_rounds import StatusMessage
 
 SIZES = {1: [1000], 3: [1, 700, 299], 8: [33, 0, 32, 1, 400, 31, 500, 3]}
 

@@ -15,18 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed_gear.config import GearConfig, ResolvedField, check_against, parse
-from deepspeed_gear.distributed.row_exchange.exchange_plan import (
+from deepspeed_gear.distributed.shard_placement import shards_of
+from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
+from deepspeed_gear.errors import ConfigError
+from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.row_exchange.exchange_plan import (
     ExchangePlan,
     grid,
     needs_of,
     routes_of,
     row_needs,
-    shards_of,
 )
-from deepspeed_gear.distributed.row_exchange.row_messages import RowReads, WindowRead
-from deepspeed_gear.distributed.topology import AXES, RankCoordinates, Topology, check_grid
-from deepspeed_gear.errors import ConfigError
-from deepspeed_gear.ops.records import Resolution, RowSample
+from deepspeed_gear.row_exchange.row_messages import RowReads, WindowRead
 from deepspeed_gear.schema import Column, Schema
 from deepspeed_gear.store.table_spec import RETURN_TO_GO
 
